@@ -1,0 +1,215 @@
+"""The verbs that move tensors along one mesh axis, and the ledger that counts what they move.
+
+`Axis` is one mesh axis as one rank sees it. Its methods are the only calls into ``torch.distributed`` on a training
+step's path; each writes one `Transfer` into every open ledger. The autograd functions below are built from them::
+
+    enter   replicated -> used by sharded work     forward: identity     backward: all-reduce
+    leave   partial sums -> replicated             forward: all-reduce   backward: identity
+    gather  sharded -> replicated                  forward: all-gather   backward: own part
+    scatter replicated -> sharded                  forward: own part     backward: all-gather
+
+The convention: the gradient of a replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053,
+figure 3). ``torch.distributed``'s own ops are used, never functional collectives: on gloo those abort at process exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Verb = Literal["all_reduce", "all_gather", "broadcast", "all_to_all", "send", "recv"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One call of one verb: ``numel`` elements of the whole message, ``nbytes`` of it, over ``ranks`` ranks."""
+
+    verb: Verb
+    axis: str
+    purpose: str
+    numel: int
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave one rank under ring algorithms: 2N(n-1)/n for an all-reduce, N(n-1)/n for an all-gather."""
+        share = (self.ranks - 1) / self.ranks
+        return self.nbytes * {"all_reduce": 2 * share, "all_gather": share, "all_to_all": share}.get(self.verb, 1.0)
+
+
+@dataclass
+class Ledger:
+    """What was moved while the ledger was open, in order."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def select(self, verb: Verb | None = None, axis: str | None = None, purpose: str | None = None) -> list[Transfer]:
+        """The transfers that match every given field."""
+        return [
+            t
+            for t in self.transfers
+            if verb in (None, t.verb) and axis in (None, t.axis) and purpose in (None, t.purpose)
+        ]
+
+    def counts(self) -> Counter[tuple[str, str, str]]:
+        """How many calls, by (axis, purpose, verb)."""
+        return Counter((t.axis, t.purpose, t.verb) for t in self.transfers)
+
+    def sent(self, axis: str | None = None, purpose: str | None = None) -> float:
+        """Bytes sent by this rank, summed over the transfers that match."""
+        return sum(t.sent for t in self.select(axis=axis, purpose=purpose))
+
+
+_open_ledgers: list[Ledger] = []
+
+
+@contextlib.contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Count every transfer of this process while the context is open.
+
+    Example::
+
+        with ledger() as moved:
+            loss = model(batch)
+        print(moved.counts(), moved.sent(axis="tensor"))
+    """
+    opened = Ledger()
+    _open_ledgers.append(opened)
+    try:
+        yield opened
+    finally:
+        # By identity: two ledgers that hold the same transfers compare equal.
+        _open_ledgers[:] = [other for other in _open_ledgers if other is not opened]
+
+
+class Axis:
+    """One mesh axis as this rank sees it.
+
+    Args:
+        name: the axis' name in the mesh, e.g. ``"tensor"``.
+        ranks: the global ranks along the axis through this rank, in order.
+        rank: this process' index in ``ranks``.
+        group: the process group of ``ranks``; ``None`` only where the axis has size 1.
+
+    Example::
+
+        axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+        assert axis.size == 1
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+        self.group = group
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
+
+    def _log(self, verb: Verb, purpose: str, numel: int, nbytes: int) -> None:
+        for opened in _open_ledgers:
+            opened.transfers.append(Transfer(verb, self.name, purpose, numel, nbytes, self.size))
+
+    def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """Reduce ``x`` in place over the axis; returns it. Booleans reduce as ``max`` (any) or ``min`` (all)."""
+        work = self.start_all_reduce_(x, purpose, op)
+        if work is not None:
+            work.wait()
+        return x
+
+    def start_all_reduce_(
+        self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum"
+    ) -> dist.Work | None:
+        """Begin an all-reduce of the contiguous ``x`` in place; the caller waits on what is returned, unless None."""
+        if self.size == 1:
+            return None
+        self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
+        return dist.all_reduce(x, op=_OPS[op], group=self.group, async_op=True)
+
+    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+        """Every rank's ``x`` (same shape on all ranks), in rank order."""
+        if self.size == 1:
+            return [x]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in self.ranks]
+        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
+        dist.all_gather(parts, x, group=self.group)
+        return parts
+
+    def broadcast_(self, x: Tensor, purpose: str, source: int = 0) -> Tensor:
+        """Overwrite the contiguous ``x`` with that of index ``source`` along the axis; returns it."""
+        if self.size > 1:
+            self._log("broadcast", purpose, x.numel(), x.numel() * x.element_size())
+            dist.broadcast(x, src=self.ranks[source], group=self.group)
+        return x
+
+    def broadcast_object(self, value: Any, purpose: str, source: int = 0) -> Any:
+        """``value`` of index ``source`` along the axis, pickled, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        self._log("broadcast", purpose, 1, 0)
+        dist.broadcast_object_list(box, src=self.ranks[source], group=self.group)
+        return box[0]
+
+    def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self._log("all_gather", purpose, self.size, 0)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
+        ctx.axis, ctx.purpose = axis, purpose
+        return x.detach()  # shares the version counter, and unlike a view keeps no reference to x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        # The incoming gradient may be shared with another branch of the graph, hence the copy.
+        return ctx.axis.all_reduce_(_fresh(grad), ctx.purpose), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
+        return axis.all_reduce_(_fresh(x), purpose)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
+    """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
+    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return _Enter.apply(x, axis, purpose)
+
+
+def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
+    """The sum over the axis of the partial sums ``x``, replicated."""
+    return x if axis.size == 1 else _Leave.apply(x, axis, purpose)

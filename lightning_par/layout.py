@@ -1,0 +1,173 @@
+"""How the ranks of a job are arranged: axis sizes, the rank grid, and the process groups, made once per process.
+
+The grid is ``arange(world_size).view(data, pipeline, sequence, tensor)``: ranks next to each other, hence on one host,
+talk most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from math import prod
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_par.comm import Axis
+
+AxisName = Literal["data", "pipeline", "sequence", "tensor"]
+Size = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The size of every mesh axis.
+
+    Example::
+
+        layout = Layout.resolve(world_size=8, own="tensor", tensor=4)
+        assert (layout.data, layout.tensor) == (2, 4)
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def resolve(
+        cls,
+        world_size: int,
+        own: AxisName,
+        data: Size = "auto",
+        pipeline: Size = 1,
+        sequence: Size = 1,
+        tensor: Size = 1,
+    ) -> Layout:
+        """Fill in the sizes that are ``"auto"``: ``own`` takes the ranks, what is left over becomes data parallel.
+
+        Raises:
+            ValueError: a size is no positive int, two axes other than data are ``"auto"``, or the sizes don't multiply
+                to ``world_size``. The message holds the arithmetic and a size that would do.
+        """
+        sizes: dict[str, Size] = dict(data=data, pipeline=pipeline, sequence=sequence, tensor=tensor)
+        for name, size in sizes.items():
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"`{name}_parallel_size` must be a positive int or 'auto', got {size!r}.")
+        unknown = [name for name, size in sizes.items() if size == "auto" and name != "data"]
+        if len(unknown) > 1:
+            names = " and ".join(f"`{name}_parallel_size`" for name in unknown)
+            raise ValueError(f"{names} can't both be 'auto': give one of them a size.")
+        # Only where the own axis has a size is 'auto' data left with something to take.
+        if unknown and sizes["data"] == "auto":
+            sizes["data"] = 1
+            if unknown[0] != own:
+                raise ValueError(f"`{unknown[0]}_parallel_size` can't be 'auto' beside `{own}_parallel_size`.")
+        auto = [name for name, size in sizes.items() if size == "auto"]
+        known = prod(size for size in sizes.values() if isinstance(size, int))
+        if world_size % known or (not auto and known != world_size):
+            raise ValueError(_mismatch(sizes, own, known, world_size))
+        if auto:
+            sizes[auto[0]] = world_size // known
+        return cls(**{name: int(size) for name, size in sizes.items()})
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.world_size // self.data
+
+    def grid(self) -> torch.Tensor:
+        """Global ranks, one dim an axis: (data, pipeline, sequence, tensor)."""
+        return torch.arange(self.world_size).view(self.sizes)
+
+    def lines(self, axes: tuple[AxisName, ...]) -> list[tuple[int, ...]]:
+        """The groups of global ranks that differ only in their coordinates along ``axes``."""
+        names = [f.name for f in fields(self)]
+        moved = [names.index(name) for name in axes]
+        kept = [i for i in range(len(names)) if i not in moved]
+        lines = self.grid().permute(*kept, *moved).reshape(-1, prod(self.sizes[i] for i in moved))
+        return [tuple(line.tolist()) for line in lines]
+
+    def __str__(self) -> str:
+        named = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
+        return " x ".join(named) or "one rank"
+
+
+def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> str:
+    product = " * ".join(f"{name}_parallel_size={size}" for name, size in sizes.items() if size not in (1, "auto"))
+    own_size = sizes[own]
+    rest = known // own_size if isinstance(own_size, int) else known
+    hint = (
+        f"Write {own}_parallel_size={world_size // rest}"
+        if rest and world_size % rest == 0
+        else "Write sizes whose product is the number of processes"
+    )
+    return (
+        f"{product or 'the sizes'} = {known}, but the Trainer starts {world_size} processes (devices * num_nodes). "
+        f"{hint}, leave one of them 'auto', or set devices * num_nodes to a multiple of {known}."
+    )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The axes through this rank, with their process groups.
+
+    ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them.
+    """
+
+    layout: Layout
+    data: Axis
+    pipeline: Axis
+    sequence: Axis
+    tensor: Axis
+    replica: Axis
+    world: Axis
+
+
+_made: dict[Layout, tuple[dist.ProcessGroup | None, Groups]] = {}
+
+
+def make_groups(layout: Layout, timeout: timedelta) -> Groups:
+    """The process groups of ``layout``, in the same order on every rank; made once per process and layout.
+
+    A process group outlives the Trainer that made it, so a second fit meets the same groups. Needs
+    ``torch.distributed`` to be initialised when the world has more than one rank.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if layout not in _made or _made[layout][0] is not world:
+        named: dict[str, tuple[AxisName, ...]] = {
+            "data": ("data",),
+            "pipeline": ("pipeline",),
+            "sequence": ("sequence",),
+            "tensor": ("tensor",),
+            "replica": ("pipeline", "sequence", "tensor"),
+            "world": ("data", "pipeline", "sequence", "tensor"),
+        }
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        axes = {name: _make_axis(name, layout.lines(along), made, timeout) for name, along in named.items()}
+        _made[layout] = (world, Groups(layout=layout, **axes))
+    return _made[layout][1]
+
+
+def _make_axis(
+    name: str,
+    lines: list[tuple[int, ...]],
+    made: dict[tuple[int, ...], dist.ProcessGroup | None],
+    timeout: timedelta,
+) -> Axis:
+    me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    own = next(line for line in lines if me in line)
+    for line in lines:  # every rank makes every group, in the same order
+        if len(line) > 1 and line not in made:
+            everyone = len(line) == dist.get_world_size()
+            made[line] = dist.group.WORLD if everyone else dist.new_group(list(line), timeout=timeout)
+    return Axis(name, own, own.index(me), made.get(own))
