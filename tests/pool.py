@@ -1,0 +1,247 @@
+"""Worker processes that are started once per test run and reused: no test pays for imports.
+
+A test hands a module-level function of its own module to `Pool.run`, which runs it on as many ranks as asked for::
+
+    def _sum(n: int) -> float:
+        torch.distributed.init_process_group("gloo")
+        x = torch.full((n,), float(torch.distributed.get_rank()))
+        torch.distributed.all_reduce(x)
+        return x.sum().item()
+
+    def test_sum(pool: Pool) -> None:
+        assert pool.run(2, _sum, 3) == [3.0, 3.0]
+
+Inside, ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` serve ``init_process_group``, and ``LOCAL_RANK``
+tells Lightning that its processes are there already: ``Trainer(accelerator="cpu", devices=2, ...)`` runs in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+GRACE = 5.0  # seconds that the other ranks get to end once one has failed
+
+
+class RanksFailedError(RuntimeError):
+    """At least one rank raised, died or hung; the message holds every rank's traceback or stacks."""
+
+    def __init__(self, reports: dict[int, str]) -> None:
+        self.reports = reports
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(reports.items())))
+
+
+class _Worker:
+    """One process, the connection to it, and the file that takes its output."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        # Closed by the finaliser of the temporary file object: the worker outlives any `with`.
+        self.output: IO[bytes] = tempfile.TemporaryFile()
+        env = {k: v for k, v in os.environ.items() if k not in _rank_variables(0, 1, 0)}
+        env.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.pool", str(theirs.fileno())],
+                env=env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=Path(__file__).parents[1],
+            )
+        self.connection = Connection(ours.detach())
+        self.lost = False  # died, or did not answer in time
+
+    def position(self) -> int:
+        return os.fstat(self.output.fileno()).st_size
+
+    def tail(self, start: int) -> str:
+        size = self.position() - max(start, self.position() - 8000)
+        return os.pread(self.output.fileno(), size, self.position() - size).decode(errors="replace")
+
+    def stacks(self, start: int) -> str:
+        """What the worker printed since ``start``, with the stacks of its threads, if it still runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.tail(start)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: takes loader workers along
+        self.process.wait()
+        self.connection.close()
+
+
+class Pool:
+    """Grows to the largest world that was asked for; a worker that died or hung is replaced."""
+
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
+    ) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on every rank; returns the results by rank.
+
+        Args:
+            world_size: how many ranks.
+            function: a module-level function (it travels by name); its arguments and results must pickle.
+            timeout: seconds until ranks that have not answered are killed.
+
+        Raises:
+            RanksFailedError: a rank raised, died or did not answer in time.
+        """
+        while len(self.workers) < world_size:
+            self.workers.append(_Worker())
+        workers = self.workers[:world_size]
+        starts = [worker.position() for worker in workers]
+        port = _free_port()
+        for rank, worker in enumerate(workers):
+            job = (function.__module__, function.__qualname__, args, kwargs, _rank_variables(rank, world_size, port))
+            worker.connection.send_bytes(pickle.dumps(job))
+        results, reports = _collect(workers, starts, timeout)
+        if any(worker.lost for worker in workers):
+            self.restart()
+        if reports:
+            raise RanksFailedError(reports)
+        return [results[rank] for rank in range(world_size)]
+
+    def restart(self) -> None:
+        """End every worker; the next run starts fresh ones."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers.clear()
+
+    close = restart
+
+
+def _collect(workers: list[_Worker], starts: list[int], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and failure reports by rank; marks workers that died or hung as lost."""
+    results: dict[int, Any] = {}
+    reports: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    while waiting and time.monotonic() < deadline:
+        for ready in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            assert isinstance(ready, Connection)
+            rank = waiting.pop(ready)
+            try:
+                good, answer = pickle.loads(ready.recv_bytes())
+            except (EOFError, ConnectionError):
+                workers[rank].lost = True
+                workers[rank].process.wait()
+                code = workers[rank].process.returncode
+                good, answer = False, f"died with exit code {code}\n{workers[rank].tail(starts[rank])}"
+            if good:
+                results[rank] = answer
+            else:
+                reports[rank] = answer
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in waiting.values():
+        workers[rank].lost = True
+        reports[rank] = f"no answer after {timeout:g} s; stacks:\n{workers[rank].stacks(starts[rank])}"
+    return results, reports
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _serve(connection: Connection) -> None:
+    """The worker's loop: run jobs until the test run goes away."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    torch = importlib.import_module("torch")
+    importlib.import_module("lightning.pytorch")
+    torch.set_num_threads(1)
+    gc.freeze()  # what the imports made stays: a collection after each run costs little
+    environment = dict(os.environ)
+    folder = os.getcwd()
+    while True:
+        try:
+            module, name, args, kwargs, variables = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        _reset(environment | variables, folder)
+        answer = _answer(module, name, args, kwargs)
+        _reset(environment, folder)
+        connection.send_bytes(answer)
+
+
+def _answer(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        return pickle.dumps((True, function(*args, **kwargs)))
+    except BaseException:  # a SystemExit of the function, too, is an answer
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _reset(environment: dict[str, str], folder: str) -> None:
+    """Put back what a run may leave behind in the process."""
+    import torch
+
+    rank_zero: Any = importlib.import_module("lightning_utilities.core.rank_zero")
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    layout = sys.modules.get("lightning_par.layout")
+    if layout is not None:
+        layout._made.clear()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    rank_zero.rank_zero_only.rank = int(environment.get("RANK", "0"))
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    importlib.import_module("numpy").random.seed(0)
+    gc.collect()
+
+
+def _follow_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
