@@ -1,0 +1,38 @@
+# The torch that was tested. `make test TORCH=2.11.0` tries another one.
+TORCH ?= 2.13.0
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   train a GPT on two CPU processes with strategy=tensor_parallel"
+	@echo "make test   ruff, mypy and the tests"
+	@echo "make clean  remove $(VENV)"
+
+# A GPT learns Python from the standard library's own sources, its weights split over two processes.
+demo: $(VENV)/examples-$(TORCH).stamp
+	$(BIN)/python examples/gpt.py fit --trainer.strategy=tensor_parallel --trainer.accelerator=cpu --trainer.devices=2
+
+test: $(VENV)/test-$(TORCH).stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy lightning_par
+	$(BIN)/python -m pytest
+
+# torch comes first and alone: what follows then finds it there and never replaces it.
+$(VENV)/torch-$(TORCH).stamp:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'lightning_par needs Python 3.10 or newer')"
+	$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/*.stamp
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	@touch $@
+
+$(VENV)/%-$(TORCH).stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
+	$(BIN)/pip install --quiet torch==$(TORCH) -e '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
