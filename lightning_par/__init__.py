@@ -1,0 +1,49 @@
+"""Model parallelism for PyTorch Lightning by one Trainer argument.
+
+Example::
+
+    Trainer(strategy="tensor_parallel", devices=4)
+    Trainer(strategy=lightning_par.TensorParallelStrategy(tensor_parallel_size=2), devices=4)
+
+The classes here belong to ``lightning.pytorch``; those in `lightning_par.pl` to ``pytorch_lightning``. Nothing heavy is
+imported before a name is used, since ``import torch`` imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_par import registry
+
+if TYPE_CHECKING:
+    from lightning_par.comm import ledger
+    from lightning_par.layout import Layout
+    from lightning_par.lightning_strategies import TensorParallelStrategy
+
+__version__ = "0.1.0"
+__all__ = ["Layout", "TensorParallelStrategy", "ledger"]
+
+_HOME = {
+    "Layout": "lightning_par.layout",
+    "TensorParallelStrategy": "lightning_par.lightning_strategies",
+    "ledger": "lightning_par.comm",
+}
+
+registry.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in registry.CLASSES.values() and name not in _HOME:
+        # Not an AttributeError, which `from lightning_par import X` would replace by its own "cannot import name".
+        raise ImportError(registry.not_built_yet(f"lightning_par.{name}"))
+    if name not in _HOME:
+        raise AttributeError(f"module 'lightning_par' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

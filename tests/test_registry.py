@@ -1,0 +1,187 @@
+"""The strategy names reach Lightning from a string alone. Each case is a fresh interpreter."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NAMES = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "layer_placement", "hybrid_parallel")
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def python(code: str, *args: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+    """stdout and stderr of ``code`` run in a fresh interpreter, outside the checkout."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "TORCH_DEVICE")) and k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *args, "-c", code],
+        cwd=Path(__file__).parent,
+        env={**clean, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0 or not check, done.stdout
+    return done.stdout
+
+
+def test_installed_with_entry_point() -> None:
+    points = importlib.metadata.entry_points(group="torch.backends")
+    assert "lightning_par.autoload:register" in [p.value for p in points], "run `pip install -e '.[test]'` first"
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_string_without_import(namespace: str) -> None:
+    out = python(f"""
+import os, sys
+from {namespace} import Trainer
+from {namespace}.strategies import Strategy, StrategyRegistry
+
+def build(**kwargs):
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **kwargs)
+    assert isinstance(trainer.strategy, Strategy)
+    return type(trainer.strategy).__name__
+
+assert "lightning_par.comm" not in sys.modules
+assert set({NAMES}) <= set(StrategyRegistry)
+print("plain", build(strategy="tensor_parallel"))
+print("upper", build(strategy="TENSOR_Parallel"))
+os.environ["PL_TRAINER_STRATEGY"] = "tensor_parallel"
+print("env", build())
+del os.environ["PL_TRAINER_STRATEGY"]
+for name in {NAMES[1:]}:
+    try:
+        build(strategy=name)
+    except NotImplementedError as error:
+        print(error)
+""")
+    for way in ("plain", "upper", "env"):
+        assert f"{way} TensorParallelStrategy" in out
+    for name in NAMES[1:]:
+        assert f"strategy='{name}' is not built yet in this version of lightning_par." in out
+    assert out.count("Built: 'tensor_parallel' (TensorParallelStrategy)") == len(NAMES) - 1
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_lightning_cli(namespace: str) -> None:
+    home = "lightning_par" if namespace == "lightning.pytorch" else "lightning_par.pl"
+    out = python(f"""
+import sys
+from {namespace}.cli import LightningCLI
+from {namespace}.demos.boring_classes import BoringModel
+
+def cli(*args):
+    args = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", *args]
+    return LightningCLI(BoringModel, run=False, args=args, save_config_callback=None).trainer.strategy
+
+print("string", type(cli("--trainer.strategy=tensor_parallel")).__name__)
+cls = "--trainer.strategy={home}.TensorParallelStrategy"
+print("class_path", cli(cls, "--trainer.strategy.tensor_parallel_size=1"))
+assert type(cli(cls)).__module__.startswith("lightning_par")
+try:
+    cli(cls, "--trainer.strategy.no_such_argument=1")
+except SystemExit:
+    print("refused")
+""")
+    assert "string TensorParallelStrategy" in out
+    assert re.search(r"class_path .*TensorParallelStrategy", out)
+    assert "refused" in out and "no_such_argument" in out
+
+
+def test_import_registers_when_autoload_is_off() -> None:
+    late = "import lightning.pytorch, lightning_par"
+    early = "import lightning_par, lightning.pytorch"
+    for order in (late, early):
+        out = python(
+            f"{order}\nfrom lightning.pytorch.strategies import StrategyRegistry as S; print(sorted(S))",
+            env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        )
+        assert all(name in out for name in NAMES)
+
+
+def test_reload_and_second_install() -> None:
+    python("""
+import importlib, inspect, sys
+import lightning.pytorch.strategies as strategies
+from lightning_par import autoload, registry
+first = strategies.StrategyRegistry["tensor_parallel"]
+autoload.register(); registry.install()
+assert strategies.StrategyRegistry["tensor_parallel"] is first
+assert sum(isinstance(f, registry._Finder) for f in sys.meta_path) == 1
+
+importlib.reload(strategies)
+assert strategies.StrategyRegistry["tensor_parallel"] is not first
+assert "StrategyRegistry" in inspect.getsource(strategies)
+assert "exec_module" not in vars(strategies.__loader__) and strategies.__spec__.loader is strategies.__loader__
+assert importlib.util.find_spec("lightning.pytorch.strategies").origin == strategies.__file__
+importlib.reload(registry); registry.install()
+""")
+
+
+def test_public_names() -> None:
+    out = python("""
+import sys
+import lightning_par
+assert "torch" not in sys.modules and "lightning" not in sys.modules
+assert set(lightning_par.__all__) <= set(dir(lightning_par))
+from lightning_par import *
+import lightning_par.layout, lightning_par.comm
+assert Layout is lightning_par.layout.Layout and ledger is lightning_par.comm.ledger
+assert TensorParallelStrategy is lightning_par.TensorParallelStrategy
+try:
+    from lightning_par import PipelineParallelStrategy
+except ImportError as error:
+    print(error)
+assert not hasattr(lightning_par, "no_such_name")
+""")
+    assert out.startswith("lightning_par.PipelineParallelStrategy is not built yet")
+
+
+def test_import_cost() -> None:
+    """Our share of ``import torch`` by ``-X importtime``, at most 5 ms; the least of several, as machines are noisy."""
+    cumulative = []
+    for _ in range(5):
+        # Autoload calls importlib, which importtime does not see: so import what it imports, in a process with torch.
+        out = python(
+            "import torch, sys; before = set(sys.modules); import lightning_par.autoload as a; a.register();"
+            "print('new', sorted(set(sys.modules) - before))",
+            "-X",
+            "importtime",
+            env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        )
+        assert "new ['lightning_par', 'lightning_par.autoload', 'lightning_par.registry']" in out
+        cost = {name.strip(): int(time) for time, name in re.findall(r"\|\s+(\d+) \|(\s+lightning_par\S*)", out)}
+        cumulative.append(cost["lightning_par"] + cost["lightning_par.autoload"])
+    assert min(cumulative) < 5000, f"microseconds: {cumulative}"
+
+
+def test_torch_imports_beside_a_broken_lightning(tmp_path: Path) -> None:
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    out = python(
+        "import torch; print(torch.ones(2).sum().item())\ntry: import lightning\nexcept RuntimeError as e: print(e)",
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert out.split("\n")[:2] == ["2.0", "broken on purpose"]
+
+
+def test_torch_and_lightning_import_when_registration_fails() -> None:
+    out = python(
+        """
+import lightning_par.registry as registry
+def fail(module): raise RuntimeError("no registry here")
+registry.register_names = fail
+import torch, lightning.pytorch
+from lightning_par.autoload import register
+registry.install = fail
+register()
+print("imported", lightning.pytorch.Trainer.__name__)
+"""
+    )
+    assert "imported Trainer" in out and "could not register" in out
