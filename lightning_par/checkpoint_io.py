@@ -1,0 +1,106 @@
+"""Checkpoint files that are either whole or not there: a temporary file in the target folder, fsync, rename.
+
+Lightning's own save holds the whole file in memory beside the model, writes it to the system's temporary folder and
+moves it, which across file systems is a copy that a kill leaves half done.
+
+The classes are made when first asked for, one in each Lightning namespace: importing this module imports no Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+Namespace = Literal["lightning.pytorch", "pytorch_lightning"]
+
+# The names in this module, under which pickle finds the classes again in a spawned process.
+_CLASSES: dict[str, Namespace] = {
+    "AtomicCheckpointIO": "lightning.pytorch",
+    "AtomicCheckpointIOForPytorchLightning": "pytorch_lightning",
+}
+
+
+def save(checkpoint: Any, path: str) -> None:
+    """Write what ``torch.save`` makes of ``checkpoint`` to the local ``path``, all of it or nothing.
+
+    Tensors are streamed to the disk one after another, so that no second copy is held. Missing folders are made. An
+    error leaves the old file and nothing else; a kill may leave one temporary file, which the next save to ``path``
+    overwrites.
+
+    Raises:
+        OSError: the folder can't be made or written, or the disk is full.
+        Exception: whatever pickling ``checkpoint`` raises.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    # Cut in bytes, since a file system's limit of 255 is in bytes.
+    temporary = os.path.join(folder, os.fsdecode(b"." + os.fsencode(name)[:240] + b".tmp"))
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: str) -> None:
+    # The rename itself is in the folder, and is on the disk only when the folder is.
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems can't sync a folder; the file itself is safe
+    finally:
+        os.close(descriptor)
+
+
+def make_checkpoint_io(namespace: Namespace = "lightning.pytorch") -> Any:
+    """A ``CheckpointIO`` of ``namespace`` that saves local files by `save`.
+
+    Remote paths (``s3://`` and the like) are left to Lightning's ``TorchCheckpointIO``, as are loading and removing.
+    """
+    (name,) = (name for name, home in _CLASSES.items() if home == namespace)
+    return getattr(sys.modules[__name__], name)()
+
+
+def _make_class(name: str, namespace: Namespace) -> type:
+    base: Any = import_module(f"{namespace}.plugins.io").TorchCheckpointIO
+
+    class AtomicCheckpointIO(base):
+        """Lightning's ``TorchCheckpointIO``, with local files written whole or not at all."""
+
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            """Save ``checkpoint`` to ``path``.
+
+            Raises:
+                TypeError: ``storage_options`` is given, as with Lightning's own.
+            """
+            from fsspec.core import url_to_fs
+            from fsspec.implementations.local import LocalFileSystem
+
+            filesystem, local_path = url_to_fs(str(path))
+            if storage_options is not None or type(filesystem) is not LocalFileSystem:
+                super().save_checkpoint(checkpoint, path, storage_options)
+            else:
+                save(checkpoint, local_path)
+
+    AtomicCheckpointIO.__name__ = AtomicCheckpointIO.__qualname__ = name
+    return AtomicCheckpointIO
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made = _make_class(name, _CLASSES[name])
+    return made
