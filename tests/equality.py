@@ -7,8 +7,8 @@ agree bitwise.
 Only the Trainer's public surface is used. Gradients, for one, are read from a checkpoint after the first step: there
 AdamW's ``exp_avg`` is (1 - beta1) times the clipped gradient, whole, by the parameter's own id.
 
-The reference of a data axis of size d is one device with ``accumulate_grad_batches=d`` over the same batches: the
-distributed sampler hands replica r the samples r, r + d, ..., so the reference's samples are put in that order.
+The reference of a data axis of size d is one device with ``accumulate_grad_batches=d`` over the same batches: its
+samples are put in the order in which the distributed sampler hands them to the replicas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.models import MODELS
 
@@ -98,7 +98,7 @@ def run(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        train, val = (_loader(case, seed, data_size, interleave=layout is None) for seed in (0, 1))
+        train, val = (_loader(case, seed, data_size, shuffle=seed == 0, interleave=layout is None) for seed in (0, 1))
         trainer.fit(module, train, val)
         result = keep.result
         result.metrics = _detached(trainer.callback_metrics)
@@ -116,18 +116,17 @@ def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
     return dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
 
 
-def _loader(case: str, seed: int, data_size: int, interleave: bool) -> DataLoader:
-    model = MODELS[case]
-    samples = model.data(seed)
+def _loader(case: str, seed: int, data_size: int, shuffle: bool, interleave: bool) -> DataLoader:
+    samples, batch_size = MODELS[case].data(seed), MODELS[case].batch_size
     if interleave and data_size > 1:
-        per_replica = len(samples) // (data_size * model.batch_size)
-        samples = [
-            samples[replica + data_size * (batch * model.batch_size + i)]
-            for batch in range(per_replica)
+        # Lightning's distributed sampler always shuffles for training.
+        replicas = [
+            list(DistributedSampler(samples, data_size, replica, shuffle=shuffle, seed=0))  # type: ignore[arg-type]
             for replica in range(data_size)
-            for i in range(model.batch_size)
         ]
-    return DataLoader(samples, batch_size=model.batch_size)  # type: ignore[arg-type]
+        starts = range(0, len(replicas[0]), batch_size)
+        samples = [samples[i] for k in starts for replica in replicas for i in replica[k : k + batch_size]]
+    return DataLoader(samples, batch_size=batch_size)  # type: ignore[arg-type]
 
 
 class _Keep(Callback):
