@@ -1,0 +1,251 @@
+"""Gradients: averaged over the data axis once per accumulation window, and clipped as one device would clip them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.comm import Axis
+from lightning_par.view import ShardedTensor, leaf
+
+BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to start early
+
+
+@dataclass
+class _Bucket:
+    """Leaves whose gradients travel as one message, and how far it is on its way."""
+
+    leaves: list[Tensor] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.leaves)
+
+    def launch(self, axis: Axis) -> None:
+        parts = [_zeros(leaf) if leaf.grad is None else leaf.grad.reshape(-1) for leaf in self.leaves]
+        self.flat = torch.cat(parts).div_(axis.size)
+        self.work = axis.start_all_reduce_(self.flat, "gradients")
+
+    def land(self) -> list[tuple[Tensor, Tensor]]:
+        """Wait; returns every leaf with its averaged gradient."""
+        assert self.flat is not None
+        if self.work is not None:
+            self.work.wait()
+        sizes = [leaf.numel() for leaf in self.leaves]
+        landed = [(leaf, part.view(leaf.shape)) for leaf, part in zip(self.leaves, self.flat.split(sizes))]
+        self.reset()
+        return landed
+
+    def reset(self) -> None:
+        self.arrived.clear()
+        self.flat = self.work = None
+
+
+def _zeros(leaf: Tensor) -> Tensor:
+    return torch.zeros(leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+
+
+class GradientSync:
+    """Averages the gradients of ``module`` over the data axis, in buckets that travel while backward still runs.
+
+    While ``blocked`` (all but the last batch of an accumulation window) nothing is sent: gradients then hold the whole
+    window, and one average is enough. Buckets leave in the same order on all ranks, whatever the order in which
+    gradients arrive; those that never arrive leave as zeros at the end, so that a branch which one rank alone takes
+    can't make the others wait. A parameter that got no gradient on any rank keeps what it had.
+
+    Args:
+        module: its parameters are looked up anew before each backward; ``requires_grad`` may change on the way.
+        axis: the data axis.
+        bucket_bytes: the size at which a bucket is full.
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.blocked = False
+        self._module = module
+        self._axis = axis
+        self._bucket_bytes = bucket_bytes
+        self._handles: dict[int, Any] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._touched: set[int] = set()  # ids of leaves that got a gradient since the last average
+        self._launched = 0
+        self._armed = False
+        if axis.size > 1:
+            _refuse_sparse(module)
+            self._find_leaves()
+
+    def before_backward(self) -> None:
+        """To be called before a backward whose end is announced by `after_backward`."""
+        if self._axis.size > 1:
+            self._arm()
+
+    def after_backward(self) -> None:
+        """Average what the backward left, unless blocked. All ranks along the axis must call it."""
+        if self._axis.size == 1 or self.blocked:
+            self._armed = False
+            return
+        if not self._armed:
+            self._arm()
+        self._launch(everything=True)
+        leaves = [leaf for bucket in self._buckets for leaf in bucket.leaves]
+        mine = [id(leaf) in self._touched for leaf in leaves]
+        anyones = torch.tensor(mine, dtype=torch.uint8, device=leaves[0].device) if leaves else None
+        work = None if anyones is None else self._axis.start_all_reduce_(anyones, "gradient flags", "max")
+        landed = [pair for bucket in self._buckets for pair in bucket.land()]
+        if work is not None:
+            work.wait()
+        # Reading the flags waits for the device, so they are read only where something is missing here.
+        got = mine if all(mine) or anyones is None else [bool(flag) for flag in anyones.tolist()]
+        _write(pair for pair, written in zip(landed, got) if written)
+        self._touched.clear()
+        self._armed = False
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _arm(self) -> None:
+        self._find_leaves()
+        for bucket in self._buckets:
+            bucket.reset()
+        self._launched = 0
+        self._armed = True
+
+    def _find_leaves(self) -> None:
+        found = {id(x): x for x in map(leaf, self._module.parameters())}
+        leaves = {i: x for i, x in found.items() if x.requires_grad or i in self._touched}
+        if leaves.keys() == self._bucket_of.keys():
+            return
+        for i in self._handles.keys() - leaves.keys():
+            self._handles.pop(i).remove()
+        for i in leaves.keys() - self._handles.keys():
+            self._handles[i] = leaves[i].register_post_accumulate_grad_hook(self._on_gradient)
+        self._fill_buckets(list(leaves.values()))
+
+    def _fill_buckets(self, leaves: list[Tensor]) -> None:
+        self._buckets, self._bucket_of = [], {}
+        filling: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+        for x in reversed(leaves):  # about the order in which backward reaches them
+            key = (x.dtype, x.device)
+            if key not in filling or filling[key].nbytes + x.numel() * x.element_size() > self._bucket_bytes:
+                filling[key] = _Bucket()
+                self._buckets.append(filling[key])
+            filling[key].leaves.append(x)
+            self._bucket_of[id(x)] = filling[key]
+
+    def _on_gradient(self, x: Tensor) -> None:
+        self._touched.add(id(x))
+        if self.blocked:
+            return
+        if not self._armed:  # a `.backward()` of the user's own, which Lightning announces neither before nor after
+            self._arm()
+            private.at_end_of_backward(self.after_backward)
+        bucket = self._bucket_of[id(x)]
+        if bucket.flat is not None:
+            raise RuntimeError(
+                f"The gradient of {self._name(x)!r} changed after it was sent to the other replicas. Reentrant "
+                "checkpointing does this: write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        if x.grad is not None and x.grad.is_sparse:
+            raise TypeError(f"{self._name(x)!r} has a sparse gradient; make its layer with sparse=False.")
+        bucket.arrived.add(id(x))
+        self._launch()
+
+    def _launch(self, everything: bool = False) -> None:
+        with torch.no_grad():
+            while self._launched < len(self._buckets):
+                bucket = self._buckets[self._launched]
+                if not (everything or bucket.complete):
+                    return
+                bucket.launch(self._axis)
+                self._launched += 1
+
+    def _name(self, x: Tensor) -> str:
+        return next((name for name, p in self._module.named_parameters() if leaf(p) is x), "a parameter")
+
+
+@torch.no_grad()
+def _write(averaged: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for x, grad in averaged:
+        if x.grad is None:
+            x.grad = grad.clone()
+        else:
+            x.grad.copy_(grad)
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(
+                f"{name!r} is an {type(child).__name__} with sparse=True. Sparse gradients can't be averaged over the "
+                "data axis: make it with sparse=False, or give the model all devices (data_parallel_size=1)."
+            )
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients so that their joint norm is at most ``max_norm``; returns the norm before, a 0-dim tensor.
+
+    As ``torch.nn.utils.clip_grad_norm_``. A sharded parameter's parts count together, in one all-reduce (purpose
+    ``"clip"``) along its axis, which all ranks must take part in; a replicated one counts once.
+    """
+    parameters = list(parameters)
+    axes = {p.axis.ranks: p.axis for p in parameters if isinstance(p, ShardedTensor) and p.axis.size > 1}
+    norms = [_norm([p for p in parameters if _ranks(p) not in axes], norm_type)]
+    for ranks, axis in axes.items():
+        part = _norm([p for p in parameters if _ranks(p) == ranks], norm_type)
+        norms.append(_join(part, norm_type, axis))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[-1].device) for norm in norms]), norm_type)
+    leaves = [leaf(p) for p in parameters]
+    if any(x.grad is not None for x in leaves):
+        nn.utils.clip_grads_with_norm_(leaves, max_norm, total)
+    return total
+
+
+def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
+    """Clamp every entry of the gradients to [-limit, limit]."""
+    nn.utils.clip_grad_value_([leaf(p) for p in parameters], limit)
+
+
+def _ranks(parameter: Tensor) -> tuple[int, ...]:
+    """The ranks that hold the parts of ``parameter``; none where it is whole."""
+    return parameter.axis.ranks if isinstance(parameter, ShardedTensor) else ()
+
+
+def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
+    """The joint norm of this rank's gradients, in float32 at least."""
+    leaves = [leaf(p) for p in parameters]
+    grads = [x.grad for x in leaves if x.grad is not None]
+    if not grads:
+        return torch.zeros((), device=leaves[0].device if leaves else None)
+    norm = nn.utils.get_total_norm(grads, norm_type)
+    return norm.to(torch.promote_types(norm.dtype, torch.float32))
+
+
+def _join(part: Tensor, norm_type: float, axis: Axis) -> Tensor:
+    if norm_type == float("inf"):
+        return axis.all_reduce_(part.clone(), "clip", "max")
+    return axis.all_reduce_(part**norm_type, "clip") ** (1 / norm_type)
+
+
+@torch.no_grad()
+def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
+    """Make an overflow that one rank's part of the gradients met known to the ranks that hold the others."""
+    if axis.size > 1:
+        for flag in private.found_infs(scaler, optimizer):
+            axis.all_reduce_(flag, "overflow", "max")

@@ -1,0 +1,13 @@
+"""The strategies for ``lightning.pytorch``; those for ``pytorch_lightning`` are in `lightning_par.pl`."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_par.namespace import LIGHTNING
+from lightning_par.strategy import TensorParallelMixin
+
+
+class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):
+    __doc__ = TensorParallelMixin.__doc__
+    namespace = LIGHTNING

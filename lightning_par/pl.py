@@ -1,0 +1,13 @@
+"""The strategies for ``pytorch_lightning``; those for ``lightning.pytorch`` are in `lightning_par` itself."""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies import ParallelStrategy
+
+from lightning_par.namespace import PYTORCH_LIGHTNING
+from lightning_par.strategy import TensorParallelMixin
+
+
+class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = TensorParallelMixin.__doc__
+    namespace = PYTORCH_LIGHTNING

@@ -1,0 +1,112 @@
+"""Every use of a private name of Lightning or torch, each with the reason why no public one does.
+
+``tests/test_private.py`` fails, naming the name, when one of them moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.namespace import Namespace
+
+
+def script_launcher(namespace: Namespace, environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """The launcher that runs the user's script again for each rank, or nothing where processes are there already.
+
+    Lightning has no public launcher; the callers of its strategies check for this very class.
+    """
+    launcher = namespace.from_pytorch("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
+    return launcher(environment, num_processes, num_nodes)
+
+
+def forking_launcher(namespace: Namespace, strategy: Any, start_method: str) -> Any:
+    """The launcher that starts the ranks through ``torch.multiprocessing``.
+
+    Rank 0 hands the weights back to the parent from ``module.state_dict()``, which under a sharded module would be its
+    own part; here it is what the strategy writes into checkpoints.
+    """
+    launcher = namespace.from_pytorch("strategies.launchers.multiprocessing", "_MultiProcessingLauncher")(
+        strategy, start_method=start_method
+    )
+    # On the instance, and through module-level functions, since 'spawn' pickles the launcher.
+    launcher._collect_rank_zero_results = partial(_collect_whole_weights, launcher)
+    return launcher
+
+
+def _collect_whole_weights(launcher: Any, trainer: Any, results: Any) -> Any:
+    module = trainer.lightning_module
+    whole = trainer.strategy.lightning_module_state_dict()
+    module.state_dict = lambda: whole
+    try:
+        return type(launcher)._collect_rank_zero_results(launcher, trainer, results)
+    finally:
+        del module.state_dict
+
+
+def init_process_group(
+    namespace: Namespace, environment: Any, backend: str, timeout: timedelta | None, device: torch.device
+) -> None:
+    """Connect the ranks as Lightning's own strategies do: with its log line, its reuse of a group that an earlier
+    Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it."""
+    connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
+    kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
+
+
+def move_optimizers(namespace: Namespace, optimizers: list[Any], device: torch.device) -> None:
+    """Move the states of ``optimizers``, where there are any yet; no public function knows Lightning's exceptions
+    (a ``step`` that must stay on the CPU)."""
+    namespace.from_fabric("utilities.optimizer", "_optimizers_to_device")(optimizers, device)
+
+
+def data_source(trainer: Any) -> Any:
+    """Where the running entry point gets its loaders from: an object with ``dataloader()`` and ``is_defined()``.
+
+    Public names (`trainer.train_dataloader`) are filled only when the loop starts, after the model was set up.
+    """
+    loops = {
+        "fit": trainer.fit_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    return loops[trainer.state.fn.value]._data_source
+
+
+def request_loader(namespace: Namespace, source: Any) -> Any:
+    """The user's loader, made under the context in which Lightning records a DataLoader's arguments, without which it
+    could not put a distributed sampler into it later."""
+    return namespace.from_pytorch("trainer.connectors.data_connector", "_request_dataloader")(source)
+
+
+def before_batch_transfer(module: Any, batch: Any) -> Any:
+    """Call the user's ``on_before_batch_transfer``, of the LightningModule or of the datamodule, whichever Lightning
+    would choose; the choice has no public name."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def resumes(trainer: Any) -> bool:
+    """Whether a checkpoint was given to the running entry point; it is loaded by the time the model is set up."""
+    return bool(trainer._checkpoint_connector._loaded_checkpoint)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that is running now has ended; must be called from within one of its hooks.
+
+    A ``loss.backward()`` of the user's own passes no hook of Lightning. FSDP2 and DDP use the same call.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:
+    """The flags that ``scaler.unscale_(optimizer)`` left, one a device, each of shape (1,).
+
+    A rank with a part of the gradients sees a part of the overflows; torch's scalers offer no place to share them.
+    """
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
