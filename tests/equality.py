@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -81,7 +82,7 @@ def run(
         keep = _Keep(folder)
         trainer = Trainer(
             **_devices(layout),
-            precision=precision,
+            **_precision(precision),
             max_epochs=1,
             limit_train_batches=steps * batches,
             limit_val_batches=VAL_BATCHES * (1 if layout else data_size),
@@ -105,6 +106,12 @@ def run(
         result.predictions = _detached(trainer.predict(module, val))
         result.after = _detached(module.state_dict())
     return result
+
+
+def _precision(precision: Any) -> dict[str, Any]:
+    if precision == "16-mixed":  # by its name the Trainer takes bf16 on a CPU; as a plugin it scales losses
+        return dict(plugins=[MixedPrecision("16-mixed", "cpu")])
+    return dict(precision=precision)
 
 
 def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
@@ -350,11 +357,10 @@ def compare_low(exact: Result, single: Result, result: Result, data_size: int = 
 
 
 _QUANTITIES = {
-    "loss": lambda r: _by_index(r.losses),
+    "losses and metrics": lambda r: {**_by_index(r.losses), **r.metrics},  # one number alone may be right by luck
     "clipped gradient": lambda r: r.gradients,
     "weights": lambda r: r.checkpoint.get("state_dict", {}),
     "predictions": lambda r: _flat(r.predictions),
-    "metrics": lambda r: r.metrics,
 }
 
 

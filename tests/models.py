@@ -6,6 +6,7 @@ new case is one line in the table at the end, plus a module where the ones here 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -541,6 +542,10 @@ def deep_mlp() -> nn.Module:
     )
 
 
+def smooth_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.Softplus(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
 def odd_mlp() -> nn.Module:
     """Three linear layers, widths that don't divide."""
     return nn.Sequential(nn.Linear(12, 15), nn.GELU(approximate="tanh"), nn.Linear(15, 7), nn.ELU(), nn.Linear(7, 5))
@@ -678,6 +683,56 @@ class ClampedWeights(Regression):
         with torch.no_grad():
             for p in self.parameters():
                 p.clamp_(-0.2, 0.2)
+
+
+class TargetNetwork(Regression):
+    """A slow copy of the net follows it, as in BYOL or DQN."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.target = copy.deepcopy(net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            wanted = y + 0.9 * self.target(x + 0.1)
+        return F.smooth_l1_loss(self(x), wanted)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for slow, fast in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+class GradientPenalty(Regression):
+    """The loss holds a gradient with respect to the input, hence a double backward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return super().loss((x, y)) + 0.1 * (slope.norm(dim=1) - 1).pow(2).mean()
+
+
+class Recommender(Base):
+    """Matrix factorisation: two embeddings and their biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(48, 16), nn.Embedding(48, 16)
+        self.user_bias, self.item_bias = nn.Embedding(48, 1), nn.Embedding(48, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        scores = (self.users(users) * self.items(items)).sum(-1)
+        return scores + self.user_bias(users).squeeze(-1) + self.item_bias(items)[..., 0]
+
+    def loss(self, batch: Any) -> Tensor:
+        users, items = batch
+        against = self(users, items.roll(1, 0))
+        return -F.logsigmoid(self(users, items) - against).mean() + 1e-3 * self.users.weight.square().sum()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(*batch)
 
 
 class BuiltLate(Classifier):
@@ -1144,6 +1199,43 @@ def t5(t: Any) -> nn.Module:
     )
 
 
+def gpt_neox(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=48)
+    return t.GPTNeoXForCausalLM(
+        t.GPTNeoXConfig(**sizes, max_position_embeddings=16, attention_dropout=0.0, hidden_dropout=0.0)
+    )
+
+
+def gemma2(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return t.Gemma2ForCausalLM(
+        t.Gemma2Config(
+            **sizes, num_key_value_heads=2, head_dim=8, vocab_size=48, sliding_window=4, query_pre_attn_scalar=8
+        )
+    )
+
+
+def mixtral(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    return t.MixtralForCausalLM(
+        t.MixtralConfig(
+            **sizes,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=48,
+            output_router_logits=True,
+            experts_implementation="eager",
+        )
+    )
+
+
+def opt(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=48)
+    return t.OPTForCausalLM(
+        t.OPTConfig(**sizes, max_position_embeddings=16, dropout=0.0, attention_dropout=0.0, word_embed_proj_dim=24)
+    )
+
+
 def renamed(data: Callable[[int], list[Any]], *names: str) -> Callable[[int], list[Any]]:
     """Tuples as dicts."""
     return lambda seed: [dict(zip(names, sample, strict=True)) for sample in data(seed)]
@@ -1247,7 +1339,10 @@ MODELS: dict[str, Case] = {
     "mlp_functional": mlp(FunctionalWeights),
     "mlp_mixed_uses": mlp(MixedUses),
     "mlp_l2": regression(deep_mlp, L2),
-    "mlp_clamped": regression(deep_mlp, ClampedWeights),
+    "mlp_clamped": Case(lambda: ClampedWeights(deep_mlp()), vectors(classes=0), couples=True),
+    "mlp_target_network": Case(lambda: TargetNetwork(deep_mlp()), vectors(classes=0), couples=True),
+    "mlp_gradient_penalty": Case(lambda: GradientPenalty(smooth_mlp()), vectors(classes=0)),
+    "recommender": Case(Recommender, text()),
     "mlp_layer_norm": mlp(lambda: hidden_mlp(nn.LayerNorm(32), nn.ReLU())),
     "mlp_group_norm": mlp(lambda: hidden_mlp(nn.GroupNorm(8, 32), nn.Mish())),
     "mlp_softmax": mlp(lambda: hidden_mlp(nn.Softmax(dim=-1))),
@@ -1286,5 +1381,9 @@ MODELS: dict[str, Case] = {
     "hf_llama": hugging_face(llama),
     "hf_llama_eager": hugging_face(lambda t: llama(t, attn_implementation="eager"), dicts(masked=True)),
     "hf_qwen3": hugging_face(qwen3),
+    "hf_gpt_neox": hugging_face(gpt_neox, dicts(masked=True)),
+    "hf_gemma2": hugging_face(gemma2),
+    "hf_mixtral": hugging_face(mixtral),
+    "hf_opt": hugging_face(opt, dicts(masked=True)),
     "hf_t5": hugging_face(t5, dicts(seq2seq=True)),
 }

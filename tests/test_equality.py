@@ -60,8 +60,8 @@ ROWS = [
 
 LOW = [
     Row(case, layout, dict(precision=precision))
-    for precision in ("bf16-mixed", "bf16-true", "16-mixed")
-    for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "tp2"), ("vit", "dp2-tp2"))
+    for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+    for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"))
 ]
 
 
