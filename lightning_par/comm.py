@@ -8,13 +8,14 @@ step's path; each writes one `Transfer` into every open ledger. The autograd fun
     gather  sharded -> replicated                  forward: all-gather   backward: own part
     scatter replicated -> sharded                  forward: own part     backward: all-gather
 
-The convention: the gradient of a replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053,
+Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053,
 figure 3). ``torch.distributed``'s own ops are used, never functional collectives: on gloo those abort at process exit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_par.positions import Positions
 
 Verb = Literal["all_reduce", "all_gather", "broadcast", "all_to_all", "send", "recv"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -111,10 +114,29 @@ class Axis:
         self.ranks = ranks
         self.rank = rank
         self.group = group
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def entered(self, x: Tensor) -> Tensor:
+        """`enter` ``x``, once for all that read the same tensor: their gradients then share one all-reduce."""
+        if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        key = id(x)
+        known = self._entries.get(key)
+        if known is not None:
+            reference, version, entry = known
+            # An optimizer or `x.data = ...` may have changed x since.
+            if reference() is x and version == x._version and entry.data_ptr() == x.data_ptr():
+                return entry
+        entry = enter(x, self)
+        self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), x._version, entry)
+        return entry
+
+    def about_to_gather(self, func: Any, x: Tensor) -> None:
+        """Called before a function without a rule gathers ``x``. The planner's axis objects."""
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
@@ -183,24 +205,19 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        # The incoming gradient may be shared with another branch of the graph, hence the copy.
-        return ctx.axis.all_reduce_(_fresh(grad), ctx.purpose), None, None
+        return leave(grad, ctx.axis, ctx.purpose), None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
-        return axis.all_reduce_(_fresh(x), purpose)
+        ctx.axis, ctx.purpose = axis, purpose
+        # A gradient may be shared with another branch of the graph, hence the copy.
+        return axis.all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), purpose)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
-
-
-def _fresh(x: Tensor) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format)
+        return enter(grad, ctx.axis, ctx.purpose), None, None
 
 
 def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
@@ -213,3 +230,64 @@ def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
 def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
     """The sum over the axis of the partial sums ``x``, replicated."""
     return x if axis.size == 1 else _Leave.apply(x, axis, purpose)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+        ctx.args = dim, positions, axis, purpose
+        return _gathered(x, dim, positions, axis, purpose)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return scatter(grad, *ctx.args), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+        ctx.args = dim, positions, axis, purpose
+        return _own_part(x, dim, positions, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gather(grad, *ctx.args), None, None, None, None
+
+
+def _own_part(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor:
+    own = positions.indices(axis.rank)
+    if len(own) and own[-1] - own[0] + 1 == len(own):
+        return x.narrow(dim, int(own[0]), len(own)).contiguous()
+    return x.index_select(dim, positions.index(axis.rank, x.device))
+
+
+def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+    """The whole dim. Parts that differ in size travel padded to the largest, since gloo gathers equal shapes only."""
+    counts = [positions.count(rank) for rank in range(axis.size)]
+    sent = x.detach().to(torch.uint8) if x.dtype == torch.bool else x.detach()
+    if max(counts) > counts[axis.rank]:
+        padding = list(x.shape)
+        padding[dim] = max(counts) - counts[axis.rank]
+        sent = torch.cat([sent, sent.new_zeros(padding)], dim)
+    parts = axis.all_gather(sent, purpose)
+    whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
+    order = positions.restore(axis.size, x.device)
+    return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
+
+
+def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
+    """The whole tensor whose dim ``dim`` the ranks hold by ``positions``; ``x`` is this rank's part."""
+    if axis.size == 1:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Gather.apply(x, dim, positions, axis, purpose)
+    return _gathered(x, dim, positions, axis, purpose)
+
+
+def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
+    """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
+    if axis.size == 1:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Scatter.apply(x, dim, positions, axis, purpose)
+    return _own_part(x, dim, positions, axis)

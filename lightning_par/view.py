@@ -1,18 +1,209 @@
-"""The sharded tensor (being written)."""
+"""The sharded tensor: to the user's code it has the full shape, in memory it is this rank's part.
+
+A `ShardedTensor` wraps a plain local tensor, the sharded dim, its `Positions` and the mesh `Axis`. Functions with a rule
+(`lightning_par.rules`) run on the local tensor; every other function gathers, runs, and is reported once by name and
+line. Autograd runs on the plain local tensors.
+
+It serves as activation and as parameter. As a parameter it stands where the module's own parameter stood, and its
+``local`` is the leaf that holds the gradient. (DTensor was turned down for both: it shards a dim in even chunks only,
+so neither uneven heads nor the chunks of a fused projection can be said in it, and a model that mixes DTensors and plain
+tensors breaks clipping, the gradient scaler and foreach optimizers.)
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from lightning_par import comm
 from lightning_par.comm import Axis
+from lightning_par.positions import Positions
+
+_dispatch: Callable[..., Any] | None = None
+
+
+def _load_rules() -> Callable[..., Any]:
+    """The table of rules, which itself needs this module."""
+    global _dispatch
+    if _dispatch is None:
+        from lightning_par.rules import dispatch
+
+        _dispatch = dispatch
+    return _dispatch
 
 
 class ShardedTensor(torch.Tensor):
-    local: Tensor
-    axis: Axis
+    """A tensor of which every rank along ``axis`` holds the ``positions`` of dim ``dim``.
+
+    Args:
+        local: this rank's part, plain; its shape is the full one except for ``dim``.
+        dim: the sharded dim, from 0.
+        positions: who holds which index of the dim.
+        axis: the mesh axis.
+
+    Example::
+
+        axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+        x = ShardedTensor(torch.ones(3, 4), 1, Positions.of([0, 0, 0, 0]), axis)
+        assert x.shape == (3, 4) and torch.equal((x + 1).full_tensor(), torch.full((3, 4), 2.0))
+    """
+
+    _local: Tensor
+    _dim: int
+    _positions: Positions
+    _axis: Axis
+
+    @staticmethod
+    def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
+        shape = list(local.shape)
+        shape[dim] = positions.size
+        with torch._C.DisableTorchFunctionSubclass():
+            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
+        return self
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, a plain tensor."""
+        return self._local
+
+    @property
+    def sharded_dim(self) -> int:
+        return self._dim
+
+    @property
+    def positions(self) -> Positions:
+        return self._positions
+
+    @property
+    def axis(self) -> Axis:
+        return self._axis
+
+    def with_local(self, local: Tensor) -> ShardedTensor:
+        """The same sharding of another local tensor of the same shape."""
+        return ShardedTensor(local, self._dim, self._positions, self._axis)
+
+    def full_tensor(self, purpose: str = "gather") -> Tensor:
+        """The whole tensor, plain, on every rank along the axis. All of them must call it."""
+        self._axis.about_to_gather("full_tensor", self)
+        return comm.gather(self._local, self._dim, self._positions, self._axis, purpose)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_dispatch or _load_rules())(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(
+            f"{func} met a sharded tensor below the level of torch functions, as happens inside compiled, scripted or "
+            "functorch-transformed code. Give it the whole tensor: `x.full_tensor()`, called on all ranks."
+        )
+
+    # What autograd and nn.Module read of a tensor is read of the local one.
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:  # type: ignore[override]
+        self._local.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        grad = self._local.grad
+        return None if grad is None else self.with_local(grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._local.grad = None if value is None else self.part_of(value).detach()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.with_local(self._local.data)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._local.data = self.part_of(value).detach()
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self._local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._local.retains_grad
+
+    def retain_grad(self) -> None:
+        self._local.retain_grad()
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As `torch.Tensor.register_hook`; the hook meets a sharded gradient."""
+
+        def local_hook(grad: Tensor) -> Tensor | None:
+            result = hook(self.with_local(grad))
+            return None if result is None else self.part_of(result)
+
+        return self._local.register_hook(local_hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's part of ``value``, sharded as this tensor is; ``value`` is replicated or sharded alike."""
+        if isinstance(value, ShardedTensor):
+            if value._dim == self._dim and value._positions is self._positions:
+                return value._local
+            value = value.full_tensor()
+        return comm.scatter(value, self._dim, self._positions, self._axis)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        import copy
+
+        if id(self) not in memo:
+            copied = self.with_local(copy.deepcopy(self._local, memo))
+            if getattr(self, "_is_param", False):
+                copied._is_param = True
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"This rank holds only its part of a tensor of shape {tuple(self.shape)}, so it can't be pickled. Save with "
+            "`trainer.save_checkpoint(path)`, or call `.full_tensor()` on all ranks first."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dim={self._dim}, axis={self._axis.name!r}, "
+            f"rank {self._axis.rank} of {self._axis.size} holds {tuple(self._local.shape)}, dtype={self.dtype})"
+        )
+
+
+def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
+    """A parameter of which this rank keeps its part of ``whole``, as a fresh leaf."""
+    part = comm.scatter(whole.detach(), dim, positions, axis).clone(memory_format=torch.contiguous_format)
+    param = ShardedTensor(torch.nn.Parameter(part, requires_grad=whole.requires_grad), dim, positions, axis)
+    param._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
+    return param
 
 
 def leaf(param: Tensor) -> Tensor:
-    """The plain leaf tensor that holds a parameter's gradient on this rank: its local part where it is sharded."""
-    return param.local if isinstance(param, ShardedTensor) else param
+    """The plain leaf that holds a parameter's gradient on this rank: its local part where it is sharded."""
+    return param._local if isinstance(param, ShardedTensor) else param
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole tensor, plain; all ranks along its axis must call it."""
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value

@@ -1,0 +1,137 @@
+"""A copy of a module's Python state for a trial run: what the run does to it never reaches the user's module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def stand_in(
+    module: nn.Module,
+    tensor: Callable[[Tensor], Tensor],
+    shared: tuple[Any, ...],
+    took: Callable[..., None],
+) -> Any:
+    """A copy of ``module`` with ``tensor(x)`` for every parameter and buffer ``x``, and Lightning's side effects off.
+
+    Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with what a metric's
+    update is given.
+    """
+    memo: dict[int, Any] = {id(x): x for x in shared}
+    for submodule in module.modules():
+        for held in (*submodule._parameters.values(), *submodule._buffers.values()):
+            if held is not None:
+                memo[id(held)] = tensor(held)
+        for value in vars(submodule).values():
+            if isinstance(value, Tensor):
+                memo[id(value)] = tensor(value)
+    own_copy = [m for m in module.modules() if m is module or not _copies_itself(m)]
+    for submodule in own_copy:
+        memo[id(submodule)] = object.__new__(type(submodule))
+    for submodule in own_copy:
+        state = memo[id(submodule)].__dict__
+        for name, value in vars(submodule).items():
+            state[name] = _copied(value, memo)
+    top = memo[id(module)]
+    if hasattr(module, "automatic_optimization"):
+        _silence(top)
+    for submodule in top.modules():
+        if callable(getattr(submodule, "compute", None)) and callable(getattr(submodule, "update", None)):
+            _silence_metric(submodule, took)
+    return top
+
+
+def _copies_itself(module: nn.Module) -> bool:
+    """Whether the class says how to copy itself; torchmetrics does, and its wrapped methods need it."""
+    kind = type(module)
+    own = getattr(kind, "__getstate__", None)
+    return hasattr(kind, "__deepcopy__") or own not in (None, getattr(object, "__getstate__", None))
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+        # Item by item: one entry that can't be copied must not make the others shared.
+        if id(value) not in memo:
+            memo[id(value)] = new = type(value)() if type(value) is not dict else {}
+            if getattr(value, "default_factory", None) is not None:
+                new.default_factory = value.default_factory
+            new.update({key: _copied(item, memo) for key, item in value.items()})
+        return memo[id(value)]
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # any class may refuse to be copied, in any way
+        return value
+
+
+class Stand:
+    """Takes the place of a logger or an optimizer: whatever is asked of it, nothing happens."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # `optimizer.step(closure)` runs the closure, whose events count.
+        for value in (*args, *kwargs.values()):
+            if callable(value) and not isinstance(value, (Stand, Tensor, nn.Module)):
+                return value()
+        return self
+
+    def __enter__(self) -> Stand:
+        return self
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+
+def _silence(copy_of_module: Any) -> None:
+    """Methods of a LightningModule that reach out of it do nothing."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    quiet = ("log", "log_dict", "print", "manual_backward", "backward", "toggle_optimizer", "untoggle_optimizer",
+             "clip_gradients", "optimizer_step", "save_hyperparameters")  # fmt: skip
+    optimizers = None
+    body: dict[str, Any] = {name: nothing for name in quiet}
+    body["logger"], body["loggers"] = Stand(), [Stand()]
+    body["optimizers"] = lambda self, *args, **kwargs: _stands(optimizers)
+    body["lr_schedulers"] = lambda self: Stand()
+    body["all_gather"] = lambda self, data, *args, **kwargs: data
+    kind = type(copy_of_module)
+    if not copy_of_module.automatic_optimization:
+        optimizers = _count_optimizers(copy_of_module)
+    copy_of_module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
+
+
+def _stands(count: int | None) -> Any:
+    return Stand() if count in (None, 1) else [Stand() for _ in range(count or 0)]
+
+
+def _count_optimizers(module: Any) -> int:
+    """How many optimizers `configure_optimizers` gives, asked of the copy."""
+    try:
+        found = module.configure_optimizers()
+    except Exception:  # user code on fake parameters
+        return 1
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+        found = found[0]
+    return len(found) if isinstance(found, (list, tuple)) else 1
+
+
+def _silence_metric(metric: Any, took: Callable[..., None]) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        took(*args, **kwargs)
+        zero = torch.zeros(())
+        return {name: zero for name in metric.keys()} if isinstance(metric, nn.ModuleDict) else zero  # noqa: SIM118
+
+    metric.__dict__.update(forward=forward, update=took, compute=lambda: torch.zeros(()))

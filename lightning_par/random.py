@@ -1,0 +1,65 @@
+"""Random streams of sharded draws.
+
+A draw on a replicated tensor takes the shared generator, so it is one device's draw. A draw on a sharded tensor must
+differ from rank to rank and must not move the shared generator; it takes a stream of its own, keyed by (seed, step,
+event, shard). The same layout and seed repeat bitwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Streams:
+    """Where the process stands in its sharded draws: ``event`` counts them within a step."""
+
+    seed: int = 0
+    step: int = 0
+    event: int = 0
+
+    def begin_step(self, seed: int, step: int) -> None:
+        self.seed, self.step, self.event = seed, step, 0
+
+    def next_key(self, shard: int) -> int:
+        key = _mix(self.seed, self.step, self.event, shard)
+        self.event += 1
+        return key
+
+
+streams = Streams()
+
+
+def _mix(*values: int) -> int:
+    """A 63-bit hash of ints, the same in every process (splitmix64's finaliser, folded over the values)."""
+    mask = (1 << 64) - 1
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state + (value & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1
+
+
+@contextlib.contextmanager
+def sharded_draw(shard: int, device: torch.device) -> Iterator[None]:
+    """Draws within the context come from the next stream of ``shard``; the shared generator stays where it was."""
+    key = streams.next_key(shard)
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+    elif device.type == "cpu":
+        generator = torch.default_generator
+    else:
+        yield
+        return
+    state = generator.get_state()
+    generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        generator.set_state(state)

@@ -1,0 +1,159 @@
+"""Products that sum over dims: linear, matmul, einsum and their kin.
+
+Each is written as Einstein letters. One letter is sharded: where it is in the result, the result is sharded; where it is
+summed over, the ranks hold partial sums and one all-reduce ends the island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par import comm
+from lightning_par.comm import Axis
+from lightning_par.positions import Positions
+from lightning_par.rules.table import rule, view
+from lightning_par.view import ShardedTensor, full
+
+Letters = Sequence[object]
+Cut = tuple[object, Positions, Axis]
+
+
+def sharded_letter(operands: Sequence[Tensor], letters: Sequence[Letters]) -> Cut | None:
+    """The one letter that is sharded, with its positions; None where the operands are sharded along several."""
+    found: Cut | None = None
+    for operand, names in zip(operands, letters, strict=True):
+        if not isinstance(operand, ShardedTensor):
+            continue
+        here = (names[operand._dim], operand._positions, operand._axis)
+        if found is None:
+            found = here
+        elif here[0] != found[0] or here[2] is not found[2] or not here[1].agree(found[1]):
+            return None
+    return found
+
+
+def local_operands(operands: Sequence[Tensor], letters: Sequence[Letters], cut: Cut) -> list[Tensor] | None:
+    """This rank's part of each operand: cut where it has the sharded letter, else entered.
+
+    None where a replicated parameter would have to be cut at each use: gathering the activation moves less.
+    """
+    letter, positions, axis = cut
+    local = []
+    for operand, names in zip(operands, letters, strict=True):
+        if isinstance(operand, ShardedTensor):
+            local.append(operand._local)
+        elif letter in names:
+            if operand.is_leaf and operand.requires_grad:
+                return None
+            local.append(comm.scatter(operand, list(names).index(letter), positions, axis))
+        else:
+            local.append(axis.entered(operand))
+    return local
+
+
+def contract(
+    run: Callable[..., Tensor], operands: Sequence[Tensor], letters: Sequence[Letters], result: Letters
+) -> Tensor:
+    """``run`` on the local parts of ``operands``, whose dims are named by ``letters``, giving dims ``result``."""
+    cut = sharded_letter(operands, letters)
+    local = None if cut is None else local_operands(operands, letters, cut)
+    if cut is None or local is None:
+        return NotImplemented
+    letter, positions, axis = cut
+    partial = run(*local)
+    return view(partial, list(result).index(letter), positions, axis) if letter in result else comm.leave(partial, axis)
+
+
+def with_bias(
+    run: Callable[..., Tensor], bias: Tensor | None, operands: Sequence[Tensor], letters: Sequence[Letters],
+    result: Letters,
+) -> Tensor:  # fmt: skip
+    """As `contract`, with a ``bias`` of the last dim of ``result``; ``run`` takes it first, or None."""
+    cut = sharded_letter(operands, letters)
+    local = None if cut is None else local_operands(operands, letters, cut)
+    if cut is None or local is None:
+        return NotImplemented
+    letter, positions, axis = cut
+    if letter not in result:
+        summed = comm.leave(run(None, *local), axis)
+        return summed if bias is None else summed + full(bias).to(summed.dtype)
+    if bias is not None and letter != result[-1]:
+        bias = axis.entered(full(bias))
+    elif isinstance(bias, ShardedTensor):
+        if not bias._positions.agree(positions):
+            return NotImplemented
+        bias = bias._local
+    elif bias is not None:
+        bias = comm.scatter(bias, 0, positions, axis)
+    return view(run(bias, *local), list(result).index(letter), positions, axis)
+
+
+@rule("linear")
+def linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if weight.ndim != 2:
+        return NotImplemented
+    outer = list(range(x.ndim - 1))
+    if isinstance(weight, ShardedTensor) and weight._dim == 0 and isinstance(x, ShardedTensor):
+        x = full(x)
+    return with_bias(
+        lambda b, x, w: func(x, w, b), bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"]
+    )
+
+
+@rule("addmm")
+def addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any) -> Any:
+    if kwargs or beta != 1 or alpha != 1 or bias.ndim != 1:
+        return NotImplemented
+    if isinstance(b, ShardedTensor) and b._dim == 1 and isinstance(a, ShardedTensor):
+        a = full(a)
+    return with_bias(
+        lambda c, a, b: a @ b if c is None else func(c, a, b), bias, [a, b], ["ik", "kj"], "ij"
+    )
+
+
+@rule("matmul", "__matmul__", "mm", "bmm", "mv", "dot")
+def matmul(func: Any, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+    if kwargs:
+        return NotImplemented
+    batch = max(a.ndim, b.ndim) - 2
+
+    def outer(x: Tensor) -> list[object]:
+        # A dim of size 1 broadcasts; it has no letter of the result.
+        dims = range(-x.ndim, -2)
+        return [d if x.shape[d] > 1 or (a if x is b else b).ndim < -d else None for d in dims]
+
+    a_letters = [*outer(a), *("ik" if a.ndim > 1 else "k")]
+    b_letters = [*outer(b), *("kj" if b.ndim > 1 else "k")]
+    result = [*range(-batch - 2, -2), *("i" if a.ndim > 1 else ""), *("j" if b.ndim > 1 else "")]
+    return contract(torch.matmul, [a, b], [a_letters, b_letters], result)
+
+
+@rule("__rmatmul__")
+def rmatmul(func: Any, b: Tensor, a: Tensor) -> Any:
+    return matmul(torch.matmul, a, b)
+
+
+@rule("baddbmm")
+def baddbmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else torch.bmm(a, b) * alpha + bias * beta
+
+
+@rule("einsum")
+def einsum(func: Any, equation: Any, *operands: Any) -> Any:
+    if not isinstance(equation, str) or "." in equation:
+        return NotImplemented
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    equation = equation.replace(" ", "")
+    terms, arrow, result = equation.partition("->")
+    letters = terms.split(",")
+    if not arrow:
+        every = terms.replace(",", "")
+        result = "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
+    if any(len(set(names)) < len(names) for names in letters):
+        return NotImplemented
+    return contract(lambda *local: torch.einsum(equation, *local), operands, letters, result)

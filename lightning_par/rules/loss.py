@@ -1,0 +1,184 @@
+"""Classification losses whose classes are sharded: the logits are never gathered.
+
+The vocabulary-parallel cross-entropy is Megatron-LM's (arXiv 1909.08053, section 3): three all-reduces of one scalar a
+row, for the largest logit, the sum of exponentials and the target's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par import comm
+from lightning_par.positions import Positions
+from lightning_par.rules.reduce import peak
+from lightning_par.rules.table import rule, view
+from lightning_par.view import ShardedTensor, full
+
+
+def _own_classes(target: Tensor, x: ShardedTensor) -> tuple[Tensor, Tensor]:
+    """Where each target class lies in this rank's part, clamped, and which lie elsewhere."""
+    positions: Positions = x._positions
+    own = positions.indices(x._axis.rank)
+    if len(own) and own[-1] - own[0] + 1 == len(own):
+        place = target - int(own[0])
+        elsewhere = (place < 0) | (place >= len(own))
+    else:
+        place = positions.local_index(x._axis.rank, target.device)[target]
+        elsewhere = place < 0
+    return place.masked_fill(elsewhere, 0), elsewhere
+
+
+def _picked(local: Tensor, place: Tensor, elsewhere: Tensor, dim: int) -> Tensor:
+    if local.shape[dim] == 0:
+        return local.sum(dim, keepdim=True).expand(place.shape)
+    return local.gather(dim, place).masked_fill(elsewhere, 0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(x)[target], each row; the classes are dim 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x_local: Tensor, x: ShardedTensor, place: Tensor, elsewhere: Tensor) -> Tensor:
+        shifted = x_local.detach() - peak(x.with_local(x_local.detach()), [1])
+        axis = x._axis
+        target_logit = axis.all_reduce_(_picked(shifted, place, elsewhere, 1).contiguous(), "loss")
+        softmax = shifted.exp_()
+        total = axis.all_reduce_(softmax.sum(1, keepdim=True), "loss")
+        ctx.save_for_backward(softmax.div_(total), place, elsewhere)
+        return (total.log() - target_logit).squeeze(1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, place, elsewhere = ctx.saved_tensors
+        grad = grad.unsqueeze(1)
+        x_grad = softmax * grad
+        if softmax.shape[1]:
+            x_grad.scatter_add_(1, place, (-grad).expand(place.shape).masked_fill(elsewhere, 0))
+        return x_grad, None, None, None
+
+
+@rule("cross_entropy")
+def cross_entropy(
+    func: Any,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """As `torch.nn.functional.cross_entropy`, ``input`` (N, C, ...) sharded along its classes C."""
+    class_dim = 1 if input.ndim > 1 else 0
+    if not isinstance(input, ShardedTensor) or size_average is not None or reduce is not None:
+        return NotImplemented
+    if input._dim != class_dim:
+        return _by_rows(input, target, weight, ignore_index, reduction, label_smoothing)
+    if target.is_floating_point():
+        if weight is not None or ignore_index != -100 and ignore_index >= 0:
+            return NotImplemented
+        return _with_probabilities(input, target, reduction, label_smoothing)
+    if weight is not None and label_smoothing:
+        return NotImplemented
+    target = full(target)
+    dtype = input.dtype
+    # As autocast and torch's kernel do: the sum over classes is accumulated in float32 at least.
+    x = input.float() if dtype in (torch.bfloat16, torch.float16) else input
+    if input.ndim == 1:
+        x, target = x.unsqueeze(0), target.unsqueeze(0)
+    valid = target != ignore_index
+    place, elsewhere = _own_classes(target.masked_fill(~valid, 0).unsqueeze(1), x)
+    nll = _CrossEntropy.apply(x._local, x, place, elsewhere)
+    if label_smoothing:
+        # -mean(log softmax) = logsumexp - mean(x), and nll = logsumexp - x[target].
+        picked = comm.leave(_picked(x._local, place, elsewhere, 1).squeeze(1), x._axis, "loss")
+        nll = nll + label_smoothing * (picked - x.mean(1))
+    out = _reduced(nll, target, valid, weight, reduction)
+    if input.ndim == 1 and reduction == "none":
+        out = out.squeeze(0)
+    return out if torch.is_autocast_enabled(input.device.type) else out.to(dtype)
+
+
+def _reduced(nll: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    nll = nll.masked_fill(~valid, 0)
+    counted = valid.to(nll.dtype)
+    if weight is not None:
+        counted = full(weight)[target.masked_fill(~valid, 0)].to(nll.dtype) * counted
+        nll = nll * counted
+    if reduction == "none":
+        return nll
+    return nll.sum() if reduction == "sum" else nll.sum() / counted.sum()
+
+
+def _with_probabilities(x: ShardedTensor, target: Tensor, reduction: str, smoothing: float) -> Tensor:
+    class_dim = 1 if x.ndim > 1 else 0
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / x.shape[class_dim]
+    each = -(torch.log_softmax(x, class_dim) * target).sum(class_dim)
+    if reduction == "none":
+        return each
+    return each.sum() / (each.numel() if reduction == "mean" else 1)
+
+
+def _by_rows(
+    x: ShardedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, smoothing: float
+) -> Any:
+    """Rows sharded, classes whole: each rank's rows, weighed by the count of all."""
+    if weight is not None or target.is_floating_point() or x.ndim == 1:
+        return NotImplemented
+    dim = x._dim if x._dim == 0 else x._dim - 1
+    target_local = _cut(target, dim, x)
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+    if reduction == "none":
+        each = torch.nn.functional.cross_entropy(x._local, target_local, reduction="none", **options)
+        return view(each, dim, x._positions, x._axis)
+    total = torch.nn.functional.cross_entropy(x._local, target_local, reduction="sum", **options)
+    total = comm.leave(total, x._axis, "loss")
+    return total if reduction == "sum" else total / (full(target) != ignore_index).sum()
+
+
+def _cut(target: Tensor, dim: int, x: ShardedTensor) -> Tensor:
+    if isinstance(target, ShardedTensor) and target._dim == dim and target._positions.agree(x._positions):
+        return target._local
+    return comm.scatter(full(target), dim, x._positions, x._axis)
+
+
+@rule("nll_loss")
+def nll_loss(
+    func: Any,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if not isinstance(input, ShardedTensor) or input.ndim < 2 or input._dim != 1:
+        return NotImplemented
+    if size_average is not None or reduce is not None:
+        return NotImplemented
+    target = full(target)
+    valid = target != ignore_index
+    picked = torch.gather(input, 1, target.masked_fill(~valid, 0).unsqueeze(1)).squeeze(1)
+    return _reduced(-picked, target, valid, weight, reduction)
+
+
+@rule("gather", "take_along_dim")
+def gather(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Picking along the sharded dim: each rank its own entries, and one all-reduce."""
+    names = ("dim", "index") if func.__name__ == "gather" else ("indices", "dim")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    dim, index = given.get("dim"), given.get("index", given.get("indices"))
+    if not isinstance(x, ShardedTensor) or not isinstance(dim, int) or isinstance(index, ShardedTensor):
+        return NotImplemented
+    dim %= x.ndim
+    if dim != x._dim or len(given) > 2 or index is None:
+        return NotImplemented
+    place, elsewhere = _own_classes(index, x)
+    return comm.leave(_picked(x._local, place, elsewhere, dim), x._axis, "loss")

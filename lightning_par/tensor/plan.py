@@ -1,0 +1,161 @@
+"""The tensor axis' plan: which parameter is split along which dim, and who holds what of it.
+
+A pure function of a recording, the number of ranks and the user's wishes; printable, tested without a process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from lightning_par.positions import Array, Positions
+from lightning_par.record import Recording
+from lightning_par.tensor.search import Found, Search
+
+Style = Literal["colwise", "rowwise", "replicate"]
+STYLES = ("colwise", "rowwise", "replicate")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter, split along ``dim``.
+
+    ``colwise`` opens an island: its output is sharded. ``rowwise`` ends one with an all-reduce. ``names`` are all of
+    the parameter's names: a tied one has several.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dim: int
+    style: str
+    positions: Positions
+
+    def part(self, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` holds."""
+        return (*self.shape[: self.dim], self.positions.count(rank), *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What is split and how, and why the rest is not.
+
+    Attributes:
+        ranks: the size of the tensor axis.
+        splits: every split parameter.
+        whole: the names and shapes of the parameters that every rank holds whole, and the reason.
+        gathers: functions that gather in an island that the user's plan asked for, and how often.
+        note: what the recording could not see, or None.
+    """
+
+    ranks: int
+    splits: tuple[Split, ...] = ()
+    whole: tuple[tuple[tuple[str, ...], tuple[int, ...], str], ...] = ()
+    gathers: dict[str, int] = field(default_factory=dict)
+    note: str | None = None
+
+    def numel(self, rank: int) -> int:
+        """Parameters that ``rank`` holds."""
+        split = sum(int(np.prod(s.part(rank))) for s in self.splits)
+        return split + sum(int(np.prod(shape)) for _, shape, _ in self.whole)
+
+
+def styles_for(module: nn.Module, wishes: Mapping[str, str] | None) -> dict[str, Style]:
+    """The style that the user's plan gives each parameter, by its first name; patterns are FQN globs.
+
+    Raises:
+        ValueError: an unknown style, or a pattern that matches no module and no parameter.
+
+    Example::
+
+        styles = styles_for(nn.Sequential(nn.Linear(4, 4)), {"0": "colwise"})
+        assert styles == {"0.weight": "colwise", "0.bias": "colwise"}
+    """
+    styles: dict[str, Style] = {}
+    parameters = [name for name, _ in module.named_parameters()]
+    every = [*(name for name, _ in module.named_parameters(remove_duplicate=False))]
+    owners = {name: name.rpartition(".")[0] for name in every}
+    first = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
+    for pattern, style in (wishes or {}).items():
+        if style not in STYLES:
+            known = ", ".join(map(repr, STYLES))
+            raise ValueError(f"plan[{pattern!r}] = {style!r} is no known style. Write one of {known}.")
+        hits = [name for name in every if fnmatchcase(name, pattern) or fnmatchcase(owners[name], pattern)]
+        if not hits:
+            modules = [name for name, _ in module.named_modules() if name]
+            near = difflib.get_close_matches(pattern, [*modules, *parameters], n=3, cutoff=0.4)
+            hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise ValueError(f"plan[{pattern!r}] matches no module and no parameter of {type(module).__name__}.{hint}")
+        for name in hits:
+            styles[first[id(module.get_parameter(name))]] = style  # type: ignore[assignment]
+    return styles
+
+
+def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None = None) -> TensorPlan:
+    """Infer how to split the parameters of ``recording`` over ``ranks``, keeping to ``styles`` (by first name).
+
+    Raises:
+        ValueError: a parameter can't be split as ``styles`` says.
+    """
+    styles = dict(styles or {})
+    by_id = {id(fake): names for names, fake in recording.parameters.items()}
+    wishes = {key: styles[names[0]] for key, names in by_id.items() if names[0] in styles}
+    wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
+    search = Search(recording, ranks, wishes)
+    if ranks == 1:
+        units = np.arange(0)
+    else:
+        units = search.run()
+    _check_wishes(search, wishes, by_id, ranks)
+    owner_of_unit: dict[int, int] = {}
+    splits, whole = [], []
+    for key, names in by_id.items():
+        shape = tuple(search.parameters[key].shape)
+        if key in search.found:
+            found = search.found[key]
+            positions = Positions.of(_owners(found, units, ranks, owner_of_unit))
+            splits.append(Split(names, shape, found.dim, found.style, positions))
+        else:
+            whole.append((names, shape, search.whole.get(key, _default_reason(recording, shape, ranks))))
+    return TensorPlan(ranks, tuple(splits), tuple(whole), dict(search.gathered), recording.stopped)
+
+
+def _is_matrix(recording: Recording, names: tuple[str, ...]) -> bool:
+    return recording.parameters[names].ndim > 1
+
+
+def _owners(found: Found, units: Array, ranks: int, owner_of_unit: dict[int, int]) -> list[int]:
+    """The rank of each index; units met for the first time are dealt out in contiguous runs, the first ranks one more."""
+    own = units[found.labels.owner]
+    new = [int(unit) for unit in dict.fromkeys(own.tolist()) if unit not in owner_of_unit]
+    for rank, run in enumerate(np.array_split(np.array(new, dtype=int), ranks)):
+        owner_of_unit.update((int(unit), rank) for unit in run)
+    return [owner_of_unit[unit] for unit in own.tolist()]
+
+
+def _default_reason(recording: Recording, shape: tuple[int, ...], ranks: int) -> str:
+    if ranks == 1:
+        return "one rank"
+    if len(shape) < 2:
+        return "a vector outside islands"
+    return "not used in a product" if recording.stopped is None else "the recording ended before it was used"
+
+
+def _check_wishes(
+    search: Search, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int
+) -> None:
+    for key, style in wishes.items():
+        if style == "replicate" or ranks == 1:
+            continue
+        name, shape = by_id[key][0], tuple(search.parameters[key].shape)
+        if key not in search.found:
+            why = search.whole.get(key, "the step does not use it in a product")
+            raise ValueError(
+                f"plan asks for {name} {shape} to be {style} over {ranks} ranks, which can't be: {why}. "
+                f"Write 'replicate' for it, or leave it out of the plan."
+            )

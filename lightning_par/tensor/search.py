@@ -1,0 +1,347 @@
+"""Which parameters can be split, read from what the step did with them.
+
+The events of a recording are walked in order. A product of a replicated activation with a parameter opens an island: the
+parameter's outer dim is split. From there every function that meets a sharded value runs by its own rule, on labels
+(`lightning_par.tensor.labels`). A product that sums over the sharded dim closes the island, and splits its parameter
+along that dim. Where a function has no rule the walk goes back to the last choice that led there: another reading of a
+view, at last leaving the parameter whole. Names play no part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par.positions import Array
+from lightning_par.record import Event, Recording
+from lightning_par.rules import dispatch
+from lightning_par.tensor.labels import Book, Labels, NeedsGather, PlanAxis, count_units
+from lightning_par.view import ShardedTensor
+
+PRODUCTS = {"linear", "addmm", "matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "embedding"}
+RESHAPES = {"t", "T", "mT", "transpose", "permute", "view", "reshape", "split", "chunk", "unflatten", "flatten",
+            "unsqueeze", "squeeze", "contiguous", "to", "float", "double", "half", "bfloat16", "__getitem__",
+            "split_with_sizes", "unbind", "__get__", "swapaxes", "movedim"}  # fmt: skip
+MIN_ROWS_A_RANK = 8  # an embedding with fewer rows a rank costs an all-reduce and saves next to nothing
+TRIES = 32  # readings tried for one island before it is left whole
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A place where the walk could have gone on otherwise."""
+
+    event: int
+    option: int
+    options: int
+    left: int  # how many of them have not been tried
+
+
+@dataclass
+class Found:
+    """How a parameter is split: which dim, by which labels, from which event on, and in which style."""
+
+    dim: int
+    labels: Labels
+    event: int
+    style: str
+
+
+@dataclass
+class Search:
+    """The walk and its state. ``styles`` forces the style of some parameters, by identity of their fakes."""
+
+    recording: Recording
+    ranks: int
+    styles: dict[int, str]
+    book: Book = field(default_factory=Book)
+    axis: PlanAxis = field(default_factory=PlanAxis)
+    found: dict[int, Found] = field(default_factory=dict)
+    whole: dict[int, str] = field(default_factory=dict)  # parameters left whole, and why
+    gathered: dict[str, int] = field(default_factory=dict)  # functions that gather in an island kept by the user's plan
+
+    def __post_init__(self) -> None:
+        self.parameters = {id(x): x for x in self.recording.parameters.values()}
+        self.values: dict[int, ShardedTensor] = {}
+        self.sources: dict[int, frozenset[int]] = {}  # which parameters' splits a sharded value comes from
+        self.made: dict[int, tuple[int, tuple[Event, ...]]] = {}  # reshaped parameters: the root, and the events
+        self.undo: list[tuple[int, Any]] = []
+        self.choices: list[Choice] = []
+        self.tries: dict[int, int] = {}
+        self.tainted = {id(x) for x in self.recording.batch}
+        self.known: dict[tuple[str, str], int] = {}  # the reading that did, by call site
+        self.marks: dict[int, int] = {}  # how many constraints there were before an event
+        self.hopeless: dict[tuple[str, str, tuple[int, ...]], str] = {}  # openings that cost many tries in vain
+
+    def run(self) -> Array:
+        """Walk until every island closes; returns the units of the labels.
+
+        Each pass that finds a parameter with fewer than two units leaves it whole and walks again.
+        """
+        with torch.no_grad():
+            start = 0
+            while True:
+                self._walk(start)
+                units = self.book.units()
+                stuck = [key for key, f in self.found.items() if count_units(units, f.labels.owner) < 2]
+                if not stuck:
+                    return units
+                start = min(self.found[key].event for key in stuck)
+                self._rewind(start)
+                for key in stuck:
+                    self.whole[key] = "its features must stay together in one group"
+
+    def _walk(self, start: int) -> None:
+        position, option = start, None
+        while position < len(self.recording.events):
+            event = self.recording.events[position]
+            try:
+                self._visit(position, event, option)
+                option = None
+                position += 1
+            except NeedsGather as stop:
+                position, option = self._back(position, event, stop)
+
+    # One event
+
+    def _visit(self, position: int, event: Event, option: int | None) -> None:
+        self._taint(event)
+        sharded = any(self._is_split(x) for x in event.inputs)
+        operand = self._parameter_operand(event)
+        self.book.options, self.book.option = 1, 0
+        self.marks[position] = len(self.book.constraints)
+        if operand is not None and not sharded and (site := self._site(position, operand)) in self.hopeless:
+            self.whole.setdefault(operand, self.hopeless[site])
+        if operand is not None and operand not in self.found and operand not in self.whole:
+            options = self._openings(event, operand, sharded)
+            chosen = 0 if option is None else option
+            if option is None and len(options) > 1:
+                self.choices.append(Choice(position, 0, len(options), len(options) - 1))
+            self._open(position, event, operand, options, chosen, sharded)
+        elif sharded:
+            site = (event.name, event.place)
+            self.book.option = self.known.get(site, 0) if option is None else option
+            result = self._replay(position, event, None)
+            if self.book.options > 1 and option is None:
+                self.choices.append(Choice(position, self.book.option, self.book.options, self.book.options - 1))
+            self._store(position, event, result)
+        else:
+            self._note_reshape(position, event)
+
+    def _taint(self, event: Event) -> None:
+        if any(id(x) in self.tainted for x in event.inputs):
+            self.tainted.update(id(x) for x in event.outputs)
+
+    def _is_split(self, x: Tensor) -> bool:
+        return id(x) in self.values or id(x) in self.found or self._root(x) in self.found
+
+    def _root(self, x: Tensor) -> int | None:
+        if id(x) in self.parameters:
+            return id(x)
+        return self.made[id(x)][0] if id(x) in self.made else None
+
+    def _parameter_operand(self, event: Event) -> int | None:
+        """The parameter of a product, itself or reshaped."""
+        if event.name not in PRODUCTS:
+            return None
+        roots = [root for x in event.inputs if x.ndim > 1 and (root := self._root(x)) is not None]
+        return roots[0] if len(roots) == 1 else None
+
+    def _openings(self, event: Event, parameter: int, sharded: bool) -> list[int | None]:
+        """The dims to split a parameter along, in the order to try them; None leaves it whole."""
+        fake = self.parameters[parameter]
+        style = self.styles.get(parameter)
+        dims: list[int | None] = [d for d in range(fake.ndim) if fake.shape[d] > 1]
+        if style == "replicate":
+            return [None]
+        if event.name == "embedding" and style is None:
+            ids = event.args[0] if isinstance(event.args[0], Tensor) else event.inputs[0]
+            worth = id(ids) in self.tainted and fake.shape[0] >= MIN_ROWS_A_RANK * self.ranks
+            return [0] if worth else [None]
+        return dims if style else [*dims, None]
+
+    def _open(
+        self, position: int, event: Event, parameter: int, options: list[int | None], chosen: int, sharded: bool
+    ) -> None:
+        for dim in options[chosen:]:
+            mark = len(self.book.constraints)
+            if dim is None:
+                if not sharded:
+                    if self.styles.get(parameter) == "replicate":
+                        self.whole[parameter] = "as the plan says"
+                    elif event.name == "embedding":
+                        self.whole[parameter] = "a small or constant look-up, for which an all-reduce would be too much"
+                    self._note_reshape(position, event)
+                    return
+                self._store(position, event, self._replay(position, event, None))
+                return
+            fake = self.parameters[parameter]
+            found = Found(dim, self.book.fresh(fake.shape[dim]), position, "")
+            self.found[parameter] = found
+            try:
+                result = self._replay(position, event, parameter)
+            except NeedsGather:
+                result = NotImplemented
+            found.style = "colwise" if isinstance(result, ShardedTensor) else "rowwise"
+            if result is not NotImplemented and self._welcome(event, parameter, found.style, sharded):
+                self.undo.append((position, ("found", parameter)))
+                self._store(position, event, result)
+                return
+            del self.found[parameter]
+            del self.book.constraints[mark:]
+        if sharded:
+            raise NeedsGather(event.func)
+        self.whole.setdefault(parameter, f"no dim of it can be split in `{event.name}` at {event.place}")
+
+    def _welcome(self, event: Event, parameter: int, style: str, sharded: bool) -> bool:
+        """Whether a legal split is one to take: the user's style, an opening, or the end of an open island."""
+        if event.name == "embedding":
+            wanted = self.styles.get(parameter, "rowwise")
+        else:
+            wanted = self.styles.get(parameter, "rowwise" if sharded else "colwise")
+            if sharded and parameter not in self.styles and style == "colwise":
+                return True  # split along a dim that the island keeps
+        return style == wanted
+
+    def _replay(self, position: int, event: Event, opening: int | None) -> Any:
+        """Run the event by its rules, with labels for what is split."""
+
+        def value(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) in self.values:
+                return self.values[id(x)]
+            root = self._root(x)
+            if root not in self.found:
+                return x
+            return self._reshaped(x, root)
+
+        args, kwargs = tree_map(value, (event.args, event.kwargs))
+        if not any(isinstance(x, ShardedTensor) for x in tree_leaves((args, kwargs))):
+            return event.result
+        bias = event.args[2] if event.name == "linear" and len(event.args) > 2 else event.kwargs.get("bias")
+        bias = event.args[0] if event.name == "addmm" else bias
+        if opening is not None and isinstance(bias, Tensor):
+            args, kwargs = self._split_bias(position, event, bias, args, kwargs)
+        return dispatch(event.func, args, kwargs)
+
+    def _split_bias(
+        self, position: int, event: Event, bias: Tensor, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The bias of a product is split as its outer dim is."""
+        root = self._root(bias)
+        if root is None or root in self.found or root in self.whole or self.parameters[root].ndim != 1:
+            return args, kwargs
+        without = dict(kwargs)
+        without.pop("bias", None)
+        if event.name == "linear":
+            out = dispatch(event.func, args[:2], without)
+        else:
+            out = dispatch(torch.mm, args[1:3], {})
+        if not isinstance(out, ShardedTensor) or out._dim != out.ndim - 1:
+            return args, kwargs
+        self.found[root] = Found(0, self.book.fresh(self.parameters[root].shape[0]), position, "colwise")
+        self.undo.append((position, ("found", root)))
+        return tree_map(lambda x: self._reshaped(bias, root) if x is bias else x, (args, kwargs))
+
+    def _reshaped(self, x: Tensor, root: int) -> ShardedTensor:
+        """The split parameter ``root`` as it stands after the reshapes that made ``x`` of it."""
+        found = self.found[root]
+        value: Any = ShardedTensor(self.parameters[root], found.dim, found.labels, self.axis)
+        made: dict[int, Any] = {root: value}
+        for event in self.made[id(x)][1] if id(x) in self.made else ():
+            args, kwargs = tree_map(lambda t: made.get(id(t), t), (event.args, event.kwargs))
+            result = dispatch(event.func, args, kwargs)
+            made.update(zip(map(id, event.outputs), tree_leaves(result), strict=True))
+        result = made[id(x)]
+        if not isinstance(result, ShardedTensor):
+            raise NeedsGather(event.func)
+        return result
+
+    def _note_reshape(self, position: int, event: Event) -> None:
+        """Keep what a plain event made of a parameter by reshaping alone."""
+        roots = {root for x in event.inputs if (root := self._root(x)) is not None}
+        if event.name not in RESHAPES or len(roots) != 1 or len(event.inputs) != 1:
+            return
+        source = event.inputs[0]
+        chain = self.made[id(source)][1] if id(source) in self.made else ()
+        for out in event.outputs:
+            if id(out) not in self.parameters and id(out) not in self.made:
+                self.made[id(out)] = (roots.copy().pop(), (*chain, event))
+                self.undo.append((position, ("made", id(out))))
+
+    def _store(self, position: int, event: Event, result: Any) -> None:
+        sources = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+        new = tree_leaves(result)
+        for out, value in zip(event.outputs, [x for x in new if isinstance(x, Tensor)], strict=False):
+            self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
+            self.values.pop(id(out), None)
+            if isinstance(value, ShardedTensor):
+                self.values[id(out)] = value
+                self.sources[id(out)] = sources
+
+    def _sources_of(self, x: Tensor) -> frozenset[int]:
+        if id(x) in self.values:
+            return self.sources.get(id(x), frozenset())
+        root = self._root(x)
+        return frozenset([root]) if root in self.found else frozenset()
+
+    # Going back
+
+    def _back(self, position: int, event: Event, stop: NeedsGather) -> tuple[int, int | None]:
+        """Where to go on after a function that can't run in the island: the last choice, or its opening."""
+        culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+        free = [key for key in culprits if key not in self.styles]
+        if not free:
+            if culprits:
+                self._gather(position, event, stop)
+            return position + 1, None
+        start = min(self.found[key].event for key in free)
+        self.tries[start] = self.tries.get(start, 0) + 1
+        while self.choices and self.choices[-1].event >= start:
+            last = self.choices.pop()
+            if last.left and self.tries[start] <= TRIES and (last.event > start or last.left > 1):
+                option = (last.option + 1) % last.options
+                self._rewind(last.event)
+                self.choices.append(Choice(last.event, option, last.options, last.left - 1))
+                where = self.recording.events[last.event]
+                self.known[where.name, where.place] = option
+                return last.event, option
+        reason = f"`{stop.name}` at {event.place} needs the whole tensor"
+        first = [key for key in free if self.found[key].event == start]
+        self._rewind(start)
+        for key in first:
+            self.whole[key] = reason
+            if self.tries[start] > 4:
+                self.hopeless[self._site(start, key)] = reason
+        return start, None
+
+    def _site(self, position: int, parameter: int) -> tuple[str, str, tuple[int, ...]]:
+        event = self.recording.events[position]
+        return event.name, event.place, tuple(self.parameters[parameter].shape)
+
+    def _gather(self, position: int, event: Event, stop: NeedsGather) -> None:
+        """The user's plan keeps the island: the function gathers, and its results are plain."""
+        where = f"`{stop.name}` at {event.place}"
+        self.gathered[where] = self.gathered.get(where, 0) + 1
+        for out in event.outputs:
+            self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
+            self.values.pop(id(out), None)
+
+    def _rewind(self, position: int) -> None:
+        """Forget all that came of the events from ``position`` on."""
+        while self.undo and self.undo[-1][0] >= position:
+            _, (kind, key, *old) = self.undo.pop()
+            if kind == "value":
+                self.values.pop(key, None)
+                if old[0] is not None:
+                    self.values[key], self.sources[key] = old
+            elif kind == "found":
+                self.found.pop(key, None)
+            else:
+                self.made.pop(key, None)
+        self.choices = [choice for choice in self.choices if choice.event < position]
+        del self.book.constraints[self.marks.get(position, 0) :]

@@ -1,0 +1,65 @@
+"""Apply a tensor plan to a module, and take it back.
+
+A split parameter keeps its identity: the object that the module, a param group or the user holds becomes sharded in
+place, so whatever refers to it stays right.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.comm import Axis
+from lightning_par.tensor.plan import TensorPlan
+from lightning_par.view import ShardedTensor, sharded_parameter
+
+
+def shard_module(module: nn.Module, plan: TensorPlan, axis: Axis) -> None:
+    """Split the parameters of ``module`` as ``plan`` says; each rank keeps its part.
+
+    Every rank must hold the same whole weights. No communication.
+    """
+    for split in plan.splits:
+        parameter = module.get_parameter(split.names[0])
+        if isinstance(parameter, ShardedTensor):
+            continue
+        grad = parameter.grad
+        _become(parameter, sharded_parameter(parameter, split.dim, split.positions, axis), split.names[0])
+        if grad is not None:
+            parameter.grad = grad
+
+
+def unshard_module(module: nn.Module) -> None:
+    """Give every rank the whole parameters again; all ranks must call it."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedTensor):
+            grad = parameter.grad
+            with torch.no_grad():
+                whole = nn.Parameter(parameter.full_tensor("unshard"), requires_grad=parameter.requires_grad)
+                if isinstance(grad, ShardedTensor):
+                    whole.grad = grad.full_tensor("unshard")
+            _become(parameter, whole, name)
+
+
+def _become(old: Tensor, new: Tensor, name: str) -> None:
+    """Turn the object ``old`` into ``new``, and the other way round."""
+    attributes = {key: value for key, value in vars(old).items() if key not in _OWN}
+    old.grad = None
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        gc.collect()  # a graph of an earlier step may still hold the parameter
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The parameter {name} can't be split or made whole, since something else still holds it: an autograd "
+                "graph of an earlier step, or a weak reference. Detach or delete what was computed from it."
+            ) from error
+    for key, value in attributes.items():  # what the user hung on the parameter stays there
+        setattr(old, key, value)
+
+
+_OWN = {"_local", "_dim", "_positions", "_axis", "_is_param"}
