@@ -85,6 +85,11 @@ def request_loader(namespace: Namespace, source: Any) -> Any:
     return namespace.from_pytorch("trainer.connectors.data_connector", "_request_dataloader")(source)
 
 
+def mode_of(combined_loader: Any) -> str:
+    """How a ``CombinedLoader`` makes batches of several loaders; it takes its mode and doesn't tell it."""
+    return combined_loader._mode
+
+
 def before_batch_transfer(module: Any, batch: Any) -> Any:
     """Call the user's ``on_before_batch_transfer``, of the LightningModule or of the datamodule, whichever Lightning
     would choose; the choice has no public name."""

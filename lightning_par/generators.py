@@ -1,0 +1,102 @@
+"""Random number generators: found, and put back to where they stood."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_OBJECTS = 5000  # that are looked into; datasets can be large
+MAX_ITEMS = 100  # of one list, tuple, set or dict
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+@contextmanager
+def kept(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
+    """Whatever is drawn inside, afterwards the generators stand where they stood before.
+
+    Args:
+        holders: objects that may hold generators of their own, beside the global ones of torch, numpy and ``random``.
+    """
+    restore = [_restorer(generator) for generator in find(holders)]
+    state = global_state()
+    try:
+        yield
+    finally:
+        _set_global_state(state)
+        for put_back in restore:
+            put_back()
+
+
+def global_state() -> tuple[Any, ...]:
+    """The state of every global generator."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+
+
+def same_global_state(before: tuple[Any, ...]) -> bool:
+    """Whether no global generator was drawn from since ``before``."""
+    now = global_state()
+    tensors = zip([before[0], *before[1]], [now[0], *now[1]])
+    numpy_equal = all(np.array_equal(a, b) for a, b in zip(before[2], now[2]))
+    return all(torch.equal(a, b) for a, b in tensors) and numpy_equal and before[3] == now[3]
+
+
+def _set_global_state(state: tuple[Any, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+    np.random.set_state(state[2])
+    random.setstate(state[3])
+
+
+def find(holders: Iterable[Any]) -> list[Any]:
+    """The generators that ``holders`` reach through attributes, containers, partials and closures."""
+    seen: set[int] = set()
+    found: list[Any] = []
+    waiting = list(holders)
+    while waiting and len(seen) < MAX_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _KINDS):
+            found.append(value)
+        else:
+            waiting.extend(_inside(value))
+    return found
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | int | float | type | torch.Tensor | np.ndarray | None):
+        return []
+    if isinstance(value, list | tuple | set | frozenset):
+        return [item for item, _ in zip(value, range(MAX_ITEMS))]
+    if isinstance(value, dict):
+        return [item for item, _ in zip(value.values(), range(MAX_ITEMS))]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    inner: list[Any] = [getattr(value, "__self__", None)]
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    inner.extend(getattr(value, "__dict__", {}).values())
+    return inner
+
+
+def _restorer(generator: Any) -> Callable[[], Any]:
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)

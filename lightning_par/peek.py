@@ -1,0 +1,133 @@
+"""A look at the first batch, before Lightning has set the data up, that leaves no trace in the run.
+
+The model is split before the loops request their loaders, and the split needs the shapes that a step will see.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_par import generators, private
+from lightning_par.batch import broadcast_batch
+from lightning_par.loader import Chained, NoBatchError, first_batch
+from lightning_par.namespace import Namespace
+
+_log = logging.getLogger(__name__)
+
+
+def peek_batch(trainer: Any, module: Any) -> Any:
+    """The batch that the running entry point's step will get first, as the step will get it; None if there is none.
+
+    All ranks must call it, and all get the first rank's batch. No sample is consumed and no generator of random
+    numbers moves: a map-style loader is sampled beside its iterator; iterables are iterated anew; what an iterator can
+    only give once is put back in front. ``train_dataloader()`` and the like are called once, unless they draw random
+    numbers or a checkpoint is resumed, whose state they may read: then Lightning calls them again in its own time.
+
+    Args:
+        trainer: in an entry point, its ``strategy.setup_environment()`` done.
+        module: whose batch transfer hooks are applied.
+    """
+    strategy = trainer.strategy
+    source = private.data_source(trainer)
+    vars(source).pop("dataloader", None)  # of a run that ended before it came to its data
+    with generators.kept():
+        peeked = _request(trainer, module, source, strategy.namespace)
+        batch = peeked.batch if peeked is not None and strategy.global_rank == 0 else None
+        batch = broadcast_batch(batch, strategy.groups.world, strategy.root_device)
+        if batch is not None:
+            batch = strategy.precision_plugin.convert_input(batch)
+            batch = private.before_batch_transfer(module, batch)
+            batch = strategy.batch_to_device(batch, dataloader_idx=0)
+    return batch
+
+
+def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _Peeked | None:
+    """Ask the user's hook for the loader; arrange what Lightning gets when it asks, later."""
+    if not source.is_defined() or _skips(trainer, module):
+        return None
+    before = generators.global_state()
+    try:
+        loader = private.request_loader(namespace, source)
+    except Exception:
+        return None  # a hook may need what exists only once the run has begun; there it raises again, or not
+    fixed = generators.same_global_state(before) and not private.resumes(trainer)
+    peeked = _Peeked()
+    if trainer.strategy.global_rank == 0:
+        with generators.kept([loader]):
+            peeked = _peek(loader, trainer.state.fn.value, namespace)
+
+    def request_again() -> Any:
+        vars(source).pop("dataloader", None)
+        return peeked.put_back(loader if fixed else source.dataloader())
+
+    source.dataloader = request_again
+    return peeked
+
+
+def _skips(trainer: Any, module: Any) -> bool:
+    stage = {"fit": "train", "validate": "val"}.get(trainer.state.fn.value, trainer.state.fn.value)
+    return getattr(trainer, f"limit_{stage}_batches") == 0
+
+
+@dataclass
+class _Peeked:
+    """What was seen, and the iterators that had to give something away for it."""
+
+    batch: Any = None
+    consumed: list[tuple[Any, Chained]] = field(default_factory=list)
+    combine: Callable[[Any], Any] | None = None
+
+    def put_back(self, loader: Any) -> Any:
+        """``loader``, with what its iterators gave away in front of them again."""
+        if not self.consumed or self.combine is None:
+            return loader
+        combined = self.combine(loader)
+        combined.flattened = [self._restored(leaf) for leaf in combined.flattened]
+        return combined
+
+    def _restored(self, loader: Any) -> Any:
+        for iterator, chained in self.consumed:
+            if loader is iterator:
+                return chained
+            if isinstance(loader, DataLoader) and loader.dataset is iterator:
+                object.__setattr__(loader, "dataset", chained)  # DataLoader forbids the plain assignment
+        return loader
+
+
+def _peek(loader: Any, entry: str, namespace: Namespace) -> _Peeked:
+    combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+
+    def combine(loaders: Any) -> Any:
+        mode = "max_size_cycle" if entry == "fit" else "sequential"
+        return loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, mode)
+
+    peeked = _Peeked(combine=combine)
+    combined = combine(loader)
+    sequential = private.mode_of(combined) == "sequential"
+    may_consume = entry != "predict"  # there Lightning makes DataLoaders anew, from the arguments they were made with
+    batches = []
+    for one in combined.flattened:
+        try:
+            batch, consumed = first_batch(one, may_consume)
+        except NoBatchError:
+            if sequential:
+                continue
+            return peeked
+        except Exception as error:
+            _log.warning("The first batch could not be read before the run: %s: %s", type(error).__name__, error)
+            return peeked
+        peeked.consumed += [] if consumed is None else [consumed]
+        if sequential:
+            peeked.batch = batch
+            return peeked
+        batches.append(batch)
+    if batches:
+        shape_of = combined_loader(combined.iterables)
+        shape_of.flattened = batches
+        peeked.batch = shape_of.iterables
+    return peeked
