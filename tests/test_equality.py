@@ -46,8 +46,8 @@ PRODUCT = """
 SELECTION = [
     *PRODUCT,
     *"""
-    gpt_view_3hd gpt_masked gpt_fused_swiglu gpt_checkpointed gpt_5_heads gpt_vocab_51 loss_smooth loss_z mlp_deep mlp_l2
-    experts encoder_decoder unet hf_llama hf_t5
+    gpt_view_3hd gpt_masked gpt_fused_swiglu gpt_checkpointed gpt_5_heads gpt_vocab_51 loss_smooth loss_z mlp_deep
+    mlp_l2 experts encoder_decoder unet hf_llama hf_t5
     """.split(),
 ]
 
