@@ -72,7 +72,7 @@ for name in {NAMES[1:]}:
 def test_lightning_cli(namespace: str) -> None:
     home = "lightning_par" if namespace == "lightning.pytorch" else "lightning_par.pl"
     out = python(f"""
-import sys
+import importlib, json, sys
 from {namespace}.cli import LightningCLI
 from {namespace}.demos.boring_classes import BoringModel
 
@@ -82,15 +82,18 @@ def cli(*args):
 
 print("string", type(cli("--trainer.strategy=tensor_parallel")).__name__)
 cls = "--trainer.strategy={home}.TensorParallelStrategy"
-print("class_path", cli(cls, "--trainer.strategy.tensor_parallel_size=1"))
-assert type(cli(cls)).__module__.startswith("lightning_par")
+print("dotted", cli(cls, "--trainer.strategy.tensor_parallel_size=1").tensor_parallel_size)
+asked = {{"class_path": "{home}.TensorParallelStrategy", "init_args": {{"tensor_parallel_size": 1}}}}
+print("class_path", cli("--trainer.strategy=" + json.dumps(asked)).tensor_parallel_size)
+made = cli("--trainer.strategy.class_path={home}.TensorParallelStrategy")
+assert type(made) is importlib.import_module("{home}").TensorParallelStrategy
 try:
     cli(cls, "--trainer.strategy.no_such_argument=1")
 except SystemExit:
     print("refused")
 """)
     assert "string TensorParallelStrategy" in out
-    assert re.search(r"class_path .*TensorParallelStrategy", out)
+    assert "dotted 1" in out and "class_path 1" in out
     assert "refused" in out and "no_such_argument" in out
 
 
