@@ -219,7 +219,9 @@ def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float
 
 def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamp every entry of the gradients to [-limit, limit]."""
-    nn.utils.clip_grad_value_([leaf(p) for p in parameters], limit)
+    leaves = [x for x in map(leaf, parameters) if x.grad is not None]
+    if leaves:  # torch raises on an empty list
+        nn.utils.clip_grad_value_(leaves, limit)
 
 
 def _ranks(parameter: Tensor) -> tuple[int, ...]:
