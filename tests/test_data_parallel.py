@@ -151,7 +151,7 @@ def test_two_replicas_equal_one_device_that_accumulates(pool: Pool, case: str) -
         for name, weight in rank["weights"].items():
             assert _close(weight, one["weights"][name]), name
         for name in ("synced", "val", "total", "largest", "metric", "sum"):
-            assert rank["logged"][name] == pytest.approx(one["logged"][name], rel=1e-12), name
+            assert rank["logged"][name] == pytest.approx(one["logged"][name], rel=1e-7), name  # float32 in torchmetrics
     assert ranks[0]["logged"]["own"] != ranks[1]["logged"]["own"]
 
 

@@ -1,0 +1,147 @@
+"""Private names of Lightning and torch that are used: each test fails when one moves or changes its meaning."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_par import private
+from lightning_par.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+
+SOURCES = sorted((Path(private.__file__).parent).rglob("*.py"))
+# Used by more than one file, under torch's own names: fake tensors and pytrees have no public home.
+SHARED = {"_pytree", "_subclasses"}
+both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
+
+
+@both
+def test_launchers_are_made_and_known_to_lightning(namespace: Namespace) -> None:
+    environment = namespace.from_fabric("plugins.environments", "LightningEnvironment")()
+    script = private.script_launcher(namespace, environment, 2, 1)
+    base = namespace.from_pytorch("strategies.launchers.launcher", "_Launcher")
+    assert isinstance(script, base) and not script.is_interactive_compatible
+    forking = private.forking_launcher(namespace, object(), "fork")
+    assert isinstance(forking, base) and forking.is_interactive_compatible
+    # What is replaced on the instance is what Lightning calls, with these arguments.
+    collect = type(forking)._collect_rank_zero_results
+    assert list(inspect.signature(collect).parameters) == ["self", "trainer", "results"]
+    assert "trainer.lightning_module.state_dict()" in inspect.getsource(collect)
+    assert "self._collect_rank_zero_results(trainer, results)" in inspect.getsource(type(forking))
+
+
+@both
+def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> None:
+    environment = namespace.from_fabric("plugins.environments", "LightningEnvironment")()
+    environment.set_world_size(1)
+    try:
+        private.init_process_group(namespace, environment, "gloo", timedelta(seconds=5), torch.device("cpu"))
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@both
+def test_optimizers_move(namespace: Namespace) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.sum().backward()
+    optimizer.step()
+    private.move_optimizers(namespace, [optimizer], torch.device("meta"))
+    assert optimizer.state[parameter]["momentum_buffer"].is_meta
+
+
+@both
+def test_the_trainers_loops_tell_where_their_loaders_come_from(namespace: Namespace) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    states = namespace.from_pytorch("trainer.states", "TrainerFn")
+    trainer = trainer_class(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
+    module = namespace.from_pytorch("demos.boring_classes", "BoringModel")()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    for state in states:
+        trainer.state.fn = state
+        source = private.data_source(trainer)
+        assert source.is_defined()
+        assert type(private.request_loader(namespace, source)) is torch.utils.data.DataLoader
+        # An attribute of the instance takes the place of the method, as the look at the first batch needs.
+        source.dataloader = lambda: "ours"
+        assert private.request_loader(namespace, source) == "ours"
+    assert private.resumes(trainer) is False
+    assert private.before_batch_transfer(module, "batch") == "batch"
+
+
+@both
+def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    told: list[bool] = []
+
+    class Telling(boring):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:  # called when the model is set up
+            told.append(private.resumes(self.trainer))
+            return super().configure_optimizers()
+
+    options = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    for epochs, path in ((1, None), (2, str(tmp_path / "last.ckpt"))):
+        trainer = trainer_class(max_epochs=epochs, limit_train_batches=1, limit_val_batches=0, **options)
+        trainer.fit(Telling(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert told == [False, True]
+
+
+@both
+def test_a_combined_loader_tells_its_mode(namespace: Namespace) -> None:
+    combined = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+    assert private.mode_of(combined([[1], [2]], "max_size")) == "max_size"
+
+
+def test_a_callback_runs_at_the_end_of_the_backward() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    y = torch.ones(1, requires_grad=True)
+
+    def hook(_: Any) -> None:
+        order.append("hook")
+        private.at_end_of_backward(lambda: order.append("end"))
+
+    y.register_post_accumulate_grad_hook(hook)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("other"))
+    (x * y).sum().backward()
+    assert sorted(order[:2]) == ["hook", "other"] and order[2:] == ["end"]
+
+
+def test_a_scaler_shows_the_overflows_it_met() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for grad, found in ((float("inf"), 1.0), (1.0, 0.0)):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(())).item()
+        parameter.grad = torch.full((2,), grad)
+        scaler.unscale_(optimizer)
+        (flag,) = private.found_infs(scaler, optimizer)
+        assert flag.item() == found
+        flag.fill_(1.0)  # what is written there is what the scaler decides by
+        scaler.step(optimizer)
+        assert parameter.tolist() == [1.0, 1.0]
+        scaler.update()
+
+
+def _private_imports(source: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            if node.module.split(".")[0] in ("torch", "lightning", "pytorch_lightning", "lightning_fabric"):
+                parts = [*node.module.split("."), *(name.name for name in node.names)]
+                found += [f"{source.name}: {p}" for p in parts if p.startswith("_") and p not in SHARED]
+    return found
+
+
+def test_no_other_file_imports_a_private_name() -> None:
+    assert [name for source in SOURCES if source.name != "private.py" for name in _private_imports(source)] == []
