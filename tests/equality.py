@@ -198,11 +198,18 @@ def compare(reference: Result, result: Result, data_size: int = 1, tolerance: fl
     found: list[str] = []
     expected = expectation(reference, result.replica, data_size)
     main = result.rank == 0
-    if main or result.initial:
-        found += _compare_tensors("initial weight", expected.initial, result.initial, 0.0)
+    # Other ranks may leave out what they don't hold, or put meta tensors there.
+    initial = {
+        k: v for k, v in expected.initial.items() if main or (k in result.initial and _is_here(result.initial[k]))
+    }
+    here = {k: v for k, v in result.initial.items() if main or _is_here(v)}
+    found += _compare_tensors("initial weight", initial, here, 0.0)
     found += _compare_tensors("loss", _by_index(expected.losses), _by_index(result.losses), tolerance)
     if main:
-        a, b = ({f"{k} {reference.names.get(k)}": v for k, v in r.gradients.items()} for r in (expected, result))
+        a, b = (
+            {f"{k} {name}": r.gradients[k] for k, name in reference.names.items() if k in r.gradients}
+            for r in (expected, result)
+        )
         found += _compare_tensors("clipped gradient", a, b, tolerance)
     for step, (a, b) in enumerate(zip(expected.step_metrics, result.step_metrics, strict=True)):
         found += _compare_metrics(f"logged after batch {step}", a, b, tolerance, extra=data_size == 1)
@@ -249,6 +256,10 @@ def expectation(reference: Result, replica: int, data_size: int) -> Result:
     )
 
 
+def _is_here(x: Tensor) -> bool:
+    return x.device.type != "meta"
+
+
 _SYNCED = ("train_loss", "train_loss_step", "top5")
 
 
@@ -288,6 +299,8 @@ def _compare_tensors(what: str, a: dict[str, Any], b: dict[str, Any], tolerance:
                 found.append(f"{what} {name}: {x!r} != {y!r}")
         elif type(y) not in (Tensor, torch.nn.Parameter):
             found.append(f"{what} {name}: is a {type(y).__name__}, not a plain tensor")
+        elif x.device != y.device:
+            found.append(f"{what} {name}: is on {y.device}, not {x.device}")
         elif x.dtype != y.dtype or x.shape != y.shape:
             found.append(f"{what} {name}: {x.dtype} {tuple(x.shape)} != {y.dtype} {tuple(y.shape)}")
         elif tolerance == 0.0 or not (x.is_floating_point() or x.is_complex()):
@@ -325,8 +338,10 @@ def _compare_checkpoints(a: dict[str, Any], b: dict[str, Any], tolerance: float)
             found.append(f"optimizer {i} param_groups: {one['param_groups']} != {other['param_groups']}")
         kinds = list(dict.fromkeys(kind for state in one["state"].values() for kind in state))
         for kind in kinds:
-            x = {str(k): state[kind] for k, state in one["state"].items() if kind in state}
-            y = {str(k): state[kind] for k, state in other["state"].items() if kind in state}
+            x, y = (
+                {str(k): state[kind] for k, state in sorted(optimizer["state"].items()) if kind in state}
+                for optimizer in (one, other)
+            )
             found += _compare_tensors(f"optimizer {i} {kind}", x, y, tolerance)
     return found
 
@@ -341,7 +356,7 @@ def compare_low(exact: Result, single: Result, result: Result, data_size: int = 
     """
     found = []
     exact, single = (expectation(reference, result.replica, data_size) for reference in (exact, single))
-    if result.initial:
+    if result.rank == 0:
         found += _compare_tensors("initial weight", single.initial, result.initial, 0.0)
     for what, pick in _QUANTITIES.items():
         x, one, other = pick(exact), pick(single), pick(result)

@@ -653,7 +653,8 @@ class Hooked(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        hidden = self.kept.pop()
+        (hidden,) = self.kept
+        self.kept.clear()
         self.running.lerp_(hidden.detach().mean(0), 0.1)
         self.log("dead", (hidden == 0).float().mean().item(), sync_dist=False)
         return loss + 0.1 * hidden.pow(2).mean() + hidden.norm(dim=-1).mean() * 0.01
