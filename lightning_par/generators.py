@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_par.comm import Axis
 
 MAX_OBJECTS = 5000  # that are looked into; datasets can be large
 MAX_ITEMS = 100  # of one list, tuple, set or dict
@@ -54,6 +57,30 @@ def _set_global_state(state: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state_all(state[1])
     np.random.set_state(state[2])
     random.setstate(state[3])
+
+
+def packed_state() -> bytes:
+    """`global_state`, pickled; of the CUDA generators only the current device's."""
+    cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return pickle.dumps((torch.get_rng_state().numpy(), cuda, np.random.get_state(), random.getstate()))
+
+
+def unpack_state(packed: bytes) -> None:
+    """Put the global generators where `packed_state` found them."""
+    cpu, cuda, numpy, python = pickle.loads(packed)
+    torch.set_rng_state(torch.from_numpy(cpu))
+    if cuda is not None:
+        torch.cuda.set_rng_state(torch.from_numpy(cuda))
+    np.random.set_state(numpy)
+    random.setstate(python)
+
+
+def share(axis: Axis) -> None:
+    """Put the global generators of every rank along ``axis`` where the first rank's stand."""
+    if axis.size > 1:
+        packed = axis.broadcast_object(packed_state() if axis.rank == 0 else b"", "generators")
+        if axis.rank > 0:
+            unpack_state(packed)
 
 
 def find(holders: Iterable[Any]) -> list[Any]:

@@ -13,16 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par import launch, precision, private
+from lightning_par import generators, launch, precision, private, state
 from lightning_par.batch import broadcast_batch
 from lightning_par.gradients import GradientSync
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Groups, Layout, Size, make_groups
+from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, reduce_over_axis, reduce_over_group, restore_metrics
 from lightning_par.namespace import OTHER, Namespace
+from lightning_par.optimizers import adopt
+from lightning_par.random import streams
+from lightning_par.sharding import Sharding
+from lightning_par.view import ShardedTensor, full
 from lightning_par.weights import equalize
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class StrategyMixin(_Base):
     """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
 
-    Subclasses override `resolve_layout`, `_shard_model`, `_unshard_model` and `_adopt_optimizers`.
+    Subclasses override `resolve_layout`.
     """
 
     namespace: Namespace
@@ -52,6 +58,8 @@ class StrategyMixin(_Base):
         self.layout: Layout | None = None
         self._groups: Groups | None = None
         self._gradients: GradientSync | None = None
+        self._sharding: Sharding | None = None
+        self.plan: dict[str, str] | None = None
         self._synced_batch_norm = False
 
     def __repr__(self) -> str:
@@ -73,12 +81,22 @@ class StrategyMixin(_Base):
 
     def _shard_model(self, trainer: Any) -> None:
         """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
+        assert self.lightning_module is not None
+        self._sharding = Sharding(self.groups, self.plan)
+        self._sharding.apply(trainer, self.lightning_module)
 
     def _unshard_model(self) -> None:
         """Called after a run that ended well, on all ranks: make the module whole again."""
+        if self._sharding is not None and self.lightning_module is not None:
+            for optimizer in self.optimizers:
+                state.unshard_optimizer_state(optimizer)
+            self._sharding.undo(self.lightning_module)
+        self._sharding = None
 
     def _adopt_optimizers(self) -> None:
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""
+        for optimizer in self.optimizers:
+            adopt(optimizer)
 
     # ---- ranks and processes ----
 
@@ -123,13 +141,14 @@ class StrategyMixin(_Base):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.namespace.from_fabric("utilities.seed", "reset_seed")()
         self.set_world_ranks()
         assert self.layout is not None
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
         private.init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
         self._groups = make_groups(self.layout, self.timeout or timedelta(minutes=30))
+        # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
+        generators.share(self.groups.world)
 
     # ---- setup ----
 
@@ -184,6 +203,8 @@ class StrategyMixin(_Base):
     def _share_metrics(self) -> None:
         if self.lightning_module is not None:
             gather_metrics_over(self.groups.data, self.lightning_module)
+            if self.groups.tensor.size > 1:
+                hand_metrics_whole_tensors(self.lightning_module)
 
     # Metrics may be made in a hook that runs after `setup`.
 
@@ -203,8 +224,30 @@ class StrategyMixin(_Base):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        # After the user's transfer hooks, which may augment at random.
-        return broadcast_batch(batch, self.groups.replica, self.root_device)
+        replica = self.groups.replica
+        if replica.size == 1:
+            return batch
+        # Code that one rank alone ran may have drawn random numbers: a replica's generators start each step equal.
+        state = generators.packed_state() if replica.rank == 0 else b""
+        batch, state = broadcast_batch((batch, state), replica, self.root_device)
+        if replica.rank > 0:
+            generators.unpack_state(state)
+        return batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        batches = self.lightning_module.trainer.fit_loop.total_batch_idx
+        streams.begin_step(torch.initial_seed() + self.groups.data.rank, batches)
+        return _whole(super().training_step(*args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _whole(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _whole(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _whole(super().predict_step(*args, **kwargs))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
@@ -283,17 +326,19 @@ class StrategyMixin(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights as one device writes them."""
-        return super().lightning_module_state_dict()
+        return state.whole_model_state(super().lightning_module_state_dict(), keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device writes it."""
-        return super().optimizer_state(optimizer)
+        return state.whole_optimizer_state(optimizer, super().optimizer_state(optimizer), keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:
+            state.shard_optimizer_state(optimizer)
 
     # ---- the end ----
 
@@ -316,6 +361,11 @@ class StrategyMixin(_Base):
         if self._gradients is not None:
             self._gradients.close()
         self._gradients = None
+
+
+def _whole(output: Any) -> Any:
+    """What leaves a step is plain: callbacks and loops know nothing of shards."""
+    return apply_to_collection(output, ShardedTensor, full)
 
 
 class TensorParallelMixin(StrategyMixin):

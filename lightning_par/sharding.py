@@ -1,0 +1,83 @@
+"""From a module to its shards: peek a batch, record a step, plan, apply; and back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_par import intercept
+from lightning_par.layout import Groups
+from lightning_par.peek import peek_batch
+from lightning_par.record import Recording, record_step
+from lightning_par.table import show_plan
+from lightning_par.tensor.plan import TensorPlan, make_plan, styles_for
+from lightning_par.tensor.shard import shard_module, unshard_module
+
+log = logging.getLogger(__name__)
+
+_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class Sharding:
+    """The shards of one module in one run of a Trainer's entry point.
+
+    Args:
+        groups: the mesh axes.
+        wishes: the user's plan for the tensor axis, FQN globs to styles.
+    """
+
+    def __init__(self, groups: Groups, wishes: Mapping[str, str] | None) -> None:
+        self.groups = groups
+        self.wishes = wishes
+        self.plan: TensorPlan | None = None
+
+    def apply(self, trainer: Any, module: nn.Module) -> None:
+        """Plan on the first rank, and split ``module`` on all. All ranks must call it.
+
+        Raises:
+            ValueError: the user's plan can't be followed; on every rank.
+        """
+        styles = styles_for(module, self.wishes)  # needs no other rank, so a wrong plan ends here
+        axis = self.groups.tensor
+        if axis.size == 1:
+            return
+        intercept.install()
+        batch = peek_batch(trainer, module)
+        outcome: TensorPlan | ValueError | None = None
+        started = time.monotonic()
+        if self.groups.world.rank == 0:
+            try:
+                outcome = make_plan(self._record(trainer, module, batch), axis.size, styles)
+            except ValueError as error:
+                outcome = error
+        outcome = self.groups.world.broadcast_object(outcome, "plan")
+        if isinstance(outcome, ValueError):
+            raise outcome
+        assert outcome is not None
+        self.plan = outcome
+        shard_module(module, outcome, axis)
+        intercept.hand_metrics_whole_tensors(module)
+        if self.groups.world.rank == 0:
+            show_plan(outcome, module, self.groups.layout, time.monotonic() - started)
+
+    def undo(self, module: nn.Module) -> None:
+        """Make ``module`` whole on every rank. All ranks must call it."""
+        if self.plan is not None:
+            unshard_module(module)
+
+    def _record(self, trainer: Any, module: nn.Module, batch: Any) -> Recording:
+        step = _STEPS[trainer.state.fn.value]
+        if batch is None:
+            names: dict[int, list[str]] = {}
+            parameters = {id(p): p for p in module.parameters()}
+            for name, p in module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(p), []).append(name)
+            found = {tuple(names[key]): p for key, p in parameters.items()}
+            return Recording((), found, (), None, "there was no batch to look at")
+        precision = trainer.strategy.precision_plugin
+        shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
+        return record_step(module, step, batch, shared=shared, context=precision.forward_context)
