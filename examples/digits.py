@@ -8,6 +8,7 @@ The strategy is all that changes between one device and many: nothing below know
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -112,7 +113,7 @@ class Digits(LightningDataModule):
 class CLI(LightningCLI):
     def after_fit(self) -> None:
         if self.trainer.is_global_zero:
-            accuracy = self.trainer.callback_metrics["val_accuracy"].item()
+            accuracy = self.trainer.callback_metrics.get("val_accuracy", math.nan)  # not there where no validation ran
             print(f"\nReads {accuracy:.1%} of the held-out digits right after {self.trainer.current_epoch} epochs.")
 
 

@@ -265,7 +265,7 @@ class CLI(LightningCLI):
         # Every process calls the model, one prints: right under any strategy.
         sample = self.model.generate(prompt="def ", length=300)
         if self.trainer.is_global_zero:
-            bpb = self.trainer.callback_metrics["val_bpb"].item()
+            bpb = self.trainer.callback_metrics.get("val_bpb", math.nan)  # not there where no validation ran
             print(f"\nWhat it writes after {self.trainer.global_step} steps:\n\n{sample}\n")
             print(f"Held-out text: {bpb:.2f} bits per byte, from 8 where all bytes are equally likely.")
 
