@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from {ours} import TensorParallelStrategy
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
         if "fail" in sys.argv and self.global_rank == int(sys.argv[-1]) and batch_idx == 2:
+            print("failing at", time.time(), flush=True)
             raise ValueError(f"the failure of rank {{self.global_rank}}")
         return super().training_step(batch, batch_idx)
 
@@ -64,9 +66,8 @@ def _environment() -> dict[str, str]:
     return env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
 
-def _run(command: list[str], timeout: float = 60) -> tuple[int, str, float]:
-    """Exit code, output and seconds; what is left of the session's processes is an error."""
-    started = time.monotonic()
+def _run(command: list[str], timeout: float = 90) -> tuple[int, str]:
+    """Exit code and output; what is left of the session's processes is an error."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -78,12 +79,11 @@ def _run(command: list[str], timeout: float = 60) -> tuple[int, str, float]:
     )
     try:
         output, _ = process.communicate(timeout=timeout)
-        seconds = time.monotonic() - started
         _wait_until_gone(process.pid, 5)
     finally:
         if _alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, output, seconds
+    return process.returncode, output
 
 
 def _alive(group: int) -> bool:
@@ -103,7 +103,7 @@ def _wait_until_gone(group: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("start_method", ["auto", "spawn", "fork"])
 def test_every_start_method_trains_and_hands_the_weights_back(script: Path, start_method: str) -> None:
-    code, output, _ = _run([sys.executable, str(script), start_method, "2", "1"])
+    code, output = _run([sys.executable, str(script), start_method, "2", "1"])
     assert code == 0, output
     assert "rank 0 of 2 done" in output and "rank 1 of 2 done" in output
     assert "\ntrained" in output
@@ -112,23 +112,25 @@ def test_every_start_method_trains_and_hands_the_weights_back(script: Path, star
 def test_torchrun_starts_the_processes_and_nothing_starts_more(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
     # Told to fork, too, it must not: torchrun's processes would each start two of their own.
-    code, output, _ = _run([*torchrun, "--standalone", str(script), "fork", "2", "1"])
+    code, output = _run([*torchrun, "--standalone", str(script), "fork", "2", "1"])
     assert code == 0, output
     assert output.count("done in") == 2 and "\ntrained" in output
 
 
 @pytest.mark.parametrize(("start_method", "rank"), [("popen", 0), ("fork", 1)])
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(script: Path, start_method: str, rank: int) -> None:
-    code, output, seconds = _run([sys.executable, str(script), start_method, "2", "1", "fail", str(rank)])
+    code, output = _run([sys.executable, str(script), start_method, "2", "1", "fail", str(rank)])
+    ended = time.time()
     assert code != 0
     assert f"ValueError: the failure of rank {rank}" in output
-    assert seconds < 40
+    failed = re.search(r"failing at ([\d.]+)", output)
+    assert failed is not None and ended - float(failed[1]) < 20
 
 
 def test_the_other_namespace_trains_with_its_own_class(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(pl="pytorch_lightning", ours="lightning_par.pl"))
-    code, output, _ = _run([sys.executable, str(path), "fork", "2", "1"])
+    code, output = _run([sys.executable, str(path), "fork", "2", "1"])
     assert code == 0 and "\ntrained" in output, output
 
 
