@@ -33,6 +33,7 @@ class Case:
         batch_size: samples a batch.
         couples: samples of a batch mix, or numbers are drawn in a step: a data axis then has no one-device reference.
         manual: the module optimizes by hand, so the Trainer can neither clip nor accumulate.
+        casts: the module computes in float32 whatever the precision.
     """
 
     module: Callable[[], LightningModule]
@@ -40,6 +41,7 @@ class Case:
     batch_size: int = 4
     couples: bool = False
     manual: bool = False
+    casts: bool = False
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -1260,7 +1262,7 @@ def regression(make: Callable[[], nn.Module], kind: type[Regression] = Regressio
 
 
 def hugging_face(make: Callable[[Any], nn.Module], data: Callable[[int], list[Any]] | None = None) -> Case:
-    return Case(lambda: HuggingFace(make), data or dicts())
+    return Case(lambda: HuggingFace(make), data or dicts(), casts=True)
 
 
 MODELS: dict[str, Case] = {

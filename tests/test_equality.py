@@ -67,7 +67,7 @@ ROWS = [
 LOW = [
     Row(case, layout, dict(precision=precision))
     for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
-    for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"))
+    for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"), ("hf_llama", "tp2"))
 ]
 
 
