@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +50,7 @@ def stand_in(
 def _copies_itself(module: nn.Module) -> bool:
     """Whether the class says how to copy itself; torchmetrics does, and its wrapped methods need it."""
     kind = type(module)
-    own = getattr(kind, "__getstate__", None)
-    return hasattr(kind, "__deepcopy__") or own not in (None, getattr(object, "__getstate__", None))
+    return hasattr(kind, "__deepcopy__") or getattr(kind, "__getstate__", None) != getattr(nn.Module, "__getstate__", None)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -61,10 +62,44 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
                 new.default_factory = value.default_factory
             new.update({key: _copied(item, memo) for key, item in value.items()})
         return memo[id(value)]
+    if type(value) is list:
+        if id(value) not in memo:
+            memo[id(value)] = items = []
+            items.extend(_copied(item, memo) for item in value)
+        return memo[id(value)]
+    if isinstance(value, types.FunctionType):
+        return _copied_function(value, memo)
+    if type(value) is functools.partial:
+        args = (_copied(arg, memo) for arg in value.args)
+        keywords = {key: _copied(arg, memo) for key, arg in value.keywords.items()}
+        return functools.partial(_copied(value.func, memo), *args, **keywords)
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # any class may refuse to be copied, in any way
         return value
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """A hook that closes over its module closes over the copy."""
+    cells = function.__closure__ or ()
+    try:
+        held = [cell.cell_contents for cell in cells]
+    except ValueError:  # a cell that is still empty
+        return function
+    if id(function) in memo or not held:
+        return memo.get(id(function), function)
+    memo[id(function)] = function  # it may close over itself
+    new = [_copied(x, memo) if isinstance(x, (types.FunctionType, list, dict)) else memo.get(id(x), x) for x in held]
+    if all(a is b for a, b in zip(held, new, strict=True)):
+        return function
+    closure = tuple(types.CellType(x) for x in new)
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    vars(copied).update(vars(function))
+    memo[id(function)] = copied
+    return copied
 
 
 class Stand:
