@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_par.positions import Positions
 
 Verb = Literal["all_reduce", "all_gather", "broadcast", "all_to_all", "send", "recv"]
+_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme"}  # what functions of sharded tensors send for
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -114,6 +115,8 @@ class Axis:
         self.ranks = ranks
         self.rank = rank
         self.group = group
+        self.guard: Callable[[], None] | None = None
+        """Called before sharded tensors talk; see `lightning_par.meeting`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     @property
@@ -142,6 +145,8 @@ class Axis:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
     def _log(self, verb: Verb, purpose: str, numel: int, nbytes: int) -> None:
+        if self.guard is not None and purpose in _OF_SHARDS:
+            self.guard()
         for opened in _open_ledgers:
             opened.transfers.append(Transfer(verb, self.name, purpose, numel, nbytes, self.size))
 

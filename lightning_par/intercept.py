@@ -2,8 +2,8 @@
 
 Three things would otherwise pass a sharded tensor by: `torch.autograd.Function.apply`, which asks no
 ``__torch_function__`` and would lose the gradient; the counter of sharded random draws, which activation checkpointing
-must wind back when it runs a region again; and the nested-tensor path of `nn.TransformerEncoder`, which is taken only
-where its weights are plain. All are installed once, and change nothing for plain tensors.
+must wind back when it runs a region again; and the nested-tensor path of `nn.TransformerEncoder`, which torch takes only
+where the weights are plain. Nothing changes for plain tensors.
 """
 
 from __future__ import annotations
@@ -102,3 +102,38 @@ def hand_metrics_whole_tensors(module: nn.Module) -> None:
         if update is not None and hasattr(metric, "_defaults") and not hasattr(update, "_whole"):
             metric.update = whole_arguments(update)  # type: ignore[assignment]
             metric.update._whole = True  # type: ignore[union-attr]
+
+
+def pad_as_nested(module: nn.Module) -> list[Any]:
+    """`nn.TransformerEncoder` in evaluation leaves zeros where the sequence is padded, if its weights are plain.
+
+    Returns:
+        Handles of the hooks that do so where they are sharded.
+    """
+    encoders = [m for m in module.modules() if isinstance(m, nn.TransformerEncoder)]
+    return [m.register_forward_hook(_zero_padding, with_kwargs=True) for m in encoders]
+
+
+def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    src, padding = given["src"], given.get("src_key_padding_mask")
+    first = encoder.layers[0]
+    weights = list(first.parameters())
+    nested = (
+        any(isinstance(w, ShardedTensor) for w in weights)
+        and getattr(encoder, "use_nested_tensor", False)
+        and torch.backends.mha.get_fastpath_enabled()
+        and padding is not None
+        and given.get("mask") is None
+        and not first.training
+        and src.dim() == 3
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (src, *weights)))
+        and not torch.is_autocast_enabled()
+    )
+    if not nested:
+        return None
+    padded = padding if padding.dtype == torch.bool else padding == float("-inf")
+    if getattr(encoder, "mask_check", True) and not torch._nested_tensor_from_mask_left_aligned(src, ~padded):
+        return None
+    nothing = output.new_zeros(1, 1, output.shape[-1])
+    return torch.where(padded.unsqueeze(-1), nothing if encoder.norm is None else encoder.norm(nothing), output)

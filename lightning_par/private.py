@@ -115,3 +115,10 @@ def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:
     A rank with a part of the gradients sees a part of the overflows; torch's scalers offer no place to share them.
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def default_store() -> Any:
+    """The key-value store that the ranks met at; torch gives no public way to it, and a second one needs a port."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -34,6 +34,7 @@ class Sharding:
         self.groups = groups
         self.wishes = wishes
         self.plan: TensorPlan | None = None
+        self._hooks: list[Any] = []
 
     def apply(self, trainer: Any, module: nn.Module) -> None:
         """Plan on the first rank, and split ``module`` on all. All ranks must call it.
@@ -61,11 +62,14 @@ class Sharding:
         self.plan = outcome
         shard_module(module, outcome, axis)
         intercept.hand_metrics_whole_tensors(module)
+        self._hooks = intercept.pad_as_nested(module)
         if self.groups.world.rank == 0:
             show_plan(outcome, module, self.groups.layout, time.monotonic() - started)
 
     def undo(self, module: nn.Module) -> None:
         """Make ``module`` whole on every rank. All ranks must call it."""
+        for hook in self._hooks:
+            hook.remove()
         if self.plan is not None:
             unshard_module(module)
 

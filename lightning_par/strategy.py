@@ -7,7 +7,7 @@ join them to the ``ParallelStrategy`` of their Lightning.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -24,6 +24,7 @@ from lightning_par.launch import StartMethod
 from lightning_par.layout import Groups, Layout, Size, make_groups
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, reduce_over_axis, reduce_over_group, restore_metrics
+from lightning_par.meeting import Meeting
 from lightning_par.namespace import OTHER, Namespace
 from lightning_par.optimizers import adopt
 from lightning_par.random import streams
@@ -59,6 +60,7 @@ class StrategyMixin(_Base):
         self._groups: Groups | None = None
         self._gradients: GradientSync | None = None
         self._sharding: Sharding | None = None
+        self._meeting: Meeting | None = None
         self.plan: dict[str, str] | None = None
         self._synced_batch_norm = False
 
@@ -84,6 +86,8 @@ class StrategyMixin(_Base):
         assert self.lightning_module is not None
         self._sharding = Sharding(self.groups, self.plan)
         self._sharding.apply(trainer, self.lightning_module)
+        if self.groups.tensor.size > 1:
+            self._meeting = self.groups.tensor.guard = Meeting(self.groups.tensor, self.timeout)
 
     def _unshard_model(self) -> None:
         """Called after a run that ended well, on all ranks: make the module whole again."""
@@ -234,20 +238,36 @@ class StrategyMixin(_Base):
             generators.unpack_state(state)
         return batch
 
+    def _step(self) -> AbstractContextManager[None]:
+        """What all ranks run alike: sharded tensors talk without asking whether their peers are there."""
+        return nullcontext() if self._meeting is None else self._meeting.step()
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step():
+            return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().optimizer_step(*args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         batches = self.lightning_module.trainer.fit_loop.total_batch_idx
         streams.begin_step(torch.initial_seed() + self.groups.data.rank, batches)
-        return _whole(super().training_step(*args, **kwargs))
+        with self._step():
+            return _whole(super().training_step(*args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _whole(super().validation_step(*args, **kwargs))
+        with self._step():
+            return _whole(super().validation_step(*args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _whole(super().test_step(*args, **kwargs))
+        with self._step():
+            return _whole(super().test_step(*args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _whole(super().predict_step(*args, **kwargs))
+        with self._step():
+            return _whole(super().predict_step(*args, **kwargs))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
@@ -345,6 +365,8 @@ class StrategyMixin(_Base):
     def teardown(self) -> None:
         module = self.lightning_module
         self._close_gradients()
+        if self._meeting is not None:
+            self._meeting = self.groups.tensor.guard = None
         if module is not None:
             restore_metrics(module)
             trainer = module._trainer

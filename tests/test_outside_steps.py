@@ -1,0 +1,102 @@
+"""The module outside a step: its ranks meet, or are named; and torch's evaluation-only paths give one device's numbers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_par import TensorParallelStrategy
+from tests.pool import Pool, RanksFailedError
+
+
+class Net(L.LightningModule):
+    def __init__(self, alone: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.alone = alone
+        self.outside: list[Tensor] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch).pow(2).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if not self.alone or self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.outside.append(self.net(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(strategy: Any, devices: int, alone: bool = False) -> list[Tensor]:
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+    )  # fmt: skip
+    module = Net(alone)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(6, 4, dtype=torch.float64), batch_size=3))
+    return module.outside
+
+
+def fit_split(alone: bool) -> list[Tensor]:
+    return fit(TensorParallelStrategy(timeout=timedelta(seconds=4)), 2, alone)
+
+
+def test_a_call_between_steps_on_all_ranks_equals_one_device(pool: Pool) -> None:
+    expected = fit("auto", 1)
+    for outside in pool.run(2, fit_split, False):
+        for x, y in zip(outside, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def test_a_call_on_one_rank_alone_names_the_ranks_that_did_not_come(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, fit_split, True)
+    report = failed.value.reports[0]
+    assert "Rank 0 called the module outside a step, and waited 4 s for rank 1" in report
+    assert "Call it on all of them" in report
+
+
+class Encoder(L.LightningModule):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16) if norm else None)
+        if norm:
+            nn.init.normal_(self.encoder.norm.bias)
+
+    def predict_step(self, batch: Any) -> Tensor:
+        x, padding = batch
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def predict(strategy: Any, devices: int, norm: bool) -> list[Any]:
+    L.seed_everything(1, verbose=False)
+    padding = torch.zeros(4, 6, dtype=torch.bool)
+    padding[0, 3:] = padding[2, 5:] = True
+    data = torch.utils.data.TensorDataset(torch.randn(4, 6, 16, dtype=torch.float64), padding)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_progress_bar=False,
+        precision="64-true",
+    )  # fmt: skip
+    return trainer.predict(Encoder(norm), torch.utils.data.DataLoader(data, batch_size=2))  # type: ignore[return-value]
+
+
+def predict_split(norm: bool) -> list[Any]:
+    return predict(TensorParallelStrategy(), 2, norm)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm", [False, True])
+def test_an_encoder_in_evaluation_pads_as_on_one_device(pool: Pool, norm: bool) -> None:
+    expected = predict("auto", 1, norm)
+    assert norm or (expected[0][0, 3:] == 0).all()  # torch's nested path was taken
+    for predictions in pool.run(2, predict_split, norm):
+        for x, y in zip(predictions, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
