@@ -38,6 +38,7 @@ class Positions:
         self.owner = owner_N
         self.owner.flags.writeable = False
         self._indices: dict[int, Array] = {}
+        self._places: dict[tuple[int, ...], tuple[int, int] | Array] = {}
         self._on_device: dict[tuple[str, int, torch.device], Tensor] = {}
 
     @classmethod
@@ -64,6 +65,22 @@ class Positions:
         if rank not in self._indices:
             self._indices[rank] = np.flatnonzero(self.owner == rank)
         return self._indices[rank]
+
+    def places(self, ranks: int, rank: int, start: int, stop: int, step: int) -> tuple[int, int] | Array:
+        """Where the slice lies in a rank's part: its first place and length where it is in one piece on all ranks.
+
+        What is a view on one rank then is one on all, and a write into it is refused by all or by none.
+        """
+        key = (ranks, rank, start, stop, step)
+        if key not in self._places:
+            chosen = []
+            for r in range(ranks):
+                own = self.indices(r)
+                chosen.append(np.flatnonzero((own >= start) & (own < stop) & ((own - start) % step == 0)))
+            mine = chosen[rank]
+            whole = all(len(c) == 0 or c[-1] - c[0] + 1 == len(c) for c in chosen)
+            self._places[key] = (int(mine[0]) if len(mine) else 0, len(mine)) if whole else mine
+        return self._places[key]
 
     def count(self, rank: int) -> int:
         return len(self.indices(rank))

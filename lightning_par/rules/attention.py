@@ -32,27 +32,39 @@ def scaled_dot_product_attention(
     if dim >= -2 or not isinstance(query, ShardedTensor) or query._dim - query.ndim != dim:
         return NotImplemented
     heads = query._positions
-    groups = query.shape[dim] // key.shape[dim] if enable_gqa and dim == -3 else 1
     local = [query._local]
     for x in (key, value):
-        if groups > 1:
-            if not isinstance(x, ShardedTensor) or x._dim - x.ndim != dim or not x._positions.repeat(groups).agree(heads):
+        groups = query.shape[dim] // x.shape[dim] if enable_gqa and dim == -3 and x.shape[dim] > 1 else 1
+        owners = heads
+        if groups > 1:  # a key head lies where all of its query heads do
+            owners = x._positions if isinstance(x, ShardedTensor) else heads.take(slice(None, None, groups))
+            if owners.size * groups != heads.size or not owners.repeat(groups).agree(heads):
                 return NotImplemented
-            local.append(x._local)
-        else:
-            part = aligned(x, dim, heads, axis)
-            if part is None:
-                return NotImplemented
-            local.append(part)
+        part = aligned(x, dim, owners, axis)
+        if part is None:
+            return NotImplemented
+        local.append(part)
     if attn_mask is not None:
         attn_mask = aligned(attn_mask, dim, heads, axis)
         if attn_mask is None:
             return NotImplemented
     stream = sharded_draw(axis.rank, query.device) if dropout_p > 0.0 else contextlib.nullcontext()
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": groups > 1}
-    with stream:
-        out = func(*local, attn_mask, dropout_p, **options)
+    if query._local.numel() == 0:
+        out = _of_nothing(local[0], local[1], local[2], attn_mask)
+    else:
+        with stream:
+            out = func(*local, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return view(out, out.ndim + dim, heads, axis)
+
+
+def _of_nothing(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """No head is here. torch's kernels won't have it, but the graph must reach all that the other ranks' graphs do."""
+    heads = query.shape[-3]
+    key, value = (x.repeat_interleave(heads // x.shape[-3], -3) if 1 < x.shape[-3] < heads else x for x in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask
+    return scores @ value
 
 
 @rule("multi_head_attention_forward")
@@ -84,7 +96,7 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """`nn.MultiheadAttention`'s function, written in functions that have rules; query (T, B, E), key and value (S, B, E).
+    """`nn.MultiheadAttention`'s function, in functions that have rules; query (T, B, E), key and value (S, B, E).
 
     torch's own hides its projections and attention behind one call.
     """

@@ -1,7 +1,7 @@
 """Products that sum over dims: linear, matmul, einsum and their kin.
 
-Each is written as Einstein letters. One letter is sharded: where it is in the result, the result is sharded; where it is
-summed over, the ranks hold partial sums and one all-reduce ends the island.
+Each is written as Einstein letters. One letter is sharded: where it is in the result, the result is sharded; where it
+is summed over, the ranks hold partial sums and one all-reduce ends the island.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def sharded_letter(operands: Sequence[Tensor], letters: Sequence[Letters]) -> Cu
         if not isinstance(operand, ShardedTensor):
             continue
         here = (names[operand._dim], operand._positions, operand._axis)
+        if here[0] is None:
+            return None
         if found is None:
             found = here
         elif here[0] != found[0] or here[2] is not found[2] or not here[1].agree(found[1]):
@@ -47,6 +49,8 @@ def local_operands(operands: Sequence[Tensor], letters: Sequence[Letters], cut: 
         if isinstance(operand, ShardedTensor):
             local.append(operand._local)
         elif letter in names:
+            if operand.shape[list(names).index(letter)] != positions.size:
+                return None  # of size 1, it broadcasts
             if operand.is_leaf and operand.requires_grad:
                 return None
             local.append(comm.scatter(operand, list(names).index(letter), positions, axis))
@@ -78,6 +82,8 @@ def with_bias(
     if cut is None or local is None:
         return NotImplemented
     letter, positions, axis = cut
+    if letter == result[-1] and bias is not None and bias.shape != (positions.size,):
+        return NotImplemented
     if letter not in result:
         summed = comm.leave(run(None, *local), axis)
         return summed if bias is None else summed + full(bias).to(summed.dtype)
@@ -99,26 +105,22 @@ def linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     outer = list(range(x.ndim - 1))
     if isinstance(weight, ShardedTensor) and weight._dim == 0 and isinstance(x, ShardedTensor):
         x = full(x)
-    return with_bias(
-        lambda b, x, w: func(x, w, b), bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"]
-    )
+    return with_bias(lambda b, x, w: func(x, w, b), bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"])
 
 
 @rule("addmm")
-def addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any) -> Any:
+def addmm(
+    func: Any, bias: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
+) -> Any:
     if kwargs or beta != 1 or alpha != 1 or bias.ndim != 1:
         return NotImplemented
-    if isinstance(b, ShardedTensor) and b._dim == 1 and isinstance(a, ShardedTensor):
-        a = full(a)
-    return with_bias(
-        lambda c, a, b: a @ b if c is None else func(c, a, b), bias, [a, b], ["ik", "kj"], "ij"
-    )
+    if isinstance(mat2, ShardedTensor) and mat2._dim == 1 and isinstance(mat1, ShardedTensor):
+        mat1 = full(mat1)
+    return with_bias(lambda c, a, b: a @ b if c is None else func(c, a, b), bias, [mat1, mat2], ["ik", "kj"], "ij")
 
 
 @rule("matmul", "__matmul__", "mm", "bmm", "mv", "dot")
-def matmul(func: Any, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
-    if kwargs:
-        return NotImplemented
+def matmul(func: Any, a: Tensor, b: Tensor) -> Any:
     batch = max(a.ndim, b.ndim) - 2
 
     def outer(x: Tensor) -> list[object]:
@@ -138,8 +140,13 @@ def rmatmul(func: Any, b: Tensor, a: Tensor) -> Any:
 
 
 @rule("baddbmm")
-def baddbmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else torch.bmm(a, b) * alpha + bias * beta
+def baddbmm(
+    func: Any, bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, **kwargs: Any
+) -> Any:
+    if kwargs:
+        return NotImplemented
+    product = torch.bmm(batch1, batch2) * alpha
+    return product + bias * beta if beta else product  # with beta 0 torch ignores what the bias holds
 
 
 @rule("einsum")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,17 +24,30 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Rows sharded: each rank looks up its own rows, and one all-reduce fills in the others (Megatron-LM, section 3)."""
+    """Rows sharded: each rank looks up its own, and one all-reduce fills in the others (Megatron-LM, section 3)."""
+    if func is not F.embedding or scale_grad_by_freq or sparse:  # torch.embedding has its arguments the other way round
+        return NotImplemented
+    if max_norm is not None:
+        _renorm(ids, weight, max_norm, norm_type)
     if not isinstance(weight, ShardedTensor):
-        return NotImplemented
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return NotImplemented
+        assert isinstance(ids, ShardedTensor)
+        out = F.embedding(ids._local, enter(weight, ids._axis), padding_idx)
+        return view(out, ids._dim, ids._positions, ids._axis)
     ids, axis = full(ids), weight._axis
     if weight._dim == 1:
         out = F.embedding(ids, weight._local, padding_idx)
         return view(out, out.ndim - 1, weight._positions, axis)
     padding_idx = None if padding_idx is None else padding_idx % weight.shape[0]
     return comm.leave(_own_rows(ids, weight, padding_idx), axis)
+
+
+@torch.no_grad()
+def _renorm(ids: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:
+    """Shrink the rows about to be read, in place, as `F.embedding` does."""
+    whole = full(weight.detach())
+    torch.embedding_renorm_(whole, full(ids).contiguous(), max_norm, norm_type)
+    if isinstance(weight, ShardedTensor):
+        weight._local.copy_(weight.part_of(whole))
 
 
 def _own_rows(ids: Tensor, weight: ShardedTensor, padding_idx: int | None) -> Tensor:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par import comm
+from lightning_par.comm import Axis
 from lightning_par.positions import Positions
-from lightning_par.rules.reduce import peak
+from lightning_par.rules.reduce import accumulated_in, kernel_dtype, peak
 from lightning_par.rules.table import rule, view
 from lightning_par.view import ShardedTensor, full
 
@@ -22,6 +24,7 @@ def _own_classes(target: Tensor, x: ShardedTensor) -> tuple[Tensor, Tensor]:
     """Where each target class lies in this rank's part, clamped, and which lie elsewhere."""
     positions: Positions = x._positions
     own = positions.indices(x._axis.rank)
+    torch._assert_async(((target >= 0) & (target < positions.size)).all(), "a class is out of range")
     if len(own) and own[-1] - own[0] + 1 == len(own):
         place = target - int(own[0])
         elsewhere = (place < 0) | (place >= len(own))
@@ -33,7 +36,7 @@ def _own_classes(target: Tensor, x: ShardedTensor) -> tuple[Tensor, Tensor]:
 
 def _picked(local: Tensor, place: Tensor, elsewhere: Tensor, dim: int) -> Tensor:
     if local.shape[dim] == 0:
-        return local.sum(dim, keepdim=True).expand(place.shape)
+        return local.new_zeros(place.shape) + local.sum()
     return local.gather(dim, place).masked_fill(elsewhere, 0)
 
 
@@ -41,9 +44,8 @@ class _CrossEntropy(torch.autograd.Function):
     """-log softmax(x)[target], each row; the classes are dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, x: ShardedTensor, place: Tensor, elsewhere: Tensor) -> Tensor:
-        shifted = x_local.detach() - peak(x.with_local(x_local.detach()), [1])
-        axis = x._axis
+    def forward(ctx: Any, x: Tensor, top: Tensor, axis: Axis, place: Tensor, elsewhere: Tensor) -> Tensor:
+        shifted = x.detach() - top
         target_logit = axis.all_reduce_(_picked(shifted, place, elsewhere, 1).contiguous(), "loss")
         softmax = shifted.exp_()
         total = axis.all_reduce_(softmax.sum(1, keepdim=True), "loss")
@@ -52,13 +54,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, place, elsewhere = ctx.saved_tensors
         grad = grad.unsqueeze(1)
         x_grad = softmax * grad
         if softmax.shape[1]:
             x_grad.scatter_add_(1, place, (-grad).expand(place.shape).masked_fill(elsewhere, 0))
-        return x_grad, None, None, None
+        return x_grad, None, None, None, None
 
 
 @rule("cross_entropy")
@@ -86,14 +88,14 @@ def cross_entropy(
     if weight is not None and label_smoothing:
         return NotImplemented
     target = full(target)
-    dtype = input.dtype
+    dtype = _loss_dtype(input)
     # As autocast and torch's kernel do: the sum over classes is accumulated in float32 at least.
-    x = input.float() if dtype in (torch.bfloat16, torch.float16) else input
+    x: Any = input.to(accumulated_in(input.dtype))
     if input.ndim == 1:
         x, target = x.unsqueeze(0), target.unsqueeze(0)
     valid = target != ignore_index
     place, elsewhere = _own_classes(target.masked_fill(~valid, 0).unsqueeze(1), x)
-    nll = _CrossEntropy.apply(x._local, x, place, elsewhere)
+    nll = _CrossEntropy.apply(x._local, peak(x, [1]), x._axis, place, elsewhere)
     if label_smoothing:
         # -mean(log softmax) = logsumexp - mean(x), and nll = logsumexp - x[target].
         picked = comm.leave(_picked(x._local, place, elsewhere, 1).squeeze(1), x._axis, "loss")
@@ -101,7 +103,11 @@ def cross_entropy(
     out = _reduced(nll, target, valid, weight, reduction)
     if input.ndim == 1 and reduction == "none":
         out = out.squeeze(0)
-    return out if torch.is_autocast_enabled(input.device.type) else out.to(dtype)
+    return out.to(dtype)
+
+
+def _loss_dtype(x: Tensor) -> torch.dtype:
+    return kernel_dtype(x, lambda like: F.cross_entropy(like, torch.zeros((), dtype=torch.int64, device=x.device)))
 
 
 def _reduced(nll: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
@@ -115,14 +121,15 @@ def _reduced(nll: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, 
     return nll.sum() if reduction == "sum" else nll.sum() / counted.sum()
 
 
-def _with_probabilities(x: ShardedTensor, target: Tensor, reduction: str, smoothing: float) -> Tensor:
-    class_dim = 1 if x.ndim > 1 else 0
+def _with_probabilities(x: Any, target: Tensor, reduction: str, smoothing: float) -> Tensor:
+    class_dim, dtype = 1 if x.ndim > 1 else 0, _loss_dtype(x)
+    x = x.to(accumulated_in(x.dtype))
     if smoothing:
         target = target * (1 - smoothing) + smoothing / x.shape[class_dim]
     each = -(torch.log_softmax(x, class_dim) * target).sum(class_dim)
     if reduction == "none":
-        return each
-    return each.sum() / (each.numel() if reduction == "mean" else 1)
+        return each.to(dtype)
+    return (each.sum() / (each.numel() if reduction == "mean" else 1)).to(dtype)
 
 
 def _by_rows(
@@ -133,13 +140,14 @@ def _by_rows(
         return NotImplemented
     dim = x._dim if x._dim == 0 else x._dim - 1
     target_local = _cut(target, dim, x)
-    options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+    options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing}
     if reduction == "none":
-        each = torch.nn.functional.cross_entropy(x._local, target_local, reduction="none", **options)
+        each = F.cross_entropy(x._local, target_local, reduction="none", **options)
         return view(each, dim, x._positions, x._axis)
-    total = torch.nn.functional.cross_entropy(x._local, target_local, reduction="sum", **options)
-    total = comm.leave(total, x._axis, "loss")
-    return total if reduction == "sum" else total / (full(target) != ignore_index).sum()
+    dtype = _loss_dtype(x)
+    local = x._local.to(accumulated_in(x.dtype))
+    total = comm.leave(F.cross_entropy(local, target_local, reduction="sum", **options), x._axis, "loss")
+    return (total if reduction == "sum" else total / (full(target) != ignore_index).sum()).to(dtype)
 
 
 def _cut(target: Tensor, dim: int, x: ShardedTensor) -> Tensor:
@@ -180,5 +188,7 @@ def gather(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     dim %= x.ndim
     if dim != x._dim or len(given) > 2 or index is None:
         return NotImplemented
+    if func.__name__ == "take_along_dim" and any(index.shape[d] != x.shape[d] for d in range(x.ndim) if d != dim):
+        return NotImplemented  # it broadcasts
     place, elsewhere = _own_classes(index, x)
     return comm.leave(_picked(x._local, place, elsewhere, dim), x._axis, "loss")

@@ -7,18 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.random import sharded_draw
-from lightning_par.rules.table import rule
+from lightning_par.rules.table import refuse_lost_write, rule
 from lightning_par.view import ShardedTensor
 
 
 @rule("dropout", "alpha_dropout", "dropout_", "rand_like", "randn_like", "bernoulli", "bernoulli_", "uniform_",
-      "normal_", "exponential_")  # fmt: skip
+      "normal_", "exponential_", "rrelu", "rrelu_")  # fmt: skip
 def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
     if kwargs.get("generator") is not None:
         return NotImplemented  # the user's own generator stays in step on all ranks: draw for the whole tensor
+    if func.__name__.endswith("_"):
+        if getattr(x, "_is_param", False):
+            return NotImplemented  # a weight drawn anew is one device's
+        refuse_lost_write(func, x)
     with sharded_draw(x._axis.rank, x.device):
         local = func(x._local, *args, **kwargs)
     return x if local is x._local else x.with_local(local)

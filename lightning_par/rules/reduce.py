@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_par import comm
+from lightning_par.comm import Axis
 from lightning_par.rules.table import rule, view
 from lightning_par.view import ShardedTensor
 
@@ -25,54 +26,62 @@ def _kept(x: ShardedTensor, local: Tensor, dims: list[int], keepdim: bool) -> Te
     return view(local, x._dim if keepdim else x._dim - sum(d < x._dim for d in dims), x._positions, x._axis)
 
 
-def _over(x: Any, dim: Any, keepdim: bool, run: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
-    """``run`` on the local part, and whether that is only a partial result."""
-    dims = _dims(x, dim)
-    local = run(x._local)
-    return (local, True) if x._dim in dims else (_kept(x, local, dims, keepdim), False)
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    """What torch's kernels sum half precision in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @rule("sum", "nansum")
-def sum_(func: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-    if not isinstance(x, ShardedTensor) or axis is not None:
+def sum_(func: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not isinstance(x, ShardedTensor):
         return NotImplemented
     dims = _dims(x, dim)
-    out, partial = _over(x, dim, keepdim, lambda local: func(local, dims, keepdim, dtype=dtype))
-    return comm.leave(out, x._axis) if partial else out
+    if x._dim not in dims:
+        return _kept(x, func(x._local, dims, keepdim, dtype=dtype), dims, keepdim)
+    given = dtype or x.dtype
+    wide = accumulated_in(given)
+    if wide is given:
+        return comm.leave(func(x._local, dims, keepdim, dtype=dtype), x._axis)
+    return comm.leave(func(x._local, dims, keepdim, dtype=wide), x._axis).to(given)
 
 
 @rule("mean")
-def mean(func: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-    if not isinstance(x, ShardedTensor) or axis is not None:
+def mean(func: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not isinstance(x, ShardedTensor):
         return NotImplemented
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _kept(x, x._local.mean(dims, keepdim, dtype=dtype), dims, keepdim)
     if not (dtype or x.dtype).is_floating_point:
         return NotImplemented
-    return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+    given = dtype or x.dtype
+    return (x.sum(dims, keepdim, dtype=accumulated_in(given)) / math.prod(x.shape[d] for d in dims)).to(given)
 
 
-@rule("norm", "vector_norm")
+@rule("norm", "linalg_vector_norm")
 def norm(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Torch's `norm(x, p, dim, keepdim, dtype=...)` and `linalg.vector_norm(x, ord, dim, keepdim, dtype=...)`."""
-    names = ("ord" if func.__name__ == "vector_norm" else "p", "dim", "keepdim")
+    names = ("p" if func.__name__ == "norm" else "ord", "dim", "keepdim")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     p, dim, keepdim = given.pop(names[0], 2), given.pop("dim", None), given.pop("keepdim", False)
-    dtype = given.pop("dtype", None)
+    dtype, out = given.pop("dtype", None), given.pop("out", None)
+    wanted: torch.dtype = dtype or x.dtype
     p = 2 if p in (None, "fro") and func.__name__ == "norm" else p
-    if given or not isinstance(x, ShardedTensor) or not isinstance(p, (int, float)):
+    if given or out is not None or not isinstance(x, ShardedTensor) or not isinstance(p, (int, float)):
         return NotImplemented
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _kept(x, torch.linalg.vector_norm(x._local, p, dims, keepdim, dtype=dtype), dims, keepdim)
     if p in (math.inf, -math.inf):
         return x.abs().amax(dims, keepdim) if p > 0 else x.abs().amin(dims, keepdim)
-    if p <= 0:
+    if p < 1 or x.is_complex():
         return NotImplemented
-    x = x if dtype is None else x.to(dtype)
+    x = x.to(accumulated_in(wanted))
     powers = (x * x if p == 2 else x.abs() ** p).sum(dims, keepdim)
-    return powers.sqrt() if p == 2 else powers ** (1.0 / p)
+    # The root's slope is infinite at zero, where torch takes the norm's gradient to be zero.
+    zero = powers == 0
+    root = powers.masked_fill(zero, 1) ** (1.0 / p)
+    return root.masked_fill(zero, 0).to(wanted)
 
 
 @rule("amax", "amin")
@@ -82,7 +91,18 @@ def extreme(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
         return _kept(x, func(x._local, dims, keepdim), dims, keepdim)
     if (x.requires_grad and torch.is_grad_enabled()) or not _every_rank_has_some(x):
         return NotImplemented
-    return x._axis.all_reduce_(func(x._local, dims, keepdim), "extreme", "max" if func.__name__ == "amax" else "min")
+    return _over_ranks(func(x._local, dims, keepdim), x._axis, "max" if func.__name__ == "amax" else "min")
+
+
+def _over_ranks(value: Tensor, axis: Axis, op: Literal["max", "min"]) -> Tensor:
+    """The extreme of all ranks' ``value``. A backend's maximum may drop a NaN, so they travel as flags beside it."""
+    if not value.is_floating_point():
+        return axis.all_reduce_(value.clone(memory_format=torch.contiguous_format), "extreme", op)
+    nan = value.isnan()
+    flags = nan.to(value.dtype) if op == "max" else -nan.to(value.dtype)
+    worst = -math.inf if op == "max" else math.inf
+    both = axis.all_reduce_(torch.stack([value.masked_fill(nan, worst), flags]), "extreme", op)
+    return both[0].masked_fill(both[1] != 0, math.nan)
 
 
 @rule("any", "all")
@@ -90,8 +110,9 @@ def any_all(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _kept(x, func(x._local, dims, keepdim), dims, keepdim)
-    local = func(x._local, dims, keepdim).to(torch.uint8)
-    return x._axis.all_reduce_(local, "extreme", "max" if func.__name__ == "any" else "min").bool()
+    local = func(x._local, dims, keepdim)
+    flags = local.to(torch.uint8, memory_format=torch.contiguous_format, copy=True)
+    return x._axis.all_reduce_(flags, "extreme", "max" if func.__name__ == "any" else "min").to(local.dtype)
 
 
 @rule("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk", "max", "min",
@@ -120,7 +141,7 @@ def along_another_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return type(out)(parts) if isinstance(out, tuple) else parts[0]
 
 
-def _across(func: Any, x: ShardedTensor, dims: list[int], *args: Any, **kwargs: Any) -> Any:
+def _across(func: Any, x: Any, dims: list[int], *args: Any, **kwargs: Any) -> Any:
     """The few of them that have an exact form over the sharded dim."""
     keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 and isinstance(args[1], bool) else False)
     if func.__name__ == "argmax" and not isinstance(args[0] if args else None, Tensor):
@@ -128,11 +149,19 @@ def _across(func: Any, x: ShardedTensor, dims: list[int], *args: Any, **kwargs: 
     if func.__name__ == "logsumexp":
         return logsumexp(x, dims, keepdim)
     if func.__name__ in ("softmax", "log_softmax"):
-        dtype = kwargs.get("dtype")
-        x = x if dtype is None else x.to(dtype)
+        dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
+        given = dtype or kernel_dtype(x, lambda like: func(like, 0))
+        x = x.to(accumulated_in(given))
         logits = x - logsumexp(x, dims, keepdim=True)
-        return logits if func.__name__ == "log_softmax" else logits.exp()
+        return (logits if func.__name__ == "log_softmax" else logits.exp()).to(given)
     return NotImplemented
+
+
+def kernel_dtype(x: Tensor, run: Callable[[Tensor], Tensor]) -> torch.dtype:
+    """The dtype of what ``run`` makes of a tensor like ``x``, which autocast may change."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return run(torch.zeros(1, dtype=x.dtype, device=x.device)).dtype
 
 
 def _every_rank_has_some(x: ShardedTensor) -> bool:
@@ -144,28 +173,34 @@ def peak(x: ShardedTensor, dims: list[int]) -> Tensor:
     x_local = x._local.detach()
     if x_local.shape[x._dim] == 0:
         lowest = [1 if d in dims else size for d, size in enumerate(x_local.shape)]
-        local = x_local.new_full(lowest, torch.finfo(x.dtype).min)
+        local = x_local.new_full(lowest, -math.inf)
     else:
-        local = x_local.amax(dims, keepdim=True)
+        local = x_local.amax(dims, keepdim=True).contiguous()
     return x._axis.all_reduce_(local, "loss", "max")
 
 
-def logsumexp(x: ShardedTensor, dims: list[int], keepdim: bool) -> Tensor:
+def logsumexp(x: Any, dims: list[int], keepdim: bool) -> Tensor:
     """Over the sharded dim: two all-reduces of what is left."""
+    if not x.is_floating_point():
+        return NotImplemented
+    given = kernel_dtype(x, lambda like: like.logsumexp(0))
+    x = x.to(accumulated_in(given))
     top = peak(x, dims)
     top = torch.where(top.isfinite(), top, torch.zeros_like(top))
     total = comm.leave((x._local - top).exp().sum(dims, keepdim=True), x._axis, "loss")
     out = top + total.log()
-    return out if keepdim else out.squeeze(dims)
+    return (out if keepdim else out.squeeze(dims)).to(given)
 
 
 def argmax(x: ShardedTensor, dim: int, keepdim: bool) -> Tensor:
     """Over the sharded dim: the smallest index among the ranks' largest entries, as one device finds."""
     if not _every_rank_has_some(x):
         return NotImplemented
-    value, place = x._local.detach().max(dim, keepdim=True)
+    local = x._local.detach()
+    place = local.argmax(dim, keepdim=True)
+    value = local.gather(dim, place)
     index = x._positions.index(x._axis.rank, x.device)[place]
-    best = x._axis.all_reduce_(value.clone(), "extreme", "max")
-    index = torch.where((value == best) | value.isnan(), index, x.shape[dim])
-    index = x._axis.all_reduce_(index, "extreme", "min")
+    best = _over_ranks(value, x._axis, "max")
+    index = torch.where(torch.where(best.isnan(), value.isnan(), value == best), index, x.shape[dim])
+    index = x._axis.all_reduce_(index.contiguous(), "extreme", "min")
     return index if keepdim else index.squeeze(dim)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_par.positions import Positions, fold_group
-from lightning_par.rules.table import aligned, rule, view
+from lightning_par.rules.table import aligned, copied, refuse_lost_write, rule, view
 from lightning_par.view import ShardedTensor
 
 
 def _sizes(args: tuple[Any, ...]) -> list[int]:
-    return list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
+    return list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) else list(args)
 
 
 @rule("view", "reshape")
@@ -122,19 +122,19 @@ def repeat_interleave(func: Any, x: Tensor, repeats: Any, dim: int | None = None
     if not (isinstance(x, ShardedTensor) and isinstance(repeats, int) and dim is not None):
         return NotImplemented
     dim %= x.ndim
+    kwargs.pop("output_size", None)  # of the whole
     positions = x._positions.repeat(repeats) if dim == x._dim else x._positions
     return view(func(x._local, repeats, dim=dim, **kwargs), x._dim, positions, x._axis)
 
 
 def _narrowed(x: ShardedTensor, start: int, stop: int, step: int = 1) -> ShardedTensor:
     """``x[start:stop:step]`` of the sharded dim."""
-    own = x._positions.indices(x._axis.rank)
-    chosen = np.flatnonzero((own >= start) & (own < stop) & ((own - start) % step == 0))
+    places = x._positions.places(x._axis.size, x._axis.rank, start, stop, step)
     positions = x._positions.take(slice(start, stop, step))
-    if len(chosen) == 0 or chosen[-1] - chosen[0] + 1 == len(chosen):
-        local = x._local.narrow(x._dim, int(chosen[0]) if len(chosen) else 0, len(chosen))
+    if isinstance(places, tuple):
+        local = x._local.narrow(x._dim, *places)
     else:
-        local = x._local.index_select(x._dim, torch.from_numpy(chosen).to(x._local.device))
+        local = copied(x._local.index_select(x._dim, torch.from_numpy(places).to(x._local.device)))
     return view(local, x._dim, positions, x._axis)
 
 
@@ -174,11 +174,6 @@ def unbind(func: Any, x: ShardedTensor, dim: int = 0) -> Any:
     return tuple(view(part, kept, x._positions, x._axis) for part in torch.unbind(x._local, dim))
 
 
-@rule("__iter__")
-def iterate(func: Any, x: ShardedTensor) -> Any:
-    return iter(x.unbind(0))
-
-
 @rule("select")
 def select(func: Any, x: ShardedTensor, dim: int, index: int) -> Any:
     dim %= x.ndim
@@ -190,7 +185,7 @@ def select(func: Any, x: ShardedTensor, dim: int, index: int) -> Any:
 @rule("narrow")
 def narrow(func: Any, x: ShardedTensor, dim: int, start: Any, length: int) -> Any:
     dim %= x.ndim
-    if isinstance(start, Tensor):
+    if isinstance(start, Tensor) or (start % max(x.shape[dim], 1)) + length > x.shape[dim]:
         return NotImplemented
     if dim != x._dim:
         return view(x._local.narrow(dim, start, length), x._dim, x._positions, x._axis)
@@ -211,7 +206,7 @@ def _basic(x: ShardedTensor, key: Any) -> tuple[list[Any], int, slice] | None:
         items += hole
     places = [place for place, item in enumerate(items) if item is not None]
     item = items[places[x._dim]]
-    return (items, places[x._dim], item) if isinstance(item, slice) else None
+    return (items, places[x._dim], item) if isinstance(item, slice) and (item.step is None or item.step > 0) else None
 
 
 @rule("__getitem__")
@@ -238,11 +233,11 @@ def setitem(func: Any, x: Any, key: Any, value: Any) -> Any:
     found = _basic(x, key)
     if found is None or found[2] != slice(None):
         return NotImplemented
+    refuse_lost_write(func, x)
     items, place, _ = found
     target = x._local[tuple(items)]
     dim = sum(not isinstance(other, int) for other in items[:place]) - target.ndim
     if isinstance(value, Tensor):
-
         value = aligned(value, dim, x._positions, x._axis)
         if value is None:
             return NotImplemented
@@ -268,8 +263,7 @@ def cat(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
 
 def _cat_with_plain(parts: list[Tensor], dim: int, lead: ShardedTensor) -> Any:
     """Plain parts are cut as the sharded one is, where they are joined along another dim."""
-
-    if dim % lead.ndim == lead._dim or any(x.ndim != lead.ndim for x in parts):
+    if dim % lead.ndim == lead._dim or any(x.ndim != lead.ndim for x in parts) or lead.shape[lead._dim] == 1:
         return NotImplemented
     local = [aligned(x, lead._dim - lead.ndim, lead._positions, lead._axis) for x in parts]
     if any(x is None for x in local):
@@ -280,5 +274,3 @@ def _cat_with_plain(parts: list[Tensor], dim: int, lead: ShardedTensor) -> Any:
 @rule("stack")
 def stack(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     return torch.cat([x.unsqueeze(dim) for x in tensors], dim) if not kwargs else NotImplemented
-
-

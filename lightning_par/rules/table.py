@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import sys
 from collections import Counter
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import comm
 from lightning_par.comm import Axis
@@ -22,6 +24,13 @@ log = logging.getLogger(__name__)
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 _resolved: dict[Any, Rule | None] = {}
+_keywords: dict[Rule, frozenset[str] | None] = {}
+
+# Names that torch knows for one parameter, and the rules' name for it.
+_ALIASES = {
+    "axis": "dim", "keepdims": "keepdim", "other": "b", "mat2": "b", "vec": "b", "split_size_or_sections": "split_size",
+    "split_sizes": "split_size", "indices_or_sections": "chunks", "sections": "chunks",
+}  # fmt: skip
 
 gathers: Counter[tuple[str, str]] = Counter()
 """How often a function without a rule gathered its arguments, by (function, file:line)."""
@@ -45,10 +54,31 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except KeyError:
         found = _resolved[func] = _resolve(func)
     if found is not None:
-        result = found(func, *args, **kwargs)
+        result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
         if result is not NotImplemented:
             return result
     return _gathered(func, args, kwargs)
+
+
+def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a rule whose parameters may have other names than torch's."""
+    if found not in _keywords:
+        parameters = inspect.signature(found).parameters.values()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        _keywords[found] = None if takes_all else frozenset(p.name for p in parameters)
+    names = _keywords[found]
+    if not args and "condition" not in kwargs:
+        first = next((name for name in ("input", "tensor", "tensors") if name in kwargs), None)
+        if first is not None:
+            args = (kwargs[first],)
+            kwargs = {name: value for name, value in kwargs.items() if name != first}
+    if names is None:
+        kwargs = {_ALIASES[name] if name in ("axis", "keepdims") else name: x for name, x in kwargs.items()}
+    else:
+        kwargs = {name if name in names else _ALIASES.get(name, name): x for name, x in kwargs.items()}
+        if not kwargs.keys() <= names:
+            return NotImplemented
+    return found(func, *args, **kwargs)
 
 
 def _resolve(func: Any) -> Rule | None:
@@ -56,26 +86,45 @@ def _resolve(func: Any) -> Rule | None:
     if name == "__get__":
         return _attribute(getattr(func.__self__, "__name__", ""))
     module = getattr(func, "__module__", None) or ""
-    # torch.fft, torch.special and the like reuse names for other functions.
-    if module.startswith(("torch.fft", "torch.special")):
+    # torch.fft and torch.special reuse names for other functions; torch.nn.init draws what one device would.
+    if module.startswith(("torch.fft", "torch.special", "torch.nn.init")):
         return None
     return RULES.get(name)
 
 
 def _attribute(name: str) -> Rule:
     if name in ("T", "mT", "H", "mH"):
-        return lambda func, x: x.t() if name in ("T", "H") and x.ndim == 2 else x.transpose(-2, -1)
+        return lambda func, x: _turned(name, x)
     if name in ("real", "imag", "_base"):
         return lambda func, x: getattr(x._local, name) if name == "_base" else NotImplemented
     return _metadata
 
 
-@rule("dim", "size", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size",
-      "is_contiguous", "stride", "storage_offset", "get_device", "__len__", "is_same_size", "__hash__", "is_tensor",
-      "result_type", "is_nonzero_size", "is_inference", "is_conj", "is_neg", "names", "has_names")  # fmt: skip
+def _turned(name: str, x: ShardedTensor) -> Any:
+    if name in ("H", "mH") and x.is_complex():
+        return NotImplemented
+    if name in ("mT", "mH"):
+        return x.transpose(-2, -1)
+    return x.permute(*reversed(range(x.ndim)))
+
+
+@rule("is_contiguous")
+def is_contiguous(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether the local part is: that is what `view` goes by."""
+    return x._local.is_contiguous(*args, **kwargs)
+
+
+@rule("dim", "size", "numel", "is_floating_point", "is_complex", "is_signed", "element_size",
+      "stride", "storage_offset", "get_device", "__len__", "__hash__", "result_type", "is_inference", "is_conj",
+      "is_neg")  # fmt: skip
 def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+@rule("is_same_size")
+def is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape
 
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
@@ -104,31 +153,67 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for view in views:
         view.axis.about_to_gather(func, view)
     on_gather(func, views)
-    name = getattr(func, "__name__", "")
-    target = args[0] if args and _writes(name) and isinstance(args[0], ShardedTensor) else None
-    if target is not None and target._local._base is not None:
-        raise RuntimeError(
-            f"`{name}` at {user_line()} writes in place through a view of a sharded tensor, and has no local rule, so the "
-            "write would be lost. Write `y = y.clone()` before it, or use the function that returns a new tensor."
-        )
-    whole_args, whole_kwargs = tree_map(lambda t: full(t) if isinstance(t, Tensor) else t, (args, kwargs))
+    written = _written(func, args, kwargs)
+    for target in written:
+        refuse_lost_write(func, target)
+    wholes: dict[int, Tensor] = {}  # a tensor given twice is one tensor, which a write shows
+
+    def to_whole(x: Any) -> Any:
+        if not isinstance(x, ShardedTensor):
+            return x
+        if id(x) not in wholes:
+            wholes[id(x)] = full(x)
+        return wholes[id(x)]
+
+    whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    if target is None:
-        return result
-    written = target.part_of(whole_args[0])
-    if target._local.is_leaf and target._local.requires_grad:
-        with torch.no_grad():
-            target._local.copy_(written)
-    else:
-        target._local = written
-    return target
+    for target in written:
+        _write_back(func, target, wholes[id(target)])
+    return tree_map(lambda x: next((t for t in written if x is wholes[id(t)]), x), result) if written else result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
+    """The sharded tensors that ``func`` writes into."""
+    into = [kwargs.get("out")]
+    if _writes(getattr(func, "__name__", "")):
+        into.append(args[0] if args else next(iter(kwargs.values()), None))
+    return [x for x in tree_leaves(into) if isinstance(x, ShardedTensor)]
+
+
+def _write_back(func: Any, target: ShardedTensor, whole: Tensor) -> None:
+    """Into the same memory, which other views of it see, and under autograd, as one device's write is."""
+    name = getattr(func, "__name__", str(func))
+    if whole.shape != target.shape:
+        raise RuntimeError(f"`{name}` at {user_line()} changes the shape of a sharded tensor in place, which it can't.")
+    leaf = target._local.is_leaf and target._local.requires_grad
+    initialises = (getattr(func, "__module__", None) or "").startswith("torch.nn.init")
+    with torch.no_grad() if leaf and initialises else contextlib.nullcontext():
+        target._local.copy_(target.part_of(whole))
+
+
+def copied(x: Tensor) -> Tensor:
+    """Mark a local tensor that is a copy where torch promises a view."""
+    x._stands_for_view = True  # type: ignore[attr-defined]
+    return x
+
+
+def refuse_lost_write(func: Any, x: ShardedTensor) -> None:
+    base = x._local if x._local._base is None else x._local._base
+    if getattr(base, "_stands_for_view", False):
+        raise RuntimeError(
+            f"`{getattr(func, '__name__', func)}` at {user_line()} writes in place into a slice of a sharded tensor "
+            "that had to be copied, so the write would be lost. Write `y = y.clone()` before it, or use the function "
+            "that returns a new tensor."
+        )
 
 
 def _writes(name: str) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 
-_IN_PLACE_DUNDERS = {f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")}
+_IN_PLACE_DUNDERS = {
+    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")
+}
 
 
 # What rules are written with.
@@ -146,11 +231,11 @@ def enter(x: Any, axis: Axis) -> Any:
 def aligned(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor | None:
     """This rank's part of ``x`` cut along ``dim`` (negative) as ``positions`` say, or all of it where it broadcasts.
 
-    None where ``x`` is sharded otherwise.
+    None where ``x`` is sharded otherwise, or has another size there.
     """
     if isinstance(x, ShardedTensor):
         same = x._dim - x.ndim == dim and x._axis is axis and x._positions.agree(positions)
         return x._local if same else None
-    if x.ndim >= -dim and x.shape[dim] == positions.size and positions.size > 1:
-        return comm.scatter(x, dim % x.ndim, positions, axis)
-    return enter(x, axis)
+    if x.ndim < -dim or x.shape[dim] == 1:
+        return enter(x, axis)
+    return comm.scatter(x, dim % x.ndim, positions, axis) if x.shape[dim] == positions.size else None
