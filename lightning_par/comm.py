@@ -8,8 +8,9 @@ step's path; each writes one `Transfer` into every open ledger. The autograd fun
     gather  sharded -> replicated                  forward: all-gather   backward: own part
     scatter replicated -> sharded                  forward: own part     backward: all-gather
 
-Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053,
-figure 3). ``torch.distributed``'s own ops are used, never functional collectives: on gloo those abort at process exit.
+Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a
+replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053, figure 3). ``torch.distributed``'s own
+ops are used, never functional collectives: on gloo those abort at process exit.
 """
 
 from __future__ import annotations
@@ -157,9 +158,7 @@ class Axis:
             work.wait()
         return x
 
-    def start_all_reduce_(
-        self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum"
-    ) -> dist.Work | None:
+    def start_all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> dist.Work | None:
         """Begin an all-reduce of the contiguous ``x`` in place; the caller waits on what is returned, unless None."""
         if self.size == 1:
             return None

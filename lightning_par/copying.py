@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -50,21 +51,25 @@ def stand_in(
 def _copies_itself(module: nn.Module) -> bool:
     """Whether the class says how to copy itself; torchmetrics does, and its wrapped methods need it."""
     kind = type(module)
-    return hasattr(kind, "__deepcopy__") or getattr(kind, "__getstate__", None) != getattr(nn.Module, "__getstate__", None)
+    return hasattr(kind, "__deepcopy__") or getattr(kind, "__getstate__", None) != getattr(
+        nn.Module, "__getstate__", None
+    )
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
         # Item by item: one entry that can't be copied must not make the others shared.
         if id(value) not in memo:
-            memo[id(value)] = new = type(value)() if type(value) is not dict else {}
-            if getattr(value, "default_factory", None) is not None:
+            new: dict[Any, Any] = type(value)()
+            memo[id(value)] = new
+            if isinstance(value, defaultdict) and isinstance(new, defaultdict):
                 new.default_factory = value.default_factory
             new.update({key: _copied(item, memo) for key, item in value.items()})
         return memo[id(value)]
     if type(value) is list:
         if id(value) not in memo:
-            memo[id(value)] = items = []
+            items: list[Any] = []
+            memo[id(value)] = items
             items.extend(_copied(item, memo) for item in value)
         return memo[id(value)]
     if isinstance(value, types.FunctionType):
@@ -137,7 +142,7 @@ def _silence(copy_of_module: Any) -> None:
     quiet = ("log", "log_dict", "print", "manual_backward", "backward", "toggle_optimizer", "untoggle_optimizer",
              "clip_gradients", "optimizer_step", "save_hyperparameters")  # fmt: skip
     optimizers = None
-    body: dict[str, Any] = {name: nothing for name in quiet}
+    body: dict[str, Any] = dict.fromkeys(quiet, nothing)
     body["logger"], body["loggers"] = Stand(), [Stand()]
     body["optimizers"] = lambda self, *args, **kwargs: _stands(optimizers)
     body["lr_schedulers"] = lambda self: Stand()
@@ -167,6 +172,6 @@ def _silence_metric(metric: Any, took: Callable[..., None]) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         took(*args, **kwargs)
         zero = torch.zeros(())
-        return {name: zero for name in metric.keys()} if isinstance(metric, nn.ModuleDict) else zero  # noqa: SIM118
+        return dict.fromkeys(metric.keys(), zero) if isinstance(metric, nn.ModuleDict) else zero
 
     metric.__dict__.update(forward=forward, update=took, compute=lambda: torch.zeros(()))

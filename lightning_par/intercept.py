@@ -119,11 +119,12 @@ def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     src, padding = given["src"], given.get("src_key_padding_mask")
     first = encoder.layers[0]
     weights = list(first.parameters())
+    if padding is None:
+        return None
     nested = (
         any(isinstance(w, ShardedTensor) for w in weights)
         and getattr(encoder, "use_nested_tensor", False)
         and torch.backends.mha.get_fastpath_enabled()
-        and padding is not None
         and given.get("mask") is None
         and not first.training
         and src.dim() == 3

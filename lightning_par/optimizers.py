@@ -42,7 +42,9 @@ def adopt(optimizer: Optimizer) -> None:
                 return plain(**kwargs)
             return plain(lambda: stand_ins.away(closure), **kwargs)
 
-    vars(step).update({key: value for key, value in getattr(plain, "__dict__", {}).items() if key.startswith("_wrapped")})
+    vars(step).update(
+        {key: value for key, value in getattr(plain, "__dict__", {}).items() if key.startswith("_wrapped")}
+    )
     optimizer._lightning_par_stand_ins = stand_ins  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

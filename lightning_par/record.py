@@ -202,5 +202,3 @@ def _generators_kept() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par import intercept
 from lightning_par.layout import Groups
@@ -80,7 +80,7 @@ class Sharding:
             parameters = {id(p): p for p in module.parameters()}
             for name, p in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(p), []).append(name)
-            found = {tuple(names[key]): p for key, p in parameters.items()}
+            found: dict[tuple[str, ...], Tensor] = {tuple(names[key]): p for key, p in parameters.items()}
             return Recording((), found, (), None, "there was no batch to look at")
         precision = trainer.strategy.precision_plugin
         shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)

@@ -89,4 +89,3 @@ def _sharded_state(optimizer: Optimizer) -> Iterator[tuple[ShardedTensor, dict[s
         for p in group["params"]:
             if isinstance(p, ShardedTensor) and p in optimizer.state:
                 yield p, optimizer.state[p]
-

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from lightning_par import generators, launch, precision, private, state
 from lightning_par.batch import broadcast_batch
 from lightning_par.gradients import GradientSync
+from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Groups, Layout, Size, make_groups
-from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, reduce_over_axis, reduce_over_group, restore_metrics
 from lightning_par.meeting import Meeting
 from lightning_par.namespace import OTHER, Namespace

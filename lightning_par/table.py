@@ -37,8 +37,9 @@ def plan_rows(plan: TensorPlan) -> list[Row]:
     for names, shape, reason in plan.whole:
         kinds[_kind(names), _shape(shape), "replicated", f"all: {reason}"].append(names[0])
     return [
-        (f"{kind} ({len(names)})" if len(names) > 1 else names[0], *rest) for (kind, *rest), names in kinds.items()
-    ]  # type: ignore[misc]
+        (f"{kind} ({len(names)})" if len(names) > 1 else names[0], shape, style, held)
+        for (kind, shape, style, held), names in kinds.items()
+    ]
 
 
 def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:

@@ -96,7 +96,9 @@ class ShardedTensor(torch.Tensor):
         return (_dispatch or _load_rules())(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise TypeError(
             f"{func} met a sharded tensor below the level of torch functions, as happens inside compiled, scripted or "
             "functorch-transformed code. Give it the whole tensor: `x.full_tensor()`, called on all ranks."
@@ -184,7 +186,7 @@ class ShardedTensor(torch.Tensor):
             "`trainer.save_checkpoint(path)`, or call `.full_tensor()` on all ranks first."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"ShardedTensor(shape={tuple(self.shape)}, dim={self._dim}, axis={self._axis.name!r}, "
             f"rank {self._axis.rank} of {self._axis.size} holds {tuple(self._local.shape)}, dtype={self.dtype})"

@@ -126,10 +126,10 @@ def test_a_rank_holds_its_part_and_what_the_plan_names_as_whole(pool: Pool) -> N
     module = Counted("swiglu")
     for rank, (_, held, states, plan) in enumerate(results):
         whole = {name for names, _, _ in plan.whole for name in names}
-        expected = sum(
-            p.numel() if name in whole else p.numel() // 2 for name, p in module.named_parameters()
-        )
+        expected = sum(p.numel() if name in whole else p.numel() // 2 for name, p in module.named_parameters())
         assert held == expected == plan.numel(rank)
         assert states == 2 * expected
-        vectors = {name for name, p in module.named_parameters() if p.ndim == 1 and not name.endswith(("gate.bias", "up.bias"))}
+        vectors = {
+            name for name, p in module.named_parameters() if p.ndim == 1 and not name.endswith(("gate.bias", "up.bias"))
+        }
         assert whole == vectors | {"positions.weight"}

@@ -87,7 +87,7 @@ class Labels(Positions):
         return None if carried is None else (j, carried)
 
 
-class NeedsGather(Exception):
+class NeedsGather(Exception):  # noqa: N818 (a signal to the search, not an error)
     """A function can't run on local tensors."""
 
     def __init__(self, func: Any) -> None:
@@ -110,5 +110,3 @@ class PlanAxis(Axis):
 
 def count_units(units: Array, labels: Sequence[int] | Array) -> int:
     return len(np.unique(units[np.asarray(labels)]))
-
-

@@ -146,9 +146,7 @@ def _default_reason(recording: Recording, shape: tuple[int, ...], ranks: int) ->
     return "not used in a product" if recording.stopped is None else "the recording ended before it was used"
 
 
-def _check_wishes(
-    search: Search, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int
-) -> None:
+def _check_wishes(search: Search, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int) -> None:
     for key, style in wishes.items():
         if style == "replicate" or ranks == 1:
             continue

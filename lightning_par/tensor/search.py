@@ -122,8 +122,8 @@ class Search:
                 self.choices.append(Choice(position, 0, len(options), len(options) - 1))
             self._open(position, event, operand, options, chosen, sharded)
         elif sharded:
-            site = (event.name, event.place)
-            self.book.option = self.known.get(site, 0) if option is None else option
+            reading = self.known.get((event.name, event.place), 0)
+            self.book.option = reading if option is None else option
             result = self._replay(position, event, None)
             if self.book.options > 1 and option is None:
                 self.choices.append(Choice(position, self.book.option, self.book.options, self.book.options - 1))
@@ -228,9 +228,7 @@ class Search:
             args, kwargs = self._split_bias(position, event, bias, args, kwargs)
         return dispatch(event.func, args, kwargs)
 
-    def _split_bias(
-        self, position: int, event: Event, bias: Tensor, args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
+    def _split_bias(self, position: int, event: Event, bias: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The bias of a product is split as its outer dim is."""
         root = self._root(bias)
         if root is None or root in self.found or root in self.whole or self.parameters[root].ndim != 1:

@@ -164,7 +164,9 @@ def main() -> None:
         ratios.append(seconds[0] / seconds[1])
     if dist.get_rank() == 0:
         low, high = min(ratios), max(ratios)
-        print(f"ours / by hand: median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({low:.3f} to {high:.3f})")
+        print(
+            f"ours / by hand: median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({low:.3f} to {high:.3f})"
+        )
     dist.destroy_process_group()
 
 
