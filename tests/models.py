@@ -124,6 +124,8 @@ def pairs(vocab: int = 24, source: int = 7, target: int = 6) -> Callable[[int], 
 class Base(LightningModule):
     """What most LightningModules share: AdamW with a schedule, losses logged by step and by epoch."""
 
+    eps = 1e-8
+
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
 
@@ -140,7 +142,8 @@ class Base(LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, eps=self.eps)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

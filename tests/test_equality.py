@@ -110,8 +110,10 @@ def test_a_layout_never_changes_results(
 def test_in_low_precision_a_layout_errs_at_most_twice_as_much_as_one_device(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
+    # Where a gradient is nearly zero, AdamW with its small eps makes a full step of the noise: a matter of luck.
+    row.options["eps"] = 0.01
     data_size, results = _train(pool, row, tmp_path)
-    exact = one_device(row.case, data_size=data_size)
+    exact = one_device(row.case, data_size=data_size, eps=0.01)
     single = one_device(row.case, data_size=data_size, **row.options)
     broken = {rank: equality.compare_low(exact, single, result, data_size) for rank, result in enumerate(results)}
     lines = [f"rank {rank}: {line}" for rank, found in broken.items() for line in found]
