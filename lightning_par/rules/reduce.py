@@ -159,7 +159,8 @@ def _across(func: Any, x: Any, dims: list[int], *args: Any, **kwargs: Any) -> An
 
 def kernel_dtype(x: Tensor, run: Callable[[Tensor], Tensor]) -> torch.dtype:
     """The dtype of what ``run`` makes of a tensor like ``x``, which autocast may change."""
-    if not torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return x.dtype
     return run(torch.zeros(1, dtype=x.dtype, device=x.device)).dtype
 
