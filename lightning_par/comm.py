@@ -9,8 +9,8 @@ step's path; each writes one `Transfer` into every open ledger. The autograd fun
     scatter replicated -> sharded                  forward: own part     backward: all-gather
 
 Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a
-replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053, figure 3). ``torch.distributed``'s own
-ops are used, never functional collectives: on gloo those abort at process exit.
+replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053, figure 3). The ops are
+``torch.distributed``'s own, never functional collectives: on gloo those abort at process exit.
 """
 
 from __future__ import annotations

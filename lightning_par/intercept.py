@@ -1,9 +1,9 @@
 """The one place that changes how torch behaves while sharded tensors are about.
 
 Three things would otherwise pass a sharded tensor by: `torch.autograd.Function.apply`, which asks no
-``__torch_function__`` and would lose the gradient; the counter of sharded random draws, which activation checkpointing
-must wind back when it runs a region again; and the nested-tensor path of `nn.TransformerEncoder`, which torch takes only
-where the weights are plain. Nothing changes for plain tensors.
+``__torch_function__`` and would lose the gradient; the counter of sharded random draws, which activation
+checkpointing must wind back when it runs a region again; and the nested-tensor path of `nn.TransformerEncoder`, which
+torch takes only where the weights are plain. Nothing changes for plain tensors.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class Meeting:
             raise RuntimeError(
                 f"Rank {me} called the module outside a step, and waited {self.patience.total_seconds():.0f} s for "
                 f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: its weights are split over ranks "
-                f"{', '.join(map(str, self.axis.ranks))}. Call it on all of them, and let one rank alone use the result: "
-                "write `y = self(x)` before `if self.trainer.is_global_zero:`."
+                f"{', '.join(map(str, self.axis.ranks))}. Call it on all of them, and let one rank alone use the "
+                "result: write `y = self(x)` before `if self.trainer.is_global_zero:`."
             ) from None
         if self._met > 1:
             store.delete_key(f"lightning_par/{self.axis.ranks}/{self._met - 1}/{me}")

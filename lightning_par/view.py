@@ -1,13 +1,13 @@
 """The sharded tensor: to the user's code it has the full shape, in memory it is this rank's part.
 
-A `ShardedTensor` wraps a plain local tensor, the sharded dim, its `Positions` and the mesh `Axis`. Functions with a rule
-(`lightning_par.rules`) run on the local tensor; every other function gathers, runs, and is reported once by name and
-line. Autograd runs on the plain local tensors.
+A `ShardedTensor` wraps a plain local tensor, the sharded dim, its `Positions` and the mesh `Axis`. Functions with a
+rule (`lightning_par.rules`) run on the local tensor; every other function gathers, runs, and is reported once by name
+and line. Autograd runs on the plain local tensors.
 
 It serves as activation and as parameter. As a parameter it stands where the module's own parameter stood, and its
 ``local`` is the leaf that holds the gradient. (DTensor was turned down for both: it shards a dim in even chunks only,
-so neither uneven heads nor the chunks of a fused projection can be said in it, and a model that mixes DTensors and plain
-tensors breaks clipping, the gradient scaler and foreach optimizers.)
+so neither uneven heads nor the chunks of a fused projection can be said in it, and a model that mixes DTensors and
+plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"This rank holds only its part of a tensor of shape {tuple(self.shape)}, so it can't be pickled. Save with "
-            "`trainer.save_checkpoint(path)`, or call `.full_tensor()` on all ranks first."
+            f"This rank holds only its part of a tensor of shape {tuple(self.shape)}, so it can't be pickled. Save "
+            "with `trainer.save_checkpoint(path)`, or call `.full_tensor()` on all ranks first."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

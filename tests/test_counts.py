@@ -1,4 +1,4 @@
-"""What moves along the tensor axis in a step, counted: never more than the known minimum (Megatron-LM's, arXiv 1909.08053).
+"""What moves along the tensor axis in a step, counted: the known minimum (Megatron-LM, arXiv 1909.08053), no more.
 
 b sequences of s tokens, h features, L layers, V words, t ranks; an all-reduce of N elements sends 2N(t-1)/t.
 """

@@ -130,7 +130,7 @@ def _is_matrix(recording: Recording, names: tuple[str, ...]) -> bool:
 
 
 def _owners(found: Found, units: Array, ranks: int, owner_of_unit: dict[int, int]) -> list[int]:
-    """The rank of each index; units met for the first time are dealt out in contiguous runs, the first ranks one more."""
+    """The rank of each index; new units are dealt out in contiguous runs, the first ranks one more."""
     own = units[found.labels.owner]
     new = [int(unit) for unit in dict.fromkeys(own.tolist()) if unit not in owner_of_unit]
     for rank, run in enumerate(np.array_split(np.array(new, dtype=int), ranks)):

@@ -1,8 +1,8 @@
 """Which parameters can be split, read from what the step did with them.
 
-The events of a recording are walked in order. A product of a replicated activation with a parameter opens an island: the
-parameter's outer dim is split. From there every function that meets a sharded value runs by its own rule, on labels
-(`lightning_par.tensor.labels`). A product that sums over the sharded dim closes the island, and splits its parameter
+The events of a recording are walked in order. A product of a replicated activation with a parameter opens an island:
+the parameter's outer dim is split. From there every function that meets a sharded value runs by its own rule, on
+labels (`lightning_par.tensor.labels`). A product that sums over the sharded dim closes the island, and splits its parameter
 along that dim. Where a function has no rule the walk goes back to the last choice that led there: another reading of a
 view, at last leaving the parameter whole. Names play no part.
 """

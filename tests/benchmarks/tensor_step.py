@@ -1,4 +1,4 @@
-"""Step time of an unmodified GPT, split by its inferred plan, against the same GPT with Megatron's f and g written by hand.
+"""Step time of an unmodified GPT, split by its inferred plan, against the same GPT with Megatron's f and g by hand.
 
 Both live in one process group of two ranks, one thread a rank, and take steps in turn; the figure is the median of the
 ratios of the pairs. Run with ``torchrun --nproc_per_node 2 -m tests.benchmarks.tensor_step``.
@@ -151,7 +151,7 @@ def main() -> None:
     ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(0))
     ours, hand = GPT(options.layers, None), GPT(options.layers, ranks)
     intercept.install()
-    keep_whole = {name: "replicate" for name in ("tokens.weight", "head.weight", "head.bias")}
+    keep_whole = dict.fromkeys(("tokens.weight", "head.weight", "head.bias"), "replicate")
     shard_module(ours, make_plan(record_step(ours, "training_step", ids), ranks, keep_whole), axis)
     steps = stepper(ours, ids), stepper(hand, ids)
     for step in steps * 2:
