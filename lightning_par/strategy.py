@@ -30,6 +30,7 @@ from lightning_par.optimizers import adopt
 from lightning_par.random import streams
 from lightning_par.sharding import Sharding
 from lightning_par.view import ShardedTensor, full
+from lightning_par.tensor.shard import unshard_module
 from lightning_par.weights import equalize
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class StrategyMixin(_Base):
         self.model_to_device()
         if fitting:
             self._sync_batch_norm()
+        unshard_module(self.model)  # a run that an exception ended left its shards
         self._shard_model(trainer)
         self._close_gradients()
         if fitting:

@@ -15,6 +15,7 @@ from lightning_par.rules import (  # noqa: F401
     layers,
     lists,
     loss,
+    module,
     pointwise,
     random,
     reduce,
