@@ -2,7 +2,7 @@
 
 An optimizer keeps the user's parameters in its param groups. For the length of a step, plain stand-ins take their
 place: the local parts, where the optimizer treats every element by itself, at foreach and fused speed; else whole
-copies, gathered and cut again. Which of the two is found out by a trial, not by the class' name.
+copies, gathered and cut again. Which of the two is found out by a trial of each param group, not by the class' name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from lightning_par.view import ShardedTensor
 
 
 def adopt(optimizer: Optimizer) -> None:
-    """Make ``optimizer.step`` work on sharded parameters, whether they are in it now or are added later.
+    """Make ``optimizer`` work on sharded parameters, whether they are in it now or are added later.
+
+    Its `step` takes every parameter's local part or whole, its `state_dict` shows the state of a sharded parameter
+    sharded like it, and its `load_state_dict` takes whole or sharded state.
 
     Example::
 
@@ -29,9 +32,12 @@ def adopt(optimizer: Optimizer) -> None:
         adopt(optimizer)
         optimizer.step()
     """
-    if "_lightning_par_stand_ins" in vars(optimizer):
+    stand_ins = _stand_ins(optimizer)
+    if stand_ins is not None:  # made by the user once for several fits
+        stand_ins.begin()
         return
     stand_ins = _StandIns(optimizer)
+    stand_ins.begin()
     plain = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -47,17 +53,40 @@ def adopt(optimizer: Optimizer) -> None:
     )
     optimizer._lightning_par_stand_ins = stand_ins  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: stand_ins.viewed(state_dict))
+        optimizer.register_load_state_dict_post_hook(lambda _: stand_ins.begin())
 
 
-def keeps_local_state(optimizer: Optimizer) -> bool:
-    """Whether the state of a sharded parameter is sharded like it; else it is whole on every rank."""
-    stand_ins = vars(optimizer).get("_lightning_par_stand_ins")
-    return stand_ins is None or stand_ins.local
+def sharded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with state that lies as its parameter does as sharded tensors. No communication."""
+    stand_ins = _stand_ins(optimizer)
+    return state_dict if stand_ins is None else stand_ins.viewed(state_dict)
+
+
+def parts_of_state(optimizer: Optimizer) -> Iterator[tuple[ShardedTensor, dict[str, Any], str]]:
+    """(parameter, its state, name) wherever ``optimizer.state[parameter][name]`` lies as the sharded parameter does."""
+    stand_ins = _stand_ins(optimizer)
+    if stand_ins is None:
+        return
+    for p in stand_ins.local_parameters():
+        state = optimizer.state.get(p, {})
+        for name in [name for name, value in state.items() if _is_part(value, p)]:
+            yield p, state, name
+
+
+def _stand_ins(optimizer: Optimizer) -> _StandIns | None:
+    return vars(optimizer).get("_lightning_par_stand_ins")
 
 
 def _sharded(optimizer: Optimizer) -> Iterator[ShardedTensor]:
     for group in optimizer.param_groups:
         yield from (p for p in group["params"] if isinstance(p, ShardedTensor))
+
+
+def _is_part(value: Any, p: ShardedTensor) -> bool:
+    plain = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+    return plain and value.ndim > 0 and value.shape == p.local.shape
 
 
 class _StandIns:
@@ -66,100 +95,261 @@ class _StandIns:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._pairs: list[tuple[ShardedTensor, Tensor]] = []
-        self._local: bool | None = None
-
-    @property
-    def local(self) -> bool:
-        if self._local is None:
-            self._local = acts_elementwise(self.optimizer)
-        return self._local
+        # By index of the param group: whether its state is local, and the options that were tried.
+        self._local: list[bool] = []
+        self._tried: list[dict[str, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
+    def begin(self) -> None:
+        """Bring the state to what the param groups, as they are now, ask for; it may be whole. No communication."""
+        self._local, self._tried = [], []
+        self._decide()
+        for p in self.local_parameters():
+            state = self.optimizer.state.get(p, {})
+            for name, value in state.items():
+                if isinstance(value, ShardedTensor):
+                    state[name] = p.part_of(value)
+                elif isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape:
+                    state[name] = p.part_of(value).clone()
+
+    def local_parameters(self) -> list[ShardedTensor]:
+        """The sharded parameters whose stand-in is their local part."""
+        groups = self.optimizer.param_groups[: len(self._local)]
+        return [
+            p
+            for group, local in zip(groups, self._local, strict=True)
+            if local
+            for p in group["params"]
+            if isinstance(p, ShardedTensor)
+        ]
+
+    def viewed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See `sharded_state`."""
+        if self._pairs:
+            raise RuntimeError(
+                f"The state of {type(self.optimizer).__name__} was asked for within its step, as from a hook that runs "
+                "at the step's end. Ask for it after the step."
+            )
+        self._decide()
+        local = {id(p) for p in self.local_parameters()}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        ids = [i for group in state_dict.get("param_groups", ()) for i in group["params"]]
+        if not local or len(ids) != len(parameters):
+            return state_dict
+        state = dict(state_dict["state"])
+        for i, p in zip(ids, parameters, strict=True):
+            if id(p) in local and i in state:
+                state[i] = {name: p.with_local(x) if _is_part(x, p) else x for name, x in state[i].items()}
+        return {**state_dict, "state": state}
+
+    def _decide(self) -> None:
+        """Try the param groups that are new, or whose options have changed in kind."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            options = _kinds(group)
+            if index < len(self._tried) and self._tried[index] == options:
+                continue
+            has_sharded = any(isinstance(p, ShardedTensor) for p in group["params"])
+            local = has_sharded and acts_elementwise(self.optimizer, group)
+            if index == len(self._tried):
+                self._tried.append(options)
+                self._local.append(local)
+            elif has_sharded:
+                self._tried[index] = options
+                if self._local[index] and not local:
+                    self._gather_state(group)
+                    self._local[index] = False  # and once whole, the state stays so
+
+    def _gather_state(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if isinstance(p, ShardedTensor):
+                state = self.optimizer.state.get(p, {})
+                for name, value in state.items():
+                    if _is_part(value, p):
+                        state[name] = p.with_local(value).full_tensor("optimizer")
+
     def __enter__(self) -> None:
-        parameters = list(_sharded(self.optimizer))
-        self._pairs = [(p, p.local if self.local else _whole(p)) for p in parameters]
+        self._decide()
+        self._enter(None)
+
+    def _enter(self, before: list[tuple[ShardedTensor, Tensor]] | None) -> None:
+        local = {id(p) for p in self.local_parameters()}
+        old = {id(p): stand_in for p, stand_in in before or ()}
+        self._pairs = [
+            (p, p.local if id(p) in local else _whole(p, old.get(id(p))))
+            for p in dict.fromkeys(_sharded(self.optimizer))
+        ]
         self._swap({id(p): stand_in for p, stand_in in self._pairs})
 
     def __exit__(self, *exception: Any) -> None:
         self._swap({id(stand_in): p for p, stand_in in self._pairs})
-        if not self.local:
-            with torch.no_grad():
-                for p, stand_in in self._pairs:
+        with torch.no_grad():
+            for p, stand_in in self._pairs:
+                if stand_in is not p.local:
                     p.local.copy_(p.part_of(stand_in.detach()))
         self._pairs = []
 
     def away(self, closure: Callable[[], Any]) -> Any:
-        """Run the closure, which is the user's whole training step, with the user's own parameters in place."""
-        before = [stand_in for _, stand_in in self._pairs]
+        """Run the closure, which is the user's whole training step, with the user's own parameters in place.
+
+        If it raises they stay in place: gathering anew would wait for ranks that may have not failed.
+        """
+        before = self._pairs
         self.__exit__()
-        try:
-            return closure()
-        finally:
-            parameters = list(_sharded(self.optimizer))
-            # The optimizer may hold on to the stand-ins that it met before the closure, so they are used again.
-            self._pairs = [(p, p.local) for p in parameters] if self.local else _refreshed(parameters, before)
-            self._swap({id(p): stand_in for p, stand_in in self._pairs})
+        result = closure()
+        self._decide()
+        self._enter(before)
+        return result
 
     def _swap(self, new: dict[int, Tensor]) -> None:
-        for group in self.optimizer.param_groups:
-            group["params"][:] = [new.get(id(p), p) for p in group["params"]]
-        state = self.optimizer.state
-        for key in [key for key in state if id(key) in new]:
-            state[new[id(key)]] = state.pop(key)
+        for optimizer in _with_inner(self.optimizer):
+            for group in optimizer.param_groups:
+                if any(id(p) in new for p in group["params"]):
+                    group["params"][:] = [new.get(id(p), p) for p in group["params"]]
+            state = optimizer.state
+            if any(id(key) in new for key in state):
+                items = [(new.get(id(key), key), value) for key, value in state.items()]
+                state.clear()  # and filled again, since the order of its keys is that in checkpoints
+                state.update(items)
 
 
-def _whole(p: ShardedTensor) -> Tensor:
-    with torch.no_grad():
-        stand_in = nn.Parameter(p.full_tensor("optimizer").clone(), requires_grad=p.requires_grad)
-        grad = p.grad
-        stand_in.grad = grad.full_tensor("optimizer") if isinstance(grad, ShardedTensor) else None
-    return stand_in
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer`` and those that it wraps."""
+    found = [optimizer]
+    for one in found:
+        held = (x for value in vars(one).values() for x in (value if isinstance(value, (list, tuple)) else [value]))
+        found.extend(x for x in held if isinstance(x, Optimizer) and all(x is not y for y in found))
+    return found
 
 
-def _refreshed(parameters: list[ShardedTensor], before: list[Tensor]) -> list[tuple[ShardedTensor, Tensor]]:
-    pairs = []
-    for i, p in enumerate(parameters):
-        now = _whole(p)
-        if i < len(before) and before[i].shape == now.shape:
-            before[i].data, before[i].grad = now.data, now.grad
-            now = before[i]
-        pairs.append((p, now))
-    return pairs
+@torch.no_grad()
+def _whole(p: ShardedTensor, before: Tensor | None) -> Tensor:
+    """A whole copy of ``p`` and its gradient; in ``before``, which the optimizer may hold on to, where there is one."""
+    whole = p.full_tensor("optimizer").clone()
+    grad = p.grad
+    whole_grad = grad.full_tensor("optimizer") if isinstance(grad, ShardedTensor) else None
+    if before is None or before.shape != whole.shape:
+        before = nn.Parameter(whole, requires_grad=p.requires_grad)
+    else:
+        before.data = whole
+    before.grad = whole_grad
+    return before
 
 
-def acts_elementwise(optimizer: Optimizer) -> bool:
-    """Whether two steps on a whole tensor equal two steps on its halves, each in an optimizer of its own.
+# ---- the trial
 
-    Tried on small tensors with the optimizer's own class and options, split along either dim. An optimizer that can't
-    be made for the trial counts as one that does not.
+_SHAPES = ((96, 64), (96,), (8, 6, 3, 3))  # the first is past 4096 elements, below which 8-bit optimizers keep 32 bits
+_STEPS = 4
+
+
+def _kinds(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a param group as far as they may change what kind of function a step is: a number counts as
+    zero or not, since a factor of zero turns a term off."""
+    return {
+        key: (type(x).__name__, bool(x != 0)) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+        for key, x in group.items()
+        if isinstance(x, (bool, int, float, str, type(None))) and key not in ("lr", "initial_lr")
+    }
+
+
+def acts_elementwise(optimizer: Optimizer, group: dict[str, Any] | None = None) -> bool:
+    """Whether steps on a whole tensor equal steps on its halves, each in an optimizer of its own.
+
+    They must equal in all that they leave behind: values, state and what the optimizer notes in its param group. Tried
+    on small tensors with the optimizer's own class and options, split along each of the first two dims. An optimizer
+    that can't be made for the trial counts as one that does not.
+
+    Args:
+        optimizer: is left as it is.
+        group: the param group whose options count; by default the first.
     """
-    devices = [p.device for group in optimizer.param_groups for p in group["params"]]
-    device = devices[0] if devices else torch.device("cpu")
+    group = optimizer.param_groups[0] if group is None else group
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
     cuda = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), contextlib.suppress(Exception), torch.enable_grad():
-        torch.manual_seed(0)
-        value = torch.randn(8, 6, device=device, dtype=torch.float32)
-        grads = [torch.randn_like(value) * scale for scale in (1.0, 0.01)]
-        whole = _stepped(optimizer, value, grads)
-        for dim in (0, 1):
-            halves = [
-                _stepped(optimizer, v, [g.chunk(2, dim)[i] for g in grads]) for i, v in enumerate(value.chunk(2, dim))
-            ]
-            if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-5, atol=1e-7):
-                return False
-        return not torch.equal(whole, value)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        with torch.random.fork_rng(devices=cuda), contextlib.suppress(Exception), torch.enable_grad():
+            torch.manual_seed(0)
+            values = [torch.randn(shape, device=device, dtype=dtype) for shape in _SHAPES]
+            return all(_halves_agree(optimizer, group, value, tolerance) for value in values)
     return False
 
 
-def _stepped(optimizer: Optimizer, value: Tensor, grads: list[Tensor]) -> Tensor:
+def _halves_agree(optimizer: Optimizer, group: dict[str, Any], value: Tensor, tolerance: float) -> bool:
+    drift = torch.randn_like(value)  # as in training: statistics of how far the weights went along it shall move
+    grads = [drift + torch.randn_like(value) * scale for scale in (0.1, 0.01, 1.0, 0.1)[:_STEPS]]
+    whole = _stepped(optimizer, group, value, grads)
+    update = (whole[0] - value).abs().max().item()
+    if update == 0.0:
+        return False
+    for dim in range(min(value.ndim, 2)):
+        halves = [
+            _stepped(optimizer, group, v, [g.chunk(2, dim)[i] for g in grads])
+            for i, v in enumerate(value.chunk(2, dim))
+        ]
+        joined = torch.cat([half[0] for half in halves], dim)
+        if not (joined - whole[0]).abs().max().item() <= tolerance * update:
+            return False
+        if not all(_same(whole[i], [half[i] for half in halves], value.shape, dim, tolerance) for i in (1, 2)):
+            return False
+    return True
+
+
+def _same(whole: Any, halves: list[Any], shape: torch.Size, dim: int, tolerance: float) -> bool:
+    """Whether named values agree: tensors of the parameter's shape part by part, all others outright."""
+    if any(half.keys() != whole.keys() for half in halves):
+        return False
+    for name, x in whole.items():
+        others = [half[name] for half in halves]
+        if isinstance(x, Tensor) and x.shape == shape:
+            x, others = x.double(), [torch.cat(others, dim).double()]
+        elif isinstance(x, Tensor) and x.numel() != 1:
+            return False
+        for y in others:
+            if isinstance(x, (Tensor, float)):
+                x, y = torch.as_tensor(x), torch.as_tensor(y)
+                if not torch.allclose(x, y, rtol=tolerance, atol=tolerance * x.abs().max().item(), equal_nan=True):
+                    return False
+            elif x != y:
+                return False
+    return True
+
+
+def _stepped(
+    optimizer: Optimizer, group: dict[str, Any], value: Tensor, grads: list[Tensor]
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """The value after steps with ``grads``, its state, and the param group's options."""
     parameter = nn.Parameter(value.clone())
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {**optimizer.defaults, **{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}}
-    options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items() if k in accepted}
-    trial = type(optimizer)([parameter], **options)
+    trial = _another(optimizer, group, parameter)
     for grad in grads:
         parameter.grad = grad.clone()
         trial.step()
-    return parameter.detach()
+    options = {key: x for key, x in trial.param_groups[0].items() if key != "params"}
+    return parameter.detach(), dict(trial.state[parameter]), options
+
+
+def _another(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
+    """An optimizer like ``optimizer`` with ``parameter`` alone.
+
+    Raises:
+        TypeError: not all arguments of its class are known.
+    """
+    signature = inspect.signature(type(optimizer).__init__).parameters
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    accepted = [name for name, p in list(signature.items())[1:] if p.kind not in kinds]
+    if not accepted or accepted[0] != "params":
+        raise TypeError(f"{type(optimizer).__name__} takes no parameters")
+    attributes = vars(optimizer)
+    known = {**{key.lstrip("_"): x for key, x in attributes.items()}, **attributes, **optimizer.defaults}
+    missing = [name for name in accepted[1:] if name not in known]
+    if missing:
+        raise TypeError(f"what {type(optimizer).__name__} was given for {missing} is not known")
+    options = {key: x.clone() if isinstance(x, Tensor) else x for key, x in group.items() if key != "params"}
+    rate = options.get("lr")
+    if isinstance(rate, (int, float, Tensor)) and float(rate) == 0.0:  # as at the start of a warm-up
+        options["lr"] = torch.full_like(rate, 0.01) if isinstance(rate, Tensor) else 0.01
+    trial = type(optimizer)([{**options, "params": [parameter]}], **{name: known[name] for name in accepted[1:]})
+    for name, x in attributes.items():
+        if isinstance(x, (bool, int, float, str)) and name in vars(trial):
+            setattr(trial, name, x)
+    return trial

@@ -6,6 +6,7 @@ join them to the ``ParallelStrategy`` of their Lightning.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -29,8 +30,8 @@ from lightning_par.namespace import OTHER, Namespace
 from lightning_par.optimizers import adopt
 from lightning_par.random import streams
 from lightning_par.sharding import Sharding
-from lightning_par.view import ShardedTensor, full
 from lightning_par.tensor.shard import unshard_module
+from lightning_par.view import ShardedTensor, full
 from lightning_par.weights import equalize
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ else:
     _Base = object
 
 T = TypeVar("T")
+_runs = itertools.count()  # of this process; all ranks count alike
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -64,6 +66,8 @@ class StrategyMixin(_Base):
         self._meeting: Meeting | None = None
         self.plan: dict[str, str] | None = None
         self._synced_batch_norm = False
+        self._run = 0
+        self._met_after_exception = False
 
     def __repr__(self) -> str:
         # Lightning prints this where a Trainer of the other namespace is given the object.
@@ -160,13 +164,14 @@ class StrategyMixin(_Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None
         fitting = trainer.state.fn.value == "fit"
+        self._run, self._met_after_exception = next(_runs), False
         self.accelerator.setup(trainer)
+        unshard_module(self.model)  # a run that an exception ended left its shards
         equalize(self.model, self.groups.world, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
             self._sync_batch_norm()
-        unshard_module(self.model)  # a run that an exception ended left its shards
         self._shard_model(trainer)
         self._close_gradients()
         if fitting:
@@ -298,6 +303,7 @@ class StrategyMixin(_Base):
         """Reduce ``tensor`` in place over ``group``, or over the data axis: ranks of one replica hold equal values."""
         if not isinstance(tensor, Tensor):
             return tensor
+        self._meet_after_exception()
         if group is not None:
             return reduce_over_group(tensor, group, reduce_op)
         return reduce_over_axis(tensor, self.groups.data, reduce_op)
@@ -323,6 +329,7 @@ class StrategyMixin(_Base):
         """Whether all ranks (any rank, with ``all=False``) say yes."""
         if self._groups is None:
             return decision
+        self._meet_after_exception()
         flag = torch.tensor(int(decision), device=self.root_device)
         return bool(self.groups.world.all_reduce_(flag, "decision", "min" if all else "max"))
 
@@ -333,7 +340,7 @@ class StrategyMixin(_Base):
         """The user's plugin, else ours; a wrapping plugin of the user's is given ours to wrap."""
         if self._checkpoint_io is None:
             self._checkpoint_io = self._default_checkpoint_io()
-        elif hasattr(type(self._checkpoint_io), "checkpoint_io"):
+        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:
             setattr(self._checkpoint_io, "checkpoint_io", self._default_checkpoint_io())  # noqa: B010
         return self._checkpoint_io
 
@@ -348,6 +355,7 @@ class StrategyMixin(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights as one device writes them."""
+        self._meet_after_exception()
         return state.whole_model_state(super().lightning_module_state_dict(), keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -359,8 +367,16 @@ class StrategyMixin(_Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        for optimizer in self.optimizers:
-            state.shard_optimizer_state(optimizer)
+        self._adopt_optimizers()  # the state is whole; one without hooks for loading has noticed nothing
+
+    def _meet_after_exception(self) -> None:
+        """Before anything waits for the other ranks once the run was interrupted: see `state.meet_after_exception`."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
+            return
+        progress = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
+        state.meet_after_exception(self.groups.world, f"{self._run}", progress)
+        self._met_after_exception = True
 
     # ---- the end ----
 
