@@ -33,6 +33,7 @@ from lightning_par.sharding import Sharding
 from lightning_par.tensor.shard import unshard_module
 from lightning_par.view import ShardedTensor, full
 from lightning_par.weights import equalize
+from lightning_par.writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -166,6 +167,8 @@ class StrategyMixin(_Base):
         fitting = trainer.state.fn.value == "fit"
         self._run, self._met_after_exception = next(_runs), False
         self.accelerator.setup(trainer)
+        refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
+        write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
         unshard_module(self.model)  # a run that an exception ended left its shards
         equalize(self.model, self.groups.world, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -388,6 +391,8 @@ class StrategyMixin(_Base):
         if module is not None:
             restore_metrics(module)
             trainer = module._trainer
+            if trainer is not None:
+                restore_writers(trainer.callbacks)
             # After an exception on one rank the others may be gone: nothing that waits for them.
             if trainer is not None and trainer.state.status.value != "interrupted" and self._groups is not None:
                 self._unshard_model()

@@ -27,9 +27,9 @@ CLASSES = 10
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, size: int = 20, seed: int = 0) -> None:
+    def __init__(self, size: int = 20, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+        self.x = torch.randn(size, 6, generator=generator, dtype=torch.float64).to(dtype)
         self.y = torch.randint(CLASSES, (size,), generator=generator)
 
     def __len__(self) -> int:
@@ -39,8 +39,8 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
-def loader(size: int = 20, seed: int = 0, batch_size: int = 4) -> DataLoader[Any]:
-    return DataLoader(Points(size, seed), batch_size)
+def loader(size: int = 20, seed: int = 0, batch_size: int = 4, dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
+    return DataLoader(Points(size, seed, dtype), batch_size)
 
 
 class Net(LightningModule):
