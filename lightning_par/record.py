@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,16 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.copying import stand_in
 from lightning_par.rules.attention import multi_head_attention_forward
@@ -78,9 +86,14 @@ def metric_update(*args: Any, **kwargs: Any) -> None:
     """Stands in a recording for the update of a metric, which has no rule."""
 
 
+def _fake(x: Any) -> bool:
+    return isinstance(x, FakeTensor)
+
+
 class _Recorder(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
+        self.mode = mode
         self.events: list[Event] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,11 +107,23 @@ class _Recorder(TorchFunctionMode):
         if name in _VALUES:
             self._keep(func, args, kwargs, None)
             return _VALUES[name]
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         if name == "__get__" and getattr(func.__self__, "__name__", "") not in ("T", "mT", "H", "mH", "data"):
             return result
         self._keep(func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On fake tensors; where the shape of the result depends on data, on ones."""
+        try:
+            return func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException):
+            with unset_fake_temporarily():
+                ones = {id(x): torch.ones(x.shape, dtype=x.dtype) for x in tree_leaves((args, kwargs)) if _fake(x)}
+                real = func(
+                    *tree_map(lambda x: ones.get(id(x), x), args), **tree_map(lambda x: ones.get(id(x), x), kwargs)
+                )
+            return tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, real)
 
     def took(self, *args: Any, **kwargs: Any) -> None:
         """A metric's update: it is handed whole tensors."""
@@ -146,14 +171,14 @@ def record_step(
             fakes[id(x)] = mode.from_tensor(x)
         return fakes[id(x)]
 
-    recorder = _Recorder()
+    recorder = _Recorder(mode)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(fake(parameter)), []).append(name)
     copy = stand_in(module, fake, shared, recorder.took)
     fake_batch = apply_to_collection(batch, Tensor, fake)
     result, stopped = None, None
-    with _generators_kept(), mode, recorder, context():
+    with _generators_kept(), _quiet(), mode, recorder, context():
         try:
             function = getattr(copy, step)
             result = function(*_arguments(function, fake_batch))
@@ -186,6 +211,17 @@ def _last_user_line(error: BaseException) -> str:
             place = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What fake tensors can't run is told in the recording; torch's own log of it would alarm."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level, logger.level = logger.level, logging.CRITICAL
+    try:
+        yield
+    finally:
+        logger.level = level
 
 
 @contextlib.contextmanager

@@ -390,7 +390,7 @@ class StrategyMixin(_Base):
             self._meeting = self.groups.tensor.guard = None
         if module is not None:
             restore_metrics(module)
-            trainer = module._trainer
+            trainer: Any = module._trainer
             if trainer is not None:
                 restore_writers(trainer.callbacks)
             # After an exception on one rank the others may be gone: nothing that waits for them.

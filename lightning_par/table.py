@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from importlib.util import find_spec
+from itertools import zip_longest
 from math import prod
 
 from torch import nn
@@ -28,18 +29,24 @@ def show_plan(plan: TensorPlan, module: nn.Module, layout: Layout, seconds: floa
 
 
 def plan_rows(plan: TensorPlan) -> list[Row]:
-    """One row for every kind of parameter: layers that differ only in a number share one."""
-    kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for split in plan.splits:
-        parts = {split.part(rank) for rank in range(plan.ranks)}
-        part = " or ".join(_shape(p) for p in sorted(parts, reverse=True))
-        kinds[_kind(split.names), _shape(split.shape), split.style, part].append(split.names[0])
+    """A row for every kind of split parameter, layers of a list together; then what stays whole."""
+    split: dict[Row, int] = defaultdict(int)
+    for one in plan.splits:
+        parts = sorted({one.part(rank) for rank in range(plan.ranks)}, reverse=True)
+        split[_kind(one.names), _shape(one.shape), one.style, " or ".join(map(_shape, parts))] += 1
+    whole: dict[str, dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
     for names, shape, reason in plan.whole:
-        kinds[_kind(names), _shape(shape), "replicated", f"all: {reason}"].append(names[0])
-    return [
-        (f"{kind} ({len(names)})" if len(names) > 1 else names[0], shape, style, held)
-        for (kind, shape, style, held), names in kinds.items()
-    ]
+        whole[reason][_kind(names), _shape(shape)] += 1
+    rows = [(_times(kind, count), shape, style, held) for (kind, shape, style, held), count in split.items()]
+    for reason, kinds in whole.items():
+        listed = [_times(kind, count) for (kind, _), count in kinds.items()]
+        shapes = "\n".join(shape for _, shape in kinds)
+        rows.append(("\n".join(listed), shapes, "replicated", f"all of it: {reason}"))
+    return rows
+
+
+def _times(kind: str, count: int) -> str:
+    return f"{kind} ({count})" if count > 1 else kind
 
 
 def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:
@@ -59,8 +66,10 @@ def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:
 
 
 def format_rows(rows: list[Row]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Aligned columns; a cell may have several lines."""
+    lines = [line for row in rows for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _print_rich(title: str, header: Row, rows: list[Row], footer: list[str]) -> None:
@@ -68,8 +77,8 @@ def _print_rich(title: str, header: Row, rows: list[Row], footer: list[str]) -> 
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", caption="\n".join(footer), caption_justify="left")
-    for name in header:
-        table.add_column(name, overflow="fold")
+    for name, wraps in zip(header, (False, False, False, True), strict=True):
+        table.add_column(name, overflow="fold", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
     Console().print(table)

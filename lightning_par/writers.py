@@ -12,7 +12,7 @@ _WRITES = ("write_on_batch_end", "write_on_epoch_end")
 
 
 def write_predictions_once(callbacks: Iterable[Any], replica: Axis, namespace: Namespace) -> None:
-    """Let a ``BasePredictionWriter`` write on the first rank of each replica only: the others hold equal predictions."""
+    """Let a ``BasePredictionWriter`` write on the first rank of each replica only: the others hold the same."""
     if replica.rank > 0:
         kind = namespace.from_pytorch("callbacks", "BasePredictionWriter")
         for callback in callbacks:
@@ -39,6 +39,6 @@ def refuse_batch_size_finder(callbacks: Iterable[Any], world: Axis, namespace: N
     kind = namespace.from_pytorch("callbacks", "BatchSizeFinder")
     if world.size > 1 and any(isinstance(callback, kind) for callback in callbacks):
         raise ValueError(
-            f"Tuner.scale_batch_size() and BatchSizeFinder run until memory is short, which one of the {world.size} ranks "
-            "may meet alone while the others wait for it. Find the batch size with devices=1, or set it by hand."
+            f"Tuner.scale_batch_size() and BatchSizeFinder run until memory is short, which one of the {world.size} "
+            "ranks may meet alone while the others wait for it. Find the batch size with devices=1, or set it by hand."
         )

@@ -146,6 +146,9 @@ def _across(func: Any, x: Any, dims: list[int], *args: Any, **kwargs: Any) -> An
     keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 and isinstance(args[1], bool) else False)
     if func.__name__ == "argmax" and not isinstance(args[0] if args else None, Tensor):
         return argmax(x, dims[0], keepdim)
+    if func.__name__ == "glu" and x.shape[dims[0]] % 2 == 0:
+        a, gate = x.chunk(2, dims[0])
+        return a * gate.sigmoid()
     if func.__name__ == "logsumexp":
         return logsumexp(x, dims, keepdim)
     if func.__name__ in ("softmax", "log_softmax"):

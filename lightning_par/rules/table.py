@@ -132,8 +132,8 @@ def on_gather(func: Any, views: list[ShardedTensor]) -> None:
     name = getattr(func, "__name__", str(func))
     place = user_line()
     gathers[name, place] += 1
-    if gathers[name, place] == 1 and views[0].axis.rank == 0:
-        log.info("`%s` has no local rule and gathers a sharded tensor %s at %s", name, tuple(views[0].shape), place)
+    if gathers[name, place] == 1 and views[0].axis.ranks[views[0].axis.rank] == 0:
+        log.warning("`%s` has no local rule and gathers a sharded tensor %s at %s", name, tuple(views[0].shape), place)
 
 
 def user_line() -> str:

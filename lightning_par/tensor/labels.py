@@ -81,10 +81,19 @@ class Labels(Positions):
         carriers = self.carriers(after, dims)
         if not carriers:
             return None
+        if len(carriers) > 1:  # last those that would leave nothing to split
+            carriers.sort(key=lambda j: self._groups(before, after, dims, j) < 2)
         self.book.options = max(self.book.options, len(carriers))
         j = carriers[min(self.book.option, len(carriers) - 1)]
         carried = self.carry(before, after, dims, j)
         return None if carried is None else (j, carried)
+
+    def _groups(self, before: int, after: int, dims: tuple[int, ...], j: int) -> int:
+        """Into how many groups the indices would fall if ``dims[j]`` carried them."""
+        trial = Book()
+        names = trial.fresh(len(np.unique(self.owner))).owner[np.unique(self.owner, return_inverse=True)[1]]
+        Labels(names, trial).carry(before, after, dims, j)
+        return count_units(trial.units(), names)
 
 
 class NeedsGather(Exception):  # noqa: N818 (a signal to the search, not an error)

@@ -6,6 +6,7 @@ A pure function of a recording, the number of ranks and the user's wishes; print
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -49,7 +50,7 @@ class TensorPlan:
         ranks: the size of the tensor axis.
         splits: every split parameter.
         whole: the names and shapes of the parameters that every rank holds whole, and the reason.
-        gathers: functions that gather in an island that the user's plan asked for, and how often.
+        gathers: functions that gather within an island that is kept all the same, and how often.
         note: what the recording could not see, or None.
     """
 
@@ -122,7 +123,7 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
             splits.append(Split(names, shape, found.dim, found.style, positions))
         else:
             whole.append((names, shape, search.whole.get(key, _default_reason(recording, shape, ranks))))
-    return TensorPlan(ranks, tuple(splits), tuple(whole), dict(search.gathered), recording.stopped)
+    return TensorPlan(ranks, tuple(splits), tuple(whole), dict(Counter(search.gathered.values())), recording.stopped)
 
 
 def _is_matrix(recording: Recording, names: tuple[str, ...]) -> bool:
@@ -142,7 +143,7 @@ def _default_reason(recording: Recording, shape: tuple[int, ...], ranks: int) ->
     if ranks == 1:
         return "one rank"
     if len(shape) < 2:
-        return "a vector outside islands"
+        return "a vector outside the islands"
     return "not used in a product" if recording.stopped is None else "the recording ended before it was used"
 
 

@@ -2,9 +2,9 @@
 
 The events of a recording are walked in order. A product of a replicated activation with a parameter opens an island:
 the parameter's outer dim is split. From there every function that meets a sharded value runs by its own rule, on
-labels (`lightning_par.tensor.labels`). A product that sums over the sharded dim closes the island, and splits its parameter
-along that dim. Where a function has no rule the walk goes back to the last choice that led there: another reading of a
-view, at last leaving the parameter whole. Names play no part.
+labels (`lightning_par.tensor.labels`). A product that sums over the sharded dim closes the island, and splits its
+parameter along that dim. Where a function has no rule the walk goes back to the last choice that led there: another
+reading of a view, at last leaving the parameter whole. Names play no part.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ RESHAPES = {"t", "T", "mT", "transpose", "permute", "view", "reshape", "split", 
             "unsqueeze", "squeeze", "contiguous", "to", "float", "double", "half", "bfloat16", "__getitem__",
             "split_with_sizes", "unbind", "__get__", "swapaxes", "movedim"}  # fmt: skip
 MIN_ROWS_A_RANK = 8  # an embedding with fewer rows a rank costs an all-reduce and saves next to nothing
+GATHERS_PAY = 8  # an island may gather what is this many times smaller than its weights
 TRIES = 32  # readings tried for one island before it is left whole
 
 
@@ -61,7 +62,7 @@ class Search:
     axis: PlanAxis = field(default_factory=PlanAxis)
     found: dict[int, Found] = field(default_factory=dict)
     whole: dict[int, str] = field(default_factory=dict)  # parameters left whole, and why
-    gathered: dict[str, int] = field(default_factory=dict)  # functions that gather in an island kept by the user's plan
+    gathered: dict[int, str] = field(default_factory=dict)  # functions that gather in an island that is kept, by event
 
     def __post_init__(self) -> None:
         self.parameters = {id(x): x for x in self.recording.parameters.values()}
@@ -71,6 +72,9 @@ class Search:
         self.undo: list[tuple[int, Any]] = []
         self.choices: list[Choice] = []
         self.tries: dict[int, int] = {}
+        self.first_stop: dict[int, int] = {}  # where an island stopped first, if a gather there would be cheap
+        self.cheap: set[int] = set()  # events that gather
+        self.reasons: dict[int, str] = {}  # why the island opened at an event could not be kept
         self.tainted = {id(x) for x in self.recording.batch}
         self.known: dict[tuple[str, str], int] = {}  # the reading that did, by call site
         self.marks: dict[int, int] = {}  # how many constraints there were before an event
@@ -167,13 +171,17 @@ class Search:
         self, position: int, event: Event, parameter: int, options: list[int | None], chosen: int, sharded: bool
     ) -> None:
         for dim in options[chosen:]:
-            mark = len(self.book.constraints)
+            mark, depth = len(self.book.constraints), len(self.undo)
             if dim is None:
+                if not sharded and self._gather_at_first_stop(position):
+                    return self._open(position, event, parameter, options, 0, sharded)
                 if not sharded:
                     if self.styles.get(parameter) == "replicate":
                         self.whole[parameter] = "as the plan says"
                     elif event.name == "embedding":
-                        self.whole[parameter] = "a small or constant look-up, for which an all-reduce would be too much"
+                        self.whole[parameter] = "a small or constant look-up"
+                    elif position in self.reasons:
+                        self.whole[parameter] = self.reasons[position]
                     self._note_reshape(position, event)
                     return
                 self._store(position, event, self._replay(position, event, None))
@@ -192,6 +200,8 @@ class Search:
                 return
             del self.found[parameter]
             del self.book.constraints[mark:]
+            while len(self.undo) > depth:  # the bias went with it
+                del self.found[self.undo.pop()[1][1]]
         if sharded:
             raise NeedsGather(event.func)
         self.whole.setdefault(parameter, f"no dim of it can be split in `{event.name}` at {event.place}")
@@ -292,13 +302,17 @@ class Search:
     def _back(self, position: int, event: Event, stop: NeedsGather) -> tuple[int, int | None]:
         """Where to go on after a function that can't run in the island: the last choice, or its opening."""
         culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
-        free = [key for key in culprits if key not in self.styles]
-        if not free:
+        kept = {self.found[key].event for key in culprits if key in self.styles}  # with their biases
+        free = [key for key in culprits if self.found[key].event not in kept]
+        if not free or position in self.cheap:
             if culprits:
                 self._gather(position, event, stop)
             return position + 1, None
         start = min(self.found[key].event for key in free)
+        if start not in self.tries and self._is_cheap(event, culprits):
+            self.first_stop[start] = position
         self.tries[start] = self.tries.get(start, 0) + 1
+        reason = self.reasons[start] = f"`{stop.name}` at {event.place} needs the whole tensor"
         while self.choices and self.choices[-1].event >= start:
             last = self.choices.pop()
             if last.left and self.tries[start] <= TRIES and (last.event > start or last.left > 1):
@@ -308,23 +322,36 @@ class Search:
                 where = self.recording.events[last.event]
                 self.known[where.name, where.place] = option
                 return last.event, option
-        reason = f"`{stop.name}` at {event.place} needs the whole tensor"
         first = [key for key in free if self.found[key].event == start]
         self._rewind(start)
+        if self._gather_at_first_stop(start):
+            return start, None
         for key in first:
             self.whole[key] = reason
             if self.tries[start] > 4:
                 self.hopeless[self._site(start, key)] = reason
         return start, None
 
+    def _gather_at_first_stop(self, start: int) -> bool:
+        """Where no reading of an island does, one that gathers little may."""
+        if start not in self.first_stop:
+            return False
+        self.cheap.add(self.first_stop.pop(start))
+        del self.tries[start]
+        return True
+
+    def _is_cheap(self, event: Event, culprits: frozenset[int]) -> bool:
+        """Whether a gather moves next to nothing beside the weights that are split for it."""
+        moved = sum(x.numel() for x in event.inputs if id(x) in self.values)
+        return moved * GATHERS_PAY <= sum(self.parameters[key].numel() for key in culprits)
+
     def _site(self, position: int, parameter: int) -> tuple[str, str, tuple[int, ...]]:
         event = self.recording.events[position]
         return event.name, event.place, tuple(self.parameters[parameter].shape)
 
     def _gather(self, position: int, event: Event, stop: NeedsGather) -> None:
-        """The user's plan keeps the island: the function gathers, and its results are plain."""
-        where = f"`{stop.name}` at {event.place}"
-        self.gathered[where] = self.gathered.get(where, 0) + 1
+        """The island is kept: the function gathers, and its results are plain."""
+        self.gathered[position] = f"`{stop.name}` at {event.place}"
         for out in event.outputs:
             self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
             self.values.pop(id(out), None)
@@ -342,4 +369,5 @@ class Search:
             else:
                 self.made.pop(key, None)
         self.choices = [choice for choice in self.choices if choice.event < position]
+        self.gathered = {event: where for event, where in self.gathered.items() if event < position}
         del self.book.constraints[self.marks.get(position, 0) :]

@@ -1,0 +1,63 @@
+"""Fits on two ranks again and again, each in two fresh processes that leave by the interpreter's own exit.
+
+Run as ``python -m tests.exits RUNS``; prints the exit codes. The processes are forked off one that has done its imports,
+but nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_par import TensorParallelStrategy
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 64))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit(rank: int, port: int) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    options: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    strategy = TensorParallelStrategy(timeout=timedelta(seconds=60))
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **options)
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.randint(0, 64, (12, 5)), batch_size=4))
+
+
+def main() -> None:
+    codes = []
+    for _ in range(int(sys.argv[1])):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (the interpreter closes it)
+                return fit(rank, port)
+            children.append(child)
+        codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(*codes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""A run that ended well ends its processes well: gloo aborts at exit where collectives are still in flight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(300)
+def test_thirty_fits_exit_with_code_0() -> None:
+    command = [sys.executable, "-m", "tests.exits", "30"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=280)
+    assert done.stdout.split() == ["0"] * 60, done.stderr[-2000:]

@@ -1,0 +1,210 @@
+"""The plan of the tensor axis, inferred from what a step does: no process, no weights."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_par.record import record_step
+from lightning_par.tensor.plan import Split, TensorPlan, make_plan, styles_for
+
+C, T = 24, 6
+
+
+def plan_of(module: nn.Module, *batch: Tensor, ranks: int = 2, wishes: dict[str, str] | None = None) -> TensorPlan:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = module
+
+        def training_step(self, batch: Any) -> Any:
+            return self.m(*batch).pow(2).mean()
+
+    step = Step()
+    return make_plan(record_step(step, "training_step", batch), ranks, styles_for(step, wishes))
+
+
+def splits(plan: TensorPlan) -> dict[str, Split]:
+    return {name.removeprefix("m."): split for split in plan.splits for name in split.names}
+
+
+def styles(plan: TensorPlan) -> dict[str, str]:
+    return {name: f"{split.style} {split.dim}" for name, split in splits(plan).items()}
+
+
+class SelfAttention(nn.Module):
+    """Fused query, key and value, laid out in one of the ways that people use."""
+
+    def __init__(self, layout: str, heads: int, key_heads: int | None = None) -> None:
+        super().__init__()
+        self.layout, self.heads, self.d = layout, heads, 4
+        self.key_heads = key_heads or heads
+        self.qkv = nn.Linear(C, (heads + 2 * self.key_heads) * self.d)
+        self.out = nn.Linear(heads * self.d, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, H, d = x.shape[0], self.heads, self.d
+        y = self.qkv(x)
+        if self.layout == "chunk":
+            q, k, v = (p.view(B, T, H, d) for p in y.chunk(3, -1))
+        elif self.layout == "3Hd":
+            q, k, v = y.view(B, T, 3, H, d).unbind(2)
+        elif self.layout == "H3d":
+            q, k, v = y.view(B, T, H, 3, d).unbind(3)
+        elif self.layout == "H(3d)":
+            q, k, v = y.view(B, T, H, 3 * d).split(d, -1)
+        elif self.layout == "Hd3":
+            q, k, v = y.view(B, T, H, d, 3).permute(4, 0, 1, 2, 3)
+        else:
+            kv = self.key_heads * d
+            q, k, v = y.split([H * d, kv, kv], -1)
+            q, k, v = q.view(B, T, H, d), k.view(B, T, -1, d), v.view(B, T, -1, d)
+            k, v = (z.repeat_interleave(H // self.key_heads, dim=2) for z in (k, v))
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, H * d))
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "expected"),
+    [
+        ("chunk", 4, np.tile(np.repeat([0, 0, 1, 1], 4), 3)),
+        ("3Hd", 5, np.tile(np.repeat([0, 0, 0, 1, 1], 4), 3)),
+        ("H3d", 5, np.repeat([0, 0, 0, 1, 1], 12)),
+        ("H(3d)", 4, np.repeat([0, 0, 1, 1], 12)),
+        ("Hd3", 4, np.repeat([0, 0, 1, 1], 12)),
+    ],
+)
+def test_a_head_keeps_its_query_key_and_value_however_they_are_laid_out(
+    layout: str, heads: int, expected: np.ndarray
+) -> None:
+    plan = plan_of(SelfAttention(layout, heads), torch.randn(2, T, C))
+    assert styles(plan) == {"qkv.weight": "colwise 0", "qkv.bias": "colwise 0", "out.weight": "rowwise 1"}
+    assert splits(plan)["qkv.weight"].positions.owner.tolist() == expected.tolist()
+    assert splits(plan)["qkv.bias"].positions is splits(plan)["qkv.weight"].positions
+
+
+def test_query_heads_stay_with_the_key_head_they_share() -> None:
+    plan = plan_of(SelfAttention("grouped", heads=6, key_heads=3), torch.randn(2, T, C))
+    query = np.repeat([0, 0, 0, 0, 1, 1], 4)
+    key = np.repeat([0, 0, 1], 4)
+    assert splits(plan)["qkv.weight"].positions.owner.tolist() == [*query, *key, *key]
+
+
+def test_one_key_head_for_all_can_not_be_split_and_says_so() -> None:
+    plan = plan_of(SelfAttention("grouped", heads=4, key_heads=1), torch.randn(2, T, C))
+    reasons = {names[0]: reason for names, _, reason in plan.whole}
+    assert "m.qkv.weight" in reasons
+
+
+def test_torch_attention_is_seen_through() -> None:
+    layer = nn.TransformerEncoderLayer(C, 4, 32, batch_first=True)
+    found = styles(plan_of(layer, torch.randn(2, T, C)))
+    assert found == {
+        "self_attn.in_proj_weight": "colwise 0",
+        "self_attn.in_proj_bias": "colwise 0",
+        "self_attn.out_proj.weight": "rowwise 1",
+        "linear1.weight": "colwise 0",
+        "linear1.bias": "colwise 0",
+        "linear2.weight": "rowwise 1",
+    }
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(51, C), nn.Linear(C, 51, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_a_tied_weight_is_one_parameter_split_by_rows_even_where_they_do_not_divide() -> None:
+    (split,) = plan_of(Tied(), torch.randint(0, 51, (2, T))).splits
+    assert split.names == ("m.embedding.weight", "m.head.weight") and split.dim == 0
+    assert [split.part(rank) for rank in range(2)] == [(26, C), (25, C)]
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(C, 32)), nn.Parameter(torch.randn(C, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x @ self.a) @ self.b.t()
+
+
+def test_weights_used_as_functions_reshaped_too() -> None:
+    assert styles(plan_of(Functional(), torch.randn(3, C))) == {"a": "colwise 1", "b": "rowwise 1"}
+
+
+def test_a_norm_over_the_split_features_keeps_the_layer_whole_and_is_named() -> None:
+    module = nn.Sequential(nn.Linear(C, 16), nn.LayerNorm(16), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, C))
+    plan = plan_of(module, torch.randn(3, C))
+    assert styles(plan) == {"2.weight": "colwise 0", "2.bias": "colwise 0", "4.weight": "rowwise 1"}
+    (reason,) = [reason for names, _, reason in plan.whole if names == ("m.0.weight",)]
+    assert reason.startswith("`layer_norm` at ") and "needs the whole tensor" in reason
+
+
+def test_an_odd_number_of_layers() -> None:
+    found = styles(plan_of(nn.Sequential(*(nn.Linear(C, C) for _ in range(3))), torch.randn(3, C)))
+    assert found["0.weight"] == "colwise 0" and found["1.weight"] == "rowwise 1" and found["2.weight"] == "colwise 0"
+
+
+def test_the_users_plan_goes_before_the_inferred_one() -> None:
+    module = nn.Sequential(nn.Linear(C, 16), nn.GELU(), nn.Linear(16, C))
+    assert plan_of(module, torch.randn(3, C), wishes={"m.*": "replicate"}).splits == ()
+    found = styles(plan_of(module, torch.randn(3, C), wishes={"m.0": "rowwise", "m.2": "replicate"}))
+    assert found == {"0.weight": "rowwise 1"}
+
+
+def test_where_the_users_plan_needs_a_gather_it_is_listed() -> None:
+    module = nn.Sequential(nn.Linear(C, 16), nn.LayerNorm(16))
+    plan = plan_of(module, torch.randn(3, C), wishes={"m.0": "colwise"})
+    assert styles(plan) == {"0.weight": "colwise 0", "0.bias": "colwise 0"}
+    assert [name.split()[0] for name in plan.gathers] == ["`layer_norm`"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"m.1": "diagonal"}, "plan['m.1'] = 'diagonal' is no known style. Write one of 'colwise', 'rowwise'"),
+        ({"m.O": "colwise"}, "plan['m.O'] matches no module and no parameter of Step. Did you mean"),
+        ({"m.0": "colwise"}, "m.0.weight (1, 24) to be colwise over 2 ranks"),
+    ],
+)
+def test_a_plan_that_can_not_be_followed_is_refused(wishes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        plan_of(nn.Sequential(nn.Linear(C, 1), nn.Linear(1, 4)), torch.randn(3, C), wishes=wishes)
+    assert message in str(refused.value)
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, C)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(C, 4, 4 * C, batch_first=True, norm_first=True) for _ in range(layers)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_hundred_layers_are_recorded_and_planned_in_three_seconds() -> None:
+    module, ids = Deep(100), torch.randint(0, 512, (2, T))
+    plan_of(Deep(1), ids)  # torch sets its fake tensors up once
+    start = time.process_time()
+    plan = plan_of(module, ids)
+    seconds = time.process_time() - start
+    assert len(plan.splits) == 1 + 6 * 100
+    assert seconds < 3.0, f"{seconds:.2f} s"
