@@ -152,6 +152,27 @@ def test_a_norm_over_the_split_features_keeps_the_layer_whole_and_is_named() -> 
     assert reason.startswith("`layer_norm` at ") and "needs the whole tensor" in reason
 
 
+class Probed(nn.Module):
+    """Keeps the running mean of its hidden features: a few numbers beside its weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(C, width), nn.Linear(width, C)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.up(x))
+        self.mean.lerp_(hidden.detach().mean(0), 0.1)
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize(("width", "expected"), [(4096, ["`lerp_`"]), (16, [])])
+def test_an_island_gathers_where_that_is_little_beside_its_weights(width: int, expected: list[str]) -> None:
+    plan = plan_of(Probed(width), torch.randn(3, C))
+    assert [name.split()[0] for name in plan.gathers] == expected
+    assert len(plan.splits) == (3 if expected else 0)
+
+
 def test_an_odd_number_of_layers() -> None:
     found = styles(plan_of(nn.Sequential(*(nn.Linear(C, C) for _ in range(3))), torch.randn(3, C)))
     assert found["0.weight"] == "colwise 0" and found["1.weight"] == "rowwise 1" and found["2.weight"] == "colwise 0"

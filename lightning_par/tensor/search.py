@@ -27,6 +27,7 @@ RESHAPES = {"t", "T", "mT", "transpose", "permute", "view", "reshape", "split", 
             "unsqueeze", "squeeze", "contiguous", "to", "float", "double", "half", "bfloat16", "__getitem__",
             "split_with_sizes", "unbind", "__get__", "swapaxes", "movedim"}  # fmt: skip
 MIN_ROWS_A_RANK = 8  # an embedding with fewer rows a rank costs an all-reduce and saves next to nothing
+WORTH_A_GATHER = 2**16  # elements of weights; for less, an island that needs a gather is left whole
 GATHERS_PAY = 8  # an island may gather what is this many times smaller than its weights
 TRIES = 32  # readings tried for one island before it is left whole
 
@@ -343,7 +344,8 @@ class Search:
     def _is_cheap(self, event: Event, culprits: frozenset[int]) -> bool:
         """Whether a gather moves next to nothing beside the weights that are split for it."""
         moved = sum(x.numel() for x in event.inputs if id(x) in self.values)
-        return moved * GATHERS_PAY <= sum(self.parameters[key].numel() for key in culprits)
+        saved = sum(self.parameters[key].numel() for key in culprits)
+        return saved >= WORTH_A_GATHER and moved * GATHERS_PAY <= saved
 
     def _site(self, position: int, parameter: int) -> tuple[str, str, tuple[int, ...]]:
         event = self.recording.events[position]
