@@ -69,17 +69,19 @@ def _intercept_checkpoint() -> None:
 def _replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, which draws the same sharded random numbers when it is run again."""
     first: list[int] = []
+    first_in_step = streams.in_step
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not first:
             first.append(streams.event)
             return fn(*args, **kwargs)
-        after, streams.event = streams.event, first[0]
+        after = streams.event, streams.in_step
+        streams.event, streams.in_step = first[0], first_in_step
         try:
             return fn(*args, **kwargs)
         finally:
-            streams.event = after
+            streams.event, streams.in_step = after
 
     return run
 

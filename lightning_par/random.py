@@ -2,7 +2,8 @@
 
 A draw on a replicated tensor takes the shared generator, so it is one device's draw. A draw on a sharded tensor must
 differ from rank to rank and must not move the shared generator; it takes a stream of its own, keyed by (seed, step,
-event, shard). The same layout and seed repeat bitwise.
+event, shard). The same layout and seed repeat bitwise. Outside a step, as in a callback that prunes weights at random,
+a draw for a sharded tensor is one device's, cut.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ class Streams:
     seed: int = 0
     step: int = 0
     event: int = 0
+    in_step: bool = False
 
     def begin_step(self, seed: int, step: int) -> None:
-        self.seed, self.step, self.event = seed, step, 0
+        self.seed, self.step, self.event, self.in_step = seed, step, 0, True
+
+    def end_step(self) -> None:
+        self.in_step = False
 
     def next_key(self, shard: int) -> int:
         key = _mix(self.seed, self.step, self.event, shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from lightning_par.layout import Groups
 from lightning_par.peek import peek_batch
 from lightning_par.record import Recording, record_step
 from lightning_par.table import show_plan
-from lightning_par.tensor.plan import TensorPlan, make_plan, styles_for
-from lightning_par.tensor.shard import shard_module, unshard_module
+from lightning_par.tensor.held import make_held_whole
+from lightning_par.tensor.plan import Style, TensorPlan, make_plan, styles_for
+from lightning_par.tensor.shard import shard_module
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,12 @@ class Sharding:
         if self.groups.world.rank == 0:
             show_plan(outcome, module, self.groups.layout, time.monotonic() - started)
 
-    def undo(self, module: nn.Module) -> None:
-        """Make ``module`` whole on every rank. All ranks must call it."""
+    def undo(self, module: nn.Module, callbacks: Iterable[Any] = ()) -> None:
+        """Make ``module``, and what it and ``callbacks`` hold, whole on every rank. All ranks must call it."""
         for hook in self._hooks:
             hook.remove()
         if self.plan is not None:
-            unshard_module(module)
+            make_held_whole([module, *callbacks])
 
     def _record(self, trainer: Any, module: nn.Module, batch: Any) -> Recording:
         step = _STEPS[trainer.state.fn.value]

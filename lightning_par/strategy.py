@@ -30,7 +30,8 @@ from lightning_par.namespace import OTHER, Namespace
 from lightning_par.optimizers import adopt
 from lightning_par.random import streams
 from lightning_par.sharding import Sharding
-from lightning_par.tensor.shard import unshard_module
+from lightning_par.tensor.plan import check_styles
+from lightning_par.tensor.held import make_held_whole
 from lightning_par.view import ShardedTensor, full
 from lightning_par.weights import equalize
 from lightning_par.writers import refuse_batch_size_finder, restore_writers, write_predictions_once
@@ -69,6 +70,7 @@ class StrategyMixin(_Base):
         self._synced_batch_norm = False
         self._run = 0
         self._met_after_exception = False
+        self._evaluated = 0  # steps without training since `setup`
 
     def __repr__(self) -> str:
         # Lightning prints this where a Trainer of the other namespace is given the object.
@@ -100,7 +102,8 @@ class StrategyMixin(_Base):
         if self._sharding is not None and self.lightning_module is not None:
             for optimizer in self.optimizers:
                 state.unshard_optimizer_state(optimizer)
-            self._sharding.undo(self.lightning_module)
+            trainer: Any = self.lightning_module.trainer
+            self._sharding.undo(self.lightning_module, trainer.callbacks)
         self._sharding = None
 
     def _adopt_optimizers(self) -> None:
@@ -165,11 +168,11 @@ class StrategyMixin(_Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None
         fitting = trainer.state.fn.value == "fit"
-        self._run, self._met_after_exception = next(_runs), False
+        self._run, self._met_after_exception, self._evaluated = next(_runs), False, 0
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
-        unshard_module(self.model)  # a run that an exception ended left its shards
+        make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
         equalize(self.model, self.groups.world, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -262,22 +265,33 @@ class StrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        batches = self.lightning_module.trainer.fit_loop.total_batch_idx
-        streams.begin_step(torch.initial_seed() + self.groups.data.rank, batches)
-        with self._step():
+        with self._draws(self.lightning_module.trainer.fit_loop.total_batch_idx):
             return _whole(super().training_step(*args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._draws_of_evaluation():
             return _whole(super().validation_step(*args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._draws_of_evaluation():
             return _whole(super().test_step(*args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._draws_of_evaluation():
             return _whole(super().predict_step(*args, **kwargs))
+
+    @contextmanager
+    def _draws(self, step: int) -> Generator[None, None, None]:
+        streams.begin_step(torch.initial_seed() + self.groups.data.rank, step)
+        try:
+            with self._step():
+                yield
+        finally:
+            streams.end_step()
+
+    def _draws_of_evaluation(self) -> AbstractContextManager[None]:
+        self._evaluated += 1
+        return self._draws(-self._evaluated)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.random import sharded_draw
+from lightning_par.random import sharded_draw, streams
 from lightning_par.rules.table import refuse_lost_write, rule
 from lightning_par.view import ShardedTensor
 
@@ -17,8 +17,8 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
-    if kwargs.get("generator") is not None:
-        return NotImplemented  # the user's own generator stays in step on all ranks: draw for the whole tensor
+    if kwargs.get("generator") is not None or not streams.in_step:
+        return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
         if getattr(x, "_is_param", False):
             return NotImplemented  # a weight drawn anew is one device's
