@@ -37,6 +37,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
+from torch.distributed import TCPStore
+
 GRACE = 5.0  # seconds that the other ranks get to end once one has failed
 
 
@@ -115,11 +117,15 @@ class Pool:
             self.workers.append(_Worker())
         workers = self.workers[:world_size]
         starts = [worker.position() for worker in workers]
-        port = _free_port()
+        # Served from here: a rank that asks before rank 0 serves would wait half a second before it asks again.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, worker in enumerate(workers):
-            job = (function.__module__, function.__qualname__, args, kwargs, _rank_variables(rank, world_size, port))
-            worker.connection.send_bytes(pickle.dumps(job))
+            variables = _rank_variables(rank, world_size, store.port)
+            worker.connection.send_bytes(
+                pickle.dumps((function.__module__, function.__qualname__, args, kwargs, variables))
+            )
         results, reports = _collect(workers, starts, timeout)
+        del store
         if any(worker.lost for worker in workers):
             self.restart()
         if reports:
@@ -163,12 +169,6 @@ def _collect(workers: list[_Worker], starts: list[int], timeout: float) -> tuple
     return results, reports
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
@@ -177,6 +177,7 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
     }
 
 

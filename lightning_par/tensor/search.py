@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.positions import Array
+from lightning_par.random import streams
 from lightning_par.record import Event, Recording
 from lightning_par.rules import dispatch
 from lightning_par.tensor.labels import Book, Labels, NeedsGather, PlanAxis, count_units
@@ -86,18 +87,25 @@ class Search:
 
         Each pass that finds a parameter with fewer than two units leaves it whole and walks again.
         """
-        with torch.no_grad():
-            start = 0
-            while True:
-                self._walk(start)
-                units = self.book.units()
-                stuck = [key for key, f in self.found.items() if count_units(units, f.labels.owner) < 2]
-                if not stuck:
-                    return units
-                start = min(self.found[key].event for key in stuck)
-                self._rewind(start)
-                for key in stuck:
-                    self.whole[key] = "its features must stay together in one group"
+        outside, streams.in_step = not streams.in_step, True  # the rules run as in a step
+        try:
+            with torch.no_grad():
+                return self._search()
+        finally:
+            streams.in_step = not outside
+
+    def _search(self) -> Array:
+        start = 0
+        while True:
+            self._walk(start)
+            units = self.book.units()
+            stuck = [key for key, f in self.found.items() if count_units(units, f.labels.owner) < 2]
+            if not stuck:
+                return units
+            start = min(self.found[key].event for key in stuck)
+            self._rewind(start)
+            for key in stuck:
+                self.whole[key] = "its features must stay together in one group"
 
     def _walk(self, start: int) -> None:
         position, option = start, None
