@@ -49,16 +49,17 @@ class Sharding:
             return
         intercept.install()
         batch = peek_batch(trainer, module)
-        outcome: TensorPlan | ValueError | None = None
+        outcome: TensorPlan | str | None = None
+        failure: Exception | None = None
         started = time.monotonic()
         if self.groups.world.rank == 0:
             try:
-                outcome = make_plan(self._record(trainer, module, batch), axis.size, styles)
-            except ValueError as error:
-                outcome = error
+                outcome = self._make_plan(trainer, module, batch, styles)
+            except Exception as error:  # whatever it is, the other ranks wait for an answer
+                failure, outcome = error, f"{error}" if isinstance(error, ValueError) else f"{error!r} on rank 0"
         outcome = self.groups.world.broadcast_object(outcome, "plan")
-        if isinstance(outcome, ValueError):
-            raise outcome
+        if isinstance(outcome, str):
+            raise failure or ValueError(outcome)
         assert outcome is not None
         self.plan = outcome
         shard_module(module, outcome, axis)
@@ -74,6 +75,13 @@ class Sharding:
         if self.plan is not None:
             make_held_whole([module, *callbacks])
 
+    def _make_plan(self, trainer: Any, module: nn.Module, batch: Any, styles: dict[str, Style]) -> TensorPlan:
+        # In a frame of its own: while a recording lives, the parameters that it knows can't be exchanged.
+        recording = self._record(trainer, module, batch)
+        if trainer.state.fn.value != "fit":  # a layer that only training uses stays as it is
+            styles = _used(recording, styles)
+        return make_plan(recording, self.groups.tensor.size, styles)
+
     def _record(self, trainer: Any, module: nn.Module, batch: Any) -> Recording:
         step = _STEPS[trainer.state.fn.value]
         if batch is None:
@@ -86,3 +94,10 @@ class Sharding:
         precision = trainer.strategy.precision_plugin
         shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
         return record_step(module, step, batch, shared=shared, context=precision.forward_context)
+
+
+def _used(recording: Recording, styles: dict[str, Style]) -> dict[str, Style]:
+    """The wishes for parameters that the step uses."""
+    met = {id(x) for event in recording.events for x in event.inputs}
+    used = {names[0] for names, fake in recording.parameters.items() if id(fake) in met}
+    return {name: style for name, style in styles.items() if name in used}

@@ -444,7 +444,8 @@ class TensorParallelMixin(StrategyMixin):
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
 
     Raises:
-        ValueError: when the Trainer is made, if the sizes don't multiply to ``devices * num_nodes``.
+        ValueError: at once for a style or a start method that is unknown; when the Trainer is made, if the sizes don't
+            multiply to ``devices * num_nodes``.
 
     Example::
 
@@ -460,6 +461,7 @@ class TensorParallelMixin(StrategyMixin):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
+        check_styles(plan)
         super().__init__(process_group_backend, timeout, start_method)
         self.tensor_parallel_size: Size = tensor_parallel_size
         self.data_parallel_size: Size = data_parallel_size

@@ -66,32 +66,50 @@ class TensorPlan:
         return split + sum(int(np.prod(shape)) for _, shape, _ in self.whole)
 
 
+def check_styles(wishes: Mapping[str, str] | None) -> None:
+    """Raises ValueError, or TypeError, where ``wishes`` is no mapping of patterns to known styles."""
+    if wishes is not None and not isinstance(wishes, Mapping):
+        raise TypeError(
+            f"plan must be a dict of module names or patterns to styles, got {type(wishes).__name__}. Write e.g. "
+            'plan={"blocks.*.mlp.up": "colwise"}.'
+        )
+    for pattern, style in (wishes or {}).items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"plan[{pattern!r}]: a name or a pattern must be a str, not {type(pattern).__name__}.")
+        if style not in STYLES:
+            known = ", ".join(map(repr, STYLES))
+            raise ValueError(f"plan[{pattern!r}] = {style!r} is no known style. Write one of {known}.")
+
+
 def styles_for(module: nn.Module, wishes: Mapping[str, str] | None) -> dict[str, Style]:
     """The style that the user's plan gives each parameter, by its first name; patterns are FQN globs.
 
     Raises:
-        ValueError: an unknown style, or a pattern that matches no module and no parameter.
+        ValueError: an unknown style, or a pattern that matches no module and no parameter, or vectors alone.
 
     Example::
 
         styles = styles_for(nn.Sequential(nn.Linear(4, 4)), {"0": "colwise"})
         assert styles == {"0.weight": "colwise", "0.bias": "colwise"}
     """
+    check_styles(wishes)
     styles: dict[str, Style] = {}
     parameters = [name for name, _ in module.named_parameters()]
     every = [*(name for name, _ in module.named_parameters(remove_duplicate=False))]
     owners = {name: name.rpartition(".")[0] for name in every}
     first = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
     for pattern, style in (wishes or {}).items():
-        if style not in STYLES:
-            known = ", ".join(map(repr, STYLES))
-            raise ValueError(f"plan[{pattern!r}] = {style!r} is no known style. Write one of {known}.")
         hits = [name for name in every if fnmatchcase(name, pattern) or fnmatchcase(owners[name], pattern)]
         if not hits:
             modules = [name for name, _ in module.named_modules() if name]
             near = difflib.get_close_matches(pattern, [*modules, *parameters], n=3, cutoff=0.4)
             hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
             raise ValueError(f"plan[{pattern!r}] matches no module and no parameter of {type(module).__name__}.{hint}")
+        if style != "replicate" and all(module.get_parameter(name).ndim < 2 for name in hits):
+            raise ValueError(
+                f"plan[{pattern!r}] = {style!r} matches vectors alone: {', '.join(hits[:3])}. They are split with the "
+                "layer that they belong to. Name a layer with a weight matrix, or write 'replicate'."
+            )
         for name in hits:
             styles[first[id(module.get_parameter(name))]] = style  # type: ignore[assignment]
     return styles
@@ -153,7 +171,13 @@ def _check_wishes(search: Search, wishes: dict[int, str], by_id: dict[int, tuple
             continue
         name, shape = by_id[key][0], tuple(search.parameters[key].shape)
         if key not in search.found:
-            why = search.whole.get(key, "the step does not use it in a product")
+            stopped = search.recording.stopped
+            unseen = (
+                "the step does not use it in a product"
+                if stopped is None
+                else f"the step could not be recorded ({stopped})"
+            )
+            why = search.whole.get(key, unseen)
             raise ValueError(
                 f"plan asks for {name} {shape} to be {style} over {ranks} ranks, which can't be: {why}. "
                 f"Write 'replicate' for it, or leave it out of the plan."
