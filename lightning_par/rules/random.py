@@ -17,6 +17,9 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
+    if func.__name__ in ("dropout", "alpha_dropout") and _draws_nothing(*args, **kwargs):
+        local = func(x._local, *args, **kwargs)
+        return x if local is x._local else x.with_local(local)
     if kwargs.get("generator") is not None or not streams.in_step:
         return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
@@ -26,3 +29,8 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     with sharded_draw(x._axis.rank, x.device):
         local = func(x._local, *args, **kwargs)
     return x if local is x._local else x.with_local(local)
+
+
+def _draws_nothing(p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> bool:
+    """Whether a dropout lets everything pass, as in evaluation."""
+    return p == 0.0 or not (training and train)
