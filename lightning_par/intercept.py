@@ -8,6 +8,7 @@ torch takes only where the weights are plain. Nothing changes for plain tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -67,21 +68,22 @@ def _intercept_checkpoint() -> None:
 
 
 def _replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, which draws the same sharded random numbers when it is run again."""
-    first: list[int] = []
-    first_in_step = streams.in_step
+    """``fn``, about to run, which draws the same sharded random numbers when it is run again.
+
+    Torch runs the non-reentrant kind's forward on ``fn`` itself: what is returned may run for the first time in backward.
+    """
+    first = dataclasses.replace(streams)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not first:
-            first.append(streams.event)
+        if streams == first:
             return fn(*args, **kwargs)
-        after = streams.event, streams.in_step
-        streams.event, streams.in_step = first[0], first_in_step
+        after = dataclasses.replace(streams)
+        vars(streams).update(vars(first))
         try:
             return fn(*args, **kwargs)
         finally:
-            streams.event, streams.in_step = after
+            vars(streams).update(vars(after))
 
     return run
 
