@@ -70,7 +70,7 @@ def _intercept_checkpoint() -> None:
 def _replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, about to run, which draws the same sharded random numbers when it is run again.
 
-    Torch runs the non-reentrant kind's forward on ``fn`` itself: what is returned may run for the first time in backward.
+    Torch runs the non-reentrant kind's forward on ``fn`` itself: what is returned may run first in backward.
     """
     first = dataclasses.replace(streams)
 

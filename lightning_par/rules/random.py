@@ -20,7 +20,7 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if func.__name__ in ("dropout", "alpha_dropout") and _draws_nothing(*args, **kwargs):
         local = func(x._local, *args, **kwargs)
         return x if local is x._local else x.with_local(local)
-    if kwargs.get("generator") is not None or not streams.in_step:
+    if kwargs.get("generator") is not None or not (streams.in_step or _is_off(func.__name__, args, kwargs)):
         return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
         if getattr(x, "_is_param", False):
@@ -34,3 +34,22 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _draws_nothing(p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> bool:
     """Whether a dropout lets everything pass, as in evaluation."""
     return p == 0.0 or not (training and train)
+
+
+_SWITCHES = {
+    "dropout": (1, True),
+    "dropout_": (1, True),
+    "alpha_dropout": (1, False),
+    "rrelu": (2, False),
+    "rrelu_": (2, False),
+}
+"""Which argument after the tensor says whether it draws, and its default."""
+
+
+def _is_off(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the function draws nothing."""
+    if name not in _SWITCHES:
+        return False
+    place, default = _SWITCHES[name]
+    given = args[place] if len(args) > place else default
+    return not kwargs.get("training", kwargs.get("train", given))
