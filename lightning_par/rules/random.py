@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor
@@ -17,23 +18,16 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
-    if func.__name__ in ("dropout", "alpha_dropout") and _draws_nothing(*args, **kwargs):
-        local = func(x._local, *args, **kwargs)
-        return x if local is x._local else x.with_local(local)
-    if kwargs.get("generator") is not None or not (streams.in_step or _is_off(func.__name__, args, kwargs)):
+    off = _draws_nothing(func.__name__, args, kwargs)
+    if kwargs.get("generator") is not None or not (streams.in_step or off):
         return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
         if getattr(x, "_is_param", False):
             return NotImplemented  # a weight drawn anew is one device's
         refuse_lost_write(func, x)
-    with sharded_draw(x._axis.rank, x.device):
+    with contextlib.nullcontext() if off else sharded_draw(x._axis.rank, x.device):
         local = func(x._local, *args, **kwargs)
     return x if local is x._local else x.with_local(local)
-
-
-def _draws_nothing(p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> bool:
-    """Whether a dropout lets everything pass, as in evaluation."""
-    return p == 0.0 or not (training and train)
 
 
 _SWITCHES = {
@@ -46,10 +40,11 @@ _SWITCHES = {
 """Which argument after the tensor says whether it draws, and its default."""
 
 
-def _is_off(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the function draws nothing."""
+def _draws_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout lets everything pass, as in evaluation."""
     if name not in _SWITCHES:
         return False
     place, default = _SWITCHES[name]
     given = args[place] if len(args) > place else default
-    return not kwargs.get("training", kwargs.get("train", given))
+    nothing_dropped = "dropout" in name and kwargs.get("p", args[0] if args else 0.5) == 0.0
+    return nothing_dropped or not kwargs.get("training", kwargs.get("train", given))
