@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_par.view import ShardedTensor
-from tests.pool import Pool
+from tests.pool import Pool, RanksFailedError
 from tests.surface import Net, check, loader, metrics, trainer, weights
 
 
@@ -182,3 +183,67 @@ def _fails_then_used() -> str:
 
 def test_a_module_may_be_trained_again_after_an_exception(pool: Pool) -> None:
     assert pool.run(2, _fails_then_used) == ["whole", "whole"]
+
+
+def _other_namespace() -> Any:
+    import pytorch_lightning as pl
+
+    from lightning_par.pl import TensorParallelStrategy
+
+    class Other(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 10))
+            self.split = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.split |= any(isinstance(p, ShardedTensor) for p in self.parameters())
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    world = int(os.environ["WORLD_SIZE"])
+    strategy = TensorParallelStrategy(tensor_parallel_size=2) if world > 1 else "auto"
+    t = pl.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Other()
+    t.fit(module, loader())
+    assert module.split == (world > 1)
+    return weights(module), {name: x.clone() for name, x in t.callback_metrics.items()}, t.predict(module, loader(8))
+
+
+def test_the_other_lightning_package(pool: Pool) -> None:
+    check(pool, _other_namespace)
+
+
+def _held_graph(backward: bool) -> Any:
+    module = Net().double()
+    loss = module.loss(next(iter(loader(seed=4))))  # tried by hand before the fit, and kept
+    if backward:
+        loss.backward()
+        module.zero_grad()
+    trainer().fit(module, loader())
+    return float(loss), weights(module)
+
+
+def test_a_loss_of_before_the_fit_may_be_kept_after_its_backward(pool: Pool) -> None:
+    check(pool, _held_graph, True)
+    with pytest.raises(RanksFailedError, match=r"net.2.weight can't be split .* Detach or delete what was computed"):
+        pool.run(2, _held_graph, False)
