@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -57,6 +58,14 @@ def init_process_group(
     connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
     kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
+    if backend != "nccl":  # Lightning sees to NCCL alone, but gloo's threads, too, may abort a process that just ends
+        atexit.unregister(_close_process_group)
+        atexit.register(_close_process_group)
+
+
+def _close_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def move_optimizers(namespace: Namespace, optimizers: list[Any], device: torch.device) -> None:

@@ -24,14 +24,20 @@ from lightning_par.gradients import GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Groups, Layout, Size, make_groups
-from lightning_par.logging import gather_metrics_over, reduce_over_axis, reduce_over_group, restore_metrics
+from lightning_par.logging import (
+    gather_metrics_over,
+    quiet_sync_advice,
+    reduce_over_axis,
+    reduce_over_group,
+    restore_metrics,
+)
 from lightning_par.meeting import Meeting
 from lightning_par.namespace import OTHER, Namespace
 from lightning_par.optimizers import adopt
 from lightning_par.random import streams
 from lightning_par.sharding import Sharding
-from lightning_par.tensor.plan import check_styles
 from lightning_par.tensor.held import make_held_whole
+from lightning_par.tensor.plan import check_styles
 from lightning_par.view import ShardedTensor, full
 from lightning_par.weights import equalize
 from lightning_par.writers import refuse_batch_size_finder, restore_writers, write_predictions_once
@@ -188,6 +194,8 @@ class StrategyMixin(_Base):
         if fitting:
             private.move_optimizers(self.namespace, self.optimizers, self.root_device)
         self._share_metrics()
+        if self.groups.data.size == 1:
+            quiet_sync_advice()
 
     def setup_optimizers(self, trainer: Any) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters

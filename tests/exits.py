@@ -1,7 +1,7 @@
 """Fits on two ranks again and again, each in two fresh processes that leave by the interpreter's own exit.
 
-Run as ``python -m tests.exits RUNS``; prints the exit codes. The processes are forked off one that has done its imports,
-but nothing else.
+Run as ``python -m tests.exits RUNS``; prints the exit codes. The processes are forked off one that has done its
+imports, but nothing else.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (the interpreter closes it)
+                sys.stdout = sys.stderr = open(os.devnull, "w")
                 return fit(rank, port)
             children.append(child)
         codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

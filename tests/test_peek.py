@@ -66,7 +66,9 @@ class SelfIterating(IterableDataset[Tensor]):
 LOADERS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: DataLoader(TensorDataset(X), batch_size=4),
     "shuffled": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
-    "own generator": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "own generator": lambda: DataLoader(
+        Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
     "weighted": lambda: DataLoader(Noisy(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 12, 12)),
     "workers": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1),
     "no batching": lambda: DataLoader(Noisy(), batch_size=None),
@@ -76,9 +78,14 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "list of batches": lambda: CombinedLoader({"a": [X, X + 1]}, "max_size_cycle"),
     "iterator": lambda: iter([X[:4], X[4:]]),
     "generator": lambda: (batch for batch in X.split(4)),
-    "dict": lambda: {"a": DataLoader(Noisy(), batch_size=4, shuffle=True), "b": DataLoader(TensorDataset(X), batch_size=3)},
+    "dict": lambda: {
+        "a": DataLoader(Noisy(), batch_size=4, shuffle=True),
+        "b": DataLoader(TensorDataset(X), batch_size=3),
+    },
     "sequence": lambda: [DataLoader(Noisy(), batch_size=4), (x for x in X.split(2))],
-    "combined": lambda: CombinedLoader([DataLoader(TensorDataset(X), batch_size=3), DataLoader(Stream(), batch_size=5)], "min_size"),
+    "combined": lambda: CombinedLoader(
+        [DataLoader(TensorDataset(X), batch_size=3), DataLoader(Stream(), batch_size=5)], "min_size"
+    ),
 }
 
 
