@@ -1,4 +1,4 @@
-"""The module outside a step: its ranks meet, or are named; and evaluation-only paths of torch give one device's numbers."""
+"""The module outside a step: its ranks meet, or are named; and evaluation pads as on one device."""
 
 from __future__ import annotations
 
