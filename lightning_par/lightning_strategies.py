@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_par.namespace import LIGHTNING
-from lightning_par.strategy import TensorParallelMixin
+from lightning_par.tensor.strategy import TensorParallelMixin
 
 
 class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):

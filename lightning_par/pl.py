@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_par.namespace import PYTORCH_LIGHTNING
-from lightning_par.strategy import TensorParallelMixin
+from lightning_par.tensor.strategy import TensorParallelMixin
 
 
 class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_par import TensorParallelStrategy
-from lightning_par.optimizers import acts_elementwise
+from lightning_par.elementwise import acts_elementwise
 from lightning_par.view import ShardedTensor
 from tests.differences import differences
 from tests.pool import Pool

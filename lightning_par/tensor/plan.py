@@ -17,7 +17,8 @@ from torch import nn
 
 from lightning_par.positions import Array, Positions
 from lightning_par.record import Recording
-from lightning_par.tensor.search import Found, Search
+from lightning_par.tensor.replay import Found
+from lightning_par.tensor.search import Search
 
 Style = Literal["colwise", "rowwise", "replicate"]
 STYLES = ("colwise", "rowwise", "replicate")
@@ -125,7 +126,7 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
     by_id = {id(fake): names for names, fake in recording.parameters.items()}
     wishes = {key: styles[names[0]] for key, names in by_id.items() if names[0] in styles}
     wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
-    search = Search(recording, ranks, wishes)
+    search = Search(recording, ranks=ranks, styles=wishes)
     if ranks == 1:
         units = np.arange(0)
     else:

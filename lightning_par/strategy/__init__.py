@@ -1,0 +1,150 @@
+"""The Lightning face that all strategies share.
+
+No Lightning is imported here: the classes are mixins, and `lightning_par.lightning_strategies` and `lightning_par.pl`
+join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `steps` what they do in a
+step, `saving` what they write; here is the order of a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import nn
+
+from lightning_par import precision, private, state
+from lightning_par.gradients import GradientSync
+from lightning_par.intercept import hand_metrics_whole_tensors
+from lightning_par.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
+from lightning_par.meeting import Meeting
+from lightning_par.sharding import Sharding
+from lightning_par.strategy.saving import SavingMixin
+from lightning_par.strategy.steps import StepsMixin
+from lightning_par.tensor.held import make_held_whole
+from lightning_par.weights import equalize
+from lightning_par.writers import refuse_batch_size_finder, restore_writers, write_predictions_once
+
+_runs = itertools.count()  # of this process; all ranks count alike
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class StrategyMixin(StepsMixin, SavingMixin):
+    """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
+
+    Subclasses override `resolve_layout`.
+    """
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None
+        fitting = trainer.state.fn.value == "fit"
+        self._run, self._met_after_exception, self._evaluated = next(_runs), False, 0
+        self.accelerator.setup(trainer)
+        refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
+        write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
+        make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
+        equalize(self.model, self.groups.world, self.root_device)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self._sync_batch_norm()
+        self._shard_model(trainer)
+        self._close_gradients()
+        if fitting:
+            self._gradients = GradientSync(self.model, self.groups.data)
+            self.setup_optimizers(trainer)
+            self._adopt_optimizers()
+        self.setup_precision_plugin()
+        if fitting:
+            private.move_optimizers(self.namespace, self.optimizers, self.root_device)
+        self._share_metrics()
+        if self.groups.data.size == 1:
+            quiet_sync_advice()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
+        super().setup_optimizers(trainer)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        precision.adapt(self.precision_plugin, self.groups.replica)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _sync_batch_norm(self) -> None:
+        assert self.model is not None
+        layers = [name for name, m in self.model.named_modules() if isinstance(m, _BATCH_NORMS)]
+        if self._layer_sync is None or not layers or self.groups.data.size == 1:
+            return
+        if not isinstance(self._layer_sync, self.namespace.from_pytorch("plugins", "TorchSyncBatchNorm")):
+            self.model = self._layer_sync.apply(self.model)
+        elif self.root_device.type == "cpu":
+            raise ValueError(
+                f"sync_batchnorm=True: torch's SyncBatchNorm does not run on CPU, and {layers[0]!r} is a BatchNorm. "
+                "Write Trainer(sync_batchnorm=False), or train on GPUs."
+            )
+        else:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self.groups.data.group)
+        self._synced_batch_norm = True
+
+    def _share_metrics(self) -> None:
+        if self.lightning_module is not None:
+            gather_metrics_over(self.groups.data, self.lightning_module)
+            if self.groups.tensor.size > 1:
+                hand_metrics_whole_tensors(self.lightning_module)
+
+    # Metrics may be made in a hook that runs after `setup`.
+
+    def on_train_start(self) -> None:
+        self._share_metrics()
+
+    def on_validation_start(self) -> None:
+        self._share_metrics()
+
+    def on_test_start(self) -> None:
+        self._share_metrics()
+
+    def on_predict_start(self) -> None:
+        self._share_metrics()
+
+    def _shard_model(self, trainer: Any) -> None:
+        """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
+        assert self.lightning_module is not None
+        self._sharding = Sharding(self.groups, self.plan)
+        self._sharding.apply(trainer, self.lightning_module)
+        if self.groups.tensor.size > 1:
+            self._meeting = self.groups.tensor.guard = Meeting(self.groups.tensor, self.timeout)
+
+    def _unshard_model(self) -> None:
+        """Called after a run that ended well, on all ranks: make the module whole again."""
+        if self._sharding is not None and self.lightning_module is not None:
+            for optimizer in self.optimizers:
+                state.unshard_optimizer_state(optimizer)
+            trainer: Any = self.lightning_module.trainer
+            self._sharding.undo(self.lightning_module, trainer.callbacks)
+        self._sharding = None
+
+    def teardown(self) -> None:
+        module = self.lightning_module
+        self._close_gradients()
+        if self._meeting is not None:
+            self._meeting = self.groups.tensor.guard = None
+        if module is not None:
+            restore_metrics(module)
+            trainer: Any = module._trainer
+            if trainer is not None:
+                restore_writers(trainer.callbacks)
+            # After an exception on one rank the others may be gone: nothing that waits for them.
+            if trainer is not None and trainer.state.status.value != "interrupted" and self._groups is not None:
+                self._unshard_model()
+        if self._synced_batch_norm and self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+            self._synced_batch_norm = False
+        precision.restore(self.precision_plugin)
+        super().teardown()
+
+    def _close_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+        self._gradients = None

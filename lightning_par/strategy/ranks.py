@@ -1,0 +1,158 @@
+"""The ranks of a strategy: laid out, started, connected."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par import generators, launch, private, state
+from lightning_par.gradients import GradientSync
+from lightning_par.launch import StartMethod
+from lightning_par.layout import Groups, Layout, make_groups
+from lightning_par.logging import reduce_over_axis, reduce_over_group
+from lightning_par.meeting import Meeting
+from lightning_par.namespace import OTHER, Namespace
+from lightning_par.sharding import Sharding
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
+
+T = TypeVar("T")
+
+
+class RanksMixin(_Base):
+    """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
+
+    namespace: Namespace
+
+    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, start_method: StartMethod) -> None:
+        launch.check_start_method(start_method)
+        super().__init__()
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.start_method = start_method
+        self.num_nodes = 1
+        self.layout: Layout | None = None
+        self._groups: Groups | None = None
+        self._gradients: GradientSync | None = None
+        self._sharding: Sharding | None = None
+        self._meeting: Meeting | None = None
+        self.plan: dict[str, str] | None = None
+        self._synced_batch_norm = False
+        self._run = 0
+        self._met_after_exception = False
+        self._evaluated = 0  # steps without training since `setup`
+
+    def __repr__(self) -> str:
+        # Lightning prints this where a Trainer of the other namespace is given the object.
+        other, name = OTHER[self.namespace], type(self).__name__
+        return (
+            f"<{name}: this strategy belongs to {self.namespace.pytorch}; with {other.pytorch} use {other.ours}.{name}>"
+        )
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        """The axis sizes for ``world_size`` ranks.
+
+        Raises:
+            ValueError: the sizes that the user gave don't fit.
+        """
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> Groups:
+        """The mesh axes through this rank."""
+        if self._groups is None:
+            raise RuntimeError("The mesh axes are known once the Trainer has started its processes.")
+        return self._groups
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning shards samplers and syncs logged values: only where there are several replicas."""
+        return self.layout is not None and self.layout.data > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.groups.data.size, "rank": self.groups.data.rank}
+
+    def set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self.global_rank
+        # Here, when the Trainer is made, no rank waits for another yet.
+        self.layout = self.resolve_layout(self.num_nodes * self.num_processes)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = launch.make_launcher(self.namespace, self, self.start_method)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.layout is not None
+        device = self.root_device
+        backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
+        private.init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
+        self._groups = make_groups(self.layout, self.timeout or timedelta(minutes=30))
+        # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
+        generators.share(self.groups.world)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce ``tensor`` in place over ``group``, or over the data axis: ranks of one replica hold equal values."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        self._meet_after_exception()
+        if group is not None:
+            return reduce_over_group(tensor, group, reduce_op)
+        return reduce_over_axis(tensor, self.groups.data, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """``tensor`` of every replica, stacked along a new first dim; unchanged where there is one replica."""
+        if group is None and self.groups.data.size == 1:
+            return tensor
+        return super().all_gather(tensor, group=group or self.groups.data.group, sync_grads=sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (any rank, with ``all=False``) say yes."""
+        if self._groups is None:
+            return decision
+        self._meet_after_exception()
+        flag = torch.tensor(int(decision), device=self.root_device)
+        return bool(self.groups.world.all_reduce_(flag, "decision", "min" if all else "max"))
+
+    def _meet_after_exception(self) -> None:
+        """Before anything waits for the other ranks once the run was interrupted: see `state.meet_after_exception`."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
+            return
+        progress = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
+        state.meet_after_exception(self.groups.world, f"{self._run}", progress)
+        self._met_after_exception = True

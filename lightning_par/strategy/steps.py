@@ -1,0 +1,101 @@
+"""The steps of a run: batches equal in a replica, draws keyed to the step, gradients averaged after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_par import generators
+from lightning_par.batch import broadcast_batch
+from lightning_par.random import streams
+from lightning_par.strategy.ranks import RanksMixin
+from lightning_par.view import ShardedTensor, full
+
+
+class StepsMixin(RanksMixin):
+    """What happens in and around a step."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        replica = self.groups.replica
+        if replica.size == 1:
+            return batch
+        # Code that one rank alone ran may have drawn random numbers: a replica's generators start each step equal.
+        state = generators.packed_state() if replica.rank == 0 else b""
+        batch, state = broadcast_batch((batch, state), replica, self.root_device)
+        if replica.rank > 0:
+            generators.unpack_state(state)
+        return batch
+
+    def _step(self) -> AbstractContextManager[None]:
+        """What all ranks run alike: sharded tensors talk without asking whether their peers are there."""
+        return nullcontext() if self._meeting is None else self._meeting.step()
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step():
+            return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step():
+            return super().optimizer_step(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self._draws(self.lightning_module.trainer.fit_loop.total_batch_idx):
+            return _whole(super().training_step(*args, **kwargs))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._draws_of_evaluation():
+            return _whole(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._draws_of_evaluation():
+            return _whole(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._draws_of_evaluation():
+            return _whole(super().predict_step(*args, **kwargs))
+
+    @contextmanager
+    def _draws(self, step: int) -> Generator[None, None, None]:
+        streams.begin_step(torch.initial_seed() + self.groups.data.rank, step)
+        try:
+            with self._step():
+                yield
+        finally:
+            streams.end_step()
+
+    def _draws_of_evaluation(self) -> AbstractContextManager[None]:
+        self._evaluated += 1
+        return self._draws(-self._evaluated)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._gradients is not None:
+            self._gradients.before_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._gradients is not None:
+            self._gradients.after_backward()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Inside, gradients stay each replica's own; the next backward outside averages what was gathered."""
+        gradients = self._gradients
+        if gradients is None:
+            yield
+            return
+        before, gradients.blocked = gradients.blocked, True
+        try:
+            yield
+        finally:
+            gradients.blocked = before
+
+
+def _whole(output: Any) -> Any:
+    """What leaves a step is plain: callbacks and loops know nothing of shards."""
+    return apply_to_collection(output, ShardedTensor, full)

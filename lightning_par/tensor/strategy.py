@@ -1,0 +1,55 @@
+"""The strategy of the tensor axis."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+from lightning_par.launch import StartMethod
+from lightning_par.layout import Layout, Size
+from lightning_par.strategy import StrategyMixin
+from lightning_par.tensor.plan import check_styles
+
+
+class TensorParallelMixin(StrategyMixin):
+    """Splits every layer's weights over the devices; what is left of the devices becomes data parallel.
+
+    Args:
+        tensor_parallel_size: Ranks that share one copy of the model. ``"auto"`` takes all that ``data_parallel_size``
+            leaves.
+        data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes the devices that
+            ``tensor_parallel_size`` leaves, or 1 if that is ``"auto"``, too.
+        plan: How to split modules by name, where the plan found by itself is not wanted: patterns such as
+            ``"blocks.*.mlp.up"`` to ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
+        timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
+            again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
+            ``"popen"`` for scripts and ``"fork"`` in notebooks.
+
+    Raises:
+        ValueError: at once for a style or a start method that is unknown; when the Trainer is made, if the sizes don't
+            multiply to ``devices * num_nodes``.
+
+    Example::
+
+        Trainer(strategy=TensorParallelStrategy(tensor_parallel_size=2), devices=4)
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        plan: dict[str, str] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: StartMethod = "auto",
+    ) -> None:
+        check_styles(plan)
+        super().__init__(process_group_backend, timeout, start_method)
+        self.tensor_parallel_size: Size = tensor_parallel_size
+        self.data_parallel_size: Size = data_parallel_size
+        self.plan = plan
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        return Layout.resolve(world_size, own="tensor", data=self.data_parallel_size, tensor=self.tensor_parallel_size)
