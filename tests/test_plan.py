@@ -206,6 +206,19 @@ def test_a_plan_that_can_not_be_followed_is_refused(wishes: dict[str, str], mess
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("heads", "ranks", "message"),
+    [
+        (1, 2, "its 1 head of 4 features can't be split"),
+        (2, 3, "only 2 groups of features that can be taken apart, fewer than ranks"),
+    ],
+)
+def test_heads_that_can_not_be_split_as_asked_are_refused(heads: int, ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match="m.qkv.weight .* to be colwise over") as refused:
+        plan_of(SelfAttention("chunk", heads), torch.randn(2, T, C), ranks=ranks, wishes={"m.qkv": "colwise"})
+    assert message in str(refused.value)
+
+
 class Deep(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_par.positions import Array, Positions
 from lightning_par.record import Recording
+from lightning_par.tensor.labels import count_units
 from lightning_par.tensor.replay import Found
 from lightning_par.tensor.search import Search
 
@@ -131,7 +132,7 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
         units = np.arange(0)
     else:
         units = search.run()
-    _check_wishes(search, wishes, by_id, ranks)
+    _check_wishes(search, wishes, by_id, ranks, units)
     owner_of_unit: dict[int, int] = {}
     splits, whole = [], []
     for key, names in by_id.items():
@@ -166,11 +167,15 @@ def _default_reason(recording: Recording, shape: tuple[int, ...], ranks: int) ->
     return "not used in a product" if recording.stopped is None else "the recording ended before it was used"
 
 
-def _check_wishes(search: Search, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int) -> None:
+def _check_wishes(
+    search: Search, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int, units: Array
+) -> None:
+    torn = {key: reason for reasons in search.torn.values() for key, reason in reasons.items()}
     for key, style in wishes.items():
         if style == "replicate" or ranks == 1:
             continue
         name, shape = by_id[key][0], tuple(search.parameters[key].shape)
+        why = torn.get(key)
         if key not in search.found:
             stopped = search.recording.stopped
             unseen = (
@@ -179,6 +184,9 @@ def _check_wishes(search: Search, wishes: dict[int, str], by_id: dict[int, tuple
                 else f"the step could not be recorded ({stopped})"
             )
             why = search.whole.get(key, unseen)
+        elif (count := count_units(units, search.found[key].labels.owner)) < ranks:
+            why = f"there are only {count} groups of features that can be taken apart, fewer than ranks"
+        if why is not None:
             raise ValueError(
                 f"plan asks for {name} {shape} to be {style} over {ranks} ranks, which can't be: {why}. "
                 f"Write 'replicate' for it, or leave it out of the plan."

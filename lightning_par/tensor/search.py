@@ -55,6 +55,7 @@ class Search(Replay):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choices: list[Choice] = []
+        self.torn: dict[int, dict[int, str]] = {}  # attention that the user's plan would tear, by event
         self.tries: dict[int, int] = {}
         self.first_stop: dict[int, int] = {}  # where an island stopped first, if a gather there would be cheap
         self.cheap: set[int] = set()  # events that gather
@@ -249,6 +250,13 @@ class Search(Replay):
     def _gather(self, position: int, event: Event, stop: NeedsGather) -> None:
         """The island is kept: the function gathers, and its results are plain."""
         self.gathered[position] = f"`{stop.name}` at {event.place}"
+        if event.name == "scaled_dot_product_attention":
+            heads = tuple(event.inputs[0].shape)[-3:]
+            reason = (
+                f"its {heads[0]} head{'s' * (heads[0] != 1)} of {heads[-1]} features can't be split in {event.place}"
+            )
+            culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+            self.torn[position] = dict.fromkeys(culprits, reason)
         for out in event.outputs:
             self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
             self.values.pop(id(out), None)
@@ -257,3 +265,4 @@ class Search(Replay):
         super()._rewind(position)
         self.choices = [choice for choice in self.choices if choice.event < position]
         self.gathered = {event: where for event, where in self.gathered.items() if event < position}
+        self.torn = {event: reasons for event, reasons in self.torn.items() if event < position}
