@@ -40,6 +40,9 @@ def stand_in(
         for name, value in vars(submodule).items():
             state[name] = _copied(value, memo)
     top = memo[id(module)]
+    trainer = vars(module).get("_trainer")
+    if trainer is not None:
+        top.__dict__["_trainer"] = TrainerView(trainer)
     if hasattr(module, "automatic_optimization"):
         _silence(top)
     for submodule in top.modules():
@@ -107,6 +110,18 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     return copied
 
 
+class TrainerView:
+    """The trainer as a trial run sees it: to be read, not to be changed or asked to act."""
+
+    def __init__(self, trainer: Any) -> None:
+        vars(self).update(_real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizers", "lr_scheduler_configs"):
+            return _AnyNumber()
+        return getattr(vars(self)["_real"], name)
+
+
 class Stand:
     """Takes the place of a logger or an optimizer: whatever is asked of it, nothing happens."""
 
@@ -132,6 +147,24 @@ class Stand:
 
     def __getitem__(self, key: Any) -> Any:
         return self
+
+    def __float__(self) -> float:
+        return 1.0
+
+    def __mul__(self, other: Any) -> Any:
+        return other * 1.0
+
+    __rmul__ = __mul__
+
+
+class _AnyNumber(Stand):
+    """A list of stands, of whatever length is asked for."""
+
+    def __iter__(self) -> Any:
+        return iter([Stand()])
+
+    def __len__(self) -> int:
+        return 1
 
 
 def _silence(copy_of_module: Any) -> None:

@@ -52,14 +52,13 @@ class Sharding:
         outcome: TensorPlan | str | None = None
         failure: Exception | None = None
         started = time.monotonic()
-        if self.groups.world.rank == 0:
-            try:
-                outcome = self._make_plan(trainer, module, batch, styles)
-            except Exception as error:  # whatever it is, the other ranks wait for an answer
-                failure, outcome = error, f"{error}" if isinstance(error, ValueError) else f"{error!r} on rank 0"
+        try:
+            outcome = self._make_plan(trainer, module, batch, styles)
+        except Exception as error:  # whatever it is, the other ranks wait for the first one's answer
+            failure, outcome = error, f"{error}" if isinstance(error, ValueError) else f"{error!r} on rank 0"
         outcome = self.groups.world.broadcast_object(outcome, "plan")
         if isinstance(outcome, str):
-            raise failure or ValueError(outcome)
+            raise failure if failure is not None and self.groups.world.rank == 0 else ValueError(outcome)
         assert outcome is not None
         self.plan = outcome
         shard_module(module, outcome, axis)
@@ -75,9 +74,11 @@ class Sharding:
         if self.plan is not None:
             make_held_whole([module, *callbacks])
 
-    def _make_plan(self, trainer: Any, module: nn.Module, batch: Any, styles: dict[str, Style]) -> TensorPlan:
+    def _make_plan(self, trainer: Any, module: nn.Module, batch: Any, styles: dict[str, Style]) -> TensorPlan | None:
         # In a frame of its own: while a recording lives, the parameters that it knows can't be exchanged.
-        recording = self._record(trainer, module, batch)
+        recording = self._record(trainer, module, batch)  # on all ranks: the user's step may wait for its peers
+        if self.groups.world.rank > 0:
+            return None
         if trainer.state.fn.value != "fit":  # a layer that only training uses stays as it is
             styles = _used(recording, styles)
         return make_plan(recording, self.groups.tensor.size, styles)
