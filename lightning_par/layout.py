@@ -6,8 +6,10 @@ talk most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from itertools import count
 from math import prod
 from typing import Literal
 
@@ -121,7 +123,8 @@ def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> 
 class Groups:
     """The axes through this rank, with their process groups.
 
-    ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them.
+    ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them. ``runs`` counts the runs
+    on these groups, alike on all ranks.
     """
 
     layout: Layout
@@ -131,6 +134,7 @@ class Groups:
     tensor: Axis
     replica: Axis
     world: Axis
+    runs: Iterator[int] = field(default_factory=count, compare=False)
 
 
 _made: dict[Layout, tuple[dist.ProcessGroup | None, Groups]] = {}

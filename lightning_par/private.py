@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -58,14 +59,17 @@ def init_process_group(
     connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
     kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
-    if backend != "nccl":  # Lightning sees to NCCL alone, but gloo's threads, too, may abort a process that just ends
+    if backend != "nccl":  # Lightning sees to NCCL alone
         atexit.unregister(_close_process_group)
         atexit.register(_close_process_group)
 
 
 def _close_process_group() -> None:
+    """Gloo's worker threads let go of the last message's tensors some time after it has arrived, for which they need the
+    interpreter. One that is about to end kills the thread that asks for it, and C++ then aborts the process."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    time.sleep(0.1)
 
 
 def move_optimizers(namespace: Namespace, optimizers: list[Any], device: torch.device) -> None:

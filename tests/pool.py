@@ -84,7 +84,10 @@ class _Worker:
         """What the worker printed since ``start``, with the stacks of its threads, if it still runs."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGUSR1)
-            time.sleep(0.3)
+            for _ in range(50):  # a busy machine may take its time
+                time.sleep(0.1)
+                if "File " in self.tail(start):
+                    break
         return self.tail(start)
 
     def kill(self) -> None:

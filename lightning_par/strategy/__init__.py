@@ -7,7 +7,6 @@ step, `saving` what they write; here is the order of a run.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from torch import nn
@@ -24,7 +23,6 @@ from lightning_par.tensor.held import make_held_whole
 from lightning_par.weights import equalize
 from lightning_par.writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 
-_runs = itertools.count()  # of this process; all ranks count alike
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -37,7 +35,7 @@ class StrategyMixin(StepsMixin, SavingMixin):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None
         fitting = trainer.state.fn.value == "fit"
-        self._run, self._met_after_exception, self._evaluated = next(_runs), False, 0
+        self._run, self._met_after_exception, self._evaluated = next(self.groups.runs), False, 0
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
