@@ -123,8 +123,8 @@ def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> 
 class Groups:
     """The axes through this rank, with their process groups.
 
-    ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them. ``runs`` counts the runs
-    on these groups, alike on all ranks.
+    ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them. ``runs`` counts
+    the runs on these groups, alike on all ranks.
     """
 
     layout: Layout
@@ -158,7 +158,7 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
         }
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         axes = {name: _make_axis(name, layout.lines(along), made, timeout) for name, along in named.items()}
-        _made[layout] = (world, Groups(layout=layout, **axes))
+        _made[layout] = (world, Groups(layout, **axes)  # type: ignore[arg-type]  (runs has a default))
     return _made[layout][1]
 
 

@@ -65,8 +65,8 @@ def init_process_group(
 
 
 def _close_process_group() -> None:
-    """Gloo's worker threads let go of the last message's tensors some time after it has arrived, for which they need the
-    interpreter. One that is about to end kills the thread that asks for it, and C++ then aborts the process."""
+    """Gloo's worker threads let go of the last message's tensors some time after it has arrived, for which they need
+    the interpreter. One that is about to end kills the thread that asks for it, and C++ then aborts the process."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)
