@@ -158,7 +158,8 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
         }
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         axes = {name: _make_axis(name, layout.lines(along), made, timeout) for name, along in named.items()}
-        _made[layout] = (world, Groups(layout, **axes)  # type: ignore[arg-type]  (runs has a default))
+        groups = Groups(layout, **axes)  # type: ignore[arg-type]  # `runs` has a default
+        _made[layout] = (world, groups)
     return _made[layout][1]
 
 
