@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,11 +51,11 @@ class Event:
     def name(self) -> str:
         return str(getattr(self.func, "__name__", self.func))
 
-    @property
+    @cached_property
     def inputs(self) -> list[Tensor]:
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
 
-    @property
+    @cached_property
     def outputs(self) -> list[Tensor]:
         return [x for x in tree_leaves(self.result) if isinstance(x, Tensor)]
 
@@ -163,6 +165,22 @@ def record_step(
 
         assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
     """
+    with torch.no_grad():
+        recording = _record(module, step, batch, shared, context)
+    if recording.stopped is None:
+        return recording
+    with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
+        again = _record(module, step, batch, shared, context)
+    return again if len(again.events) >= len(recording.events) else recording
+
+
+def _record(
+    module: nn.Module,
+    step: str,
+    batch: Any,
+    shared: tuple[Any, ...],
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
 
@@ -219,7 +237,9 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level, logger.level = logger.level, logging.CRITICAL
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will give them
+            yield
     finally:
         logger.level = level
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -87,13 +86,9 @@ class Replay:
         root = self._root(bias)
         if root is None or root in self.found or root in self.whole or self.parameters[root].ndim != 1:
             return args, kwargs
-        without = dict(kwargs)
-        without.pop("bias", None)
-        if event.name == "linear":
-            out = dispatch(event.func, args[:2], without)
-        else:
-            out = dispatch(torch.mm, args[1:3], {})
-        if not isinstance(out, ShardedTensor) or out._dim != out.ndim - 1:
+        weight = args[2] if event.name == "addmm" else args[1] if len(args) > 1 else kwargs["weight"]
+        outer = 1 if event.name == "addmm" else 0
+        if not isinstance(weight, ShardedTensor) or weight._dim != outer:
             return args, kwargs
         self.found[root] = Found(0, self.book.fresh(self.parameters[root].shape[0]), position, "colwise")
         self.undo.append((position, ("found", root)))
