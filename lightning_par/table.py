@@ -58,6 +58,8 @@ def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:
         f"Weights: {_bytes(total * size)} in all, {_bytes(max(held) * size)} a rank at most, "
         f"of which {_bytes(whole * size)} on every rank."
     ]
+    if not plan.splits:
+        lines.append("Nothing could be split: all ranks do the same work. Data parallelism would use them better.")
     if plan.gathers:
         lines.append("Functions that gather: " + ", ".join(f"{name} ({n})" for name, n in plan.gathers.items()))
     if plan.note:
