@@ -186,7 +186,6 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _serve(connection: Connection) -> None:
     """The worker's loop: run jobs until the test run goes away."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch = importlib.import_module("torch")
     importlib.import_module("lightning.pytorch")
@@ -200,6 +199,8 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         _reset(environment | variables, folder)
+        faulthandler.unregister(signal.SIGUSR1)  # a Trainer that was torn down has put the default handler back
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         answer = _answer(module, name, args, kwargs)
         _reset(environment, folder)
         connection.send_bytes(answer)
