@@ -43,13 +43,10 @@ PRODUCT = """
     gpt gpt_separate gpt_swiglu gqa_repeat gpt_tied loss_ignore loss_accuracy gpt_groups mlp_odd mlp_functional
     torch_encoder lightning_demo lstm vit hf_gpt2 hf_bert
 """.split()
-SELECTION = [
-    *PRODUCT,
-    *"""
-    gpt_view_3hd gpt_masked gpt_fused_swiglu gpt_checkpointed gpt_5_heads gpt_vocab_51 loss_smooth loss_z mlp_deep
-    mlp_l2 experts encoder_decoder unet hf_llama hf_t5
-    """.split(),
-]
+SELECTION = """
+    gpt gpt_view_3hd gpt_masked gpt_swiglu gqa_repeat gpt_5_heads gpt_tied gpt_vocab_51 loss_z loss_accuracy mlp_odd
+    mlp_l2 encoder_decoder torch_encoder hf_llama hf_t5
+""".split()
 
 ROWS = [
     *(Row(case, "tp2") for case in MODELS),
