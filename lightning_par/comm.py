@@ -142,6 +142,9 @@ class Axis:
     def about_to_gather(self, func: Any, x: Tensor) -> None:
         """Called before a function without a rule gathers ``x``. The planner's axis objects."""
 
+    def about_to_cut(self, x: Tensor) -> None:
+        """Called before the replicated ``x`` is cut to this rank's part."""
+
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
@@ -292,6 +295,7 @@ def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str 
     """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
     if axis.size == 1:
         return x
+    axis.about_to_cut(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Scatter.apply(x, dim, positions, axis, purpose)
     return _own_part(x, dim, positions, axis)
