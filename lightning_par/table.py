@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from math import prod
@@ -22,8 +23,15 @@ def show_plan(plan: TensorPlan, module: nn.Module, layout: Layout, seconds: floa
     header = ("parameters", "shape", "style", "a rank holds")
     rows = plan_rows(plan)
     footer = plan_footer(plan, module)
+    show_table(title, header, rows, footer, wraps=3)
+
+
+def show_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str], wraps: int
+) -> None:
+    """Print a table, with rich where that is installed; the column ``wraps`` may be broken into lines."""
     if find_spec("rich") is not None:
-        _print_rich(title, header, rows, footer)
+        _print_rich(title, header, rows, footer, wraps)
     else:
         print("\n".join([title, *format_rows([header, *rows]), *footer]), flush=True)
 
@@ -55,8 +63,8 @@ def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:
     held = [plan.numel(rank) for rank in range(plan.ranks)]
     whole = sum(prod(shape) for _, shape, _ in plan.whole)
     lines = [
-        f"Weights: {_bytes(total * size)} in all, {_bytes(max(held) * size)} a rank at most, "
-        f"of which {_bytes(whole * size)} on every rank."
+        f"Weights: {bytes_text(total * size)} in all, {bytes_text(max(held) * size)} a rank at most, "
+        f"of which {bytes_text(whole * size)} on every rank."
     ]
     if not plan.splits:
         lines.append("Nothing could be split: all ranks do the same work. Data parallelism would use them better.")
@@ -67,20 +75,22 @@ def plan_footer(plan: TensorPlan, module: nn.Module) -> list[str]:
     return lines
 
 
-def format_rows(rows: list[Row]) -> list[str]:
+def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned columns; a cell may have several lines."""
     lines = [line for row in rows for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-def _print_rich(title: str, header: Row, rows: list[Row], footer: list[str]) -> None:
+def _print_rich(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str], wraps: int
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", caption="\n".join(footer), caption_justify="left")
-    for name, wraps in zip(header, (False, False, False, True), strict=True):
-        table.add_column(name, overflow="fold", no_wrap=not wraps)
+    for index, name in enumerate(header):
+        table.add_column(name, overflow="fold", no_wrap=index != wraps)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
@@ -94,7 +104,8 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "1"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """A number of bytes as people write it: "1.5 MB"."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
