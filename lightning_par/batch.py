@@ -27,34 +27,39 @@ class _Form:
     requires_grad: bool
 
 
-def broadcast_batch(batch: Any, axis: Axis, device: torch.device) -> Any:
-    """``batch`` of the first rank along ``axis``, on every rank.
+def broadcast_batch(
+    batch: Any, axis: Axis, device: torch.device, source: int = 0, detach: bool = False, purpose: str = "batch"
+) -> Any:
+    """``batch`` of index ``source`` along ``axis``, on every rank.
 
     Anything that pickles may be in it. Plain tensors on ``device`` travel as tensors, one message each, and keep their
     strides; everything else (structure, strings, arrays, tensors that live elsewhere, tensor subclasses) travels in one
     pickled header.
 
     Args:
-        batch: any structure; what other ranks than the first pass is dropped.
+        batch: any structure; what other ranks than the source pass is dropped.
         axis: the ranks that share the batch.
         device: where the process group's tensors live, e.g. the strategy's root device.
+        source: the index along ``axis`` of the rank whose batch it is.
+        detach: tensors arrive without their graph, on the source, too.
+        purpose: what ledgers call the transfers.
 
     Raises:
         TypeError: the batch holds something that can't be pickled; on every rank.
     """
     if axis.size == 1:
         return batch
-    header, tensors, copied = _pack(batch, device) if axis.rank == 0 else (None, [], True)
-    header = axis.broadcast_object(header, "batch")
+    header, tensors, copied = _pack(batch, device, detach) if axis.rank == source else (None, [], True)
+    header = axis.broadcast_object(header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)
     structure, forms = header
-    if axis.rank != 0:
+    if axis.rank != source:
         tensors = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=device) for f in forms]
     for tensor in tensors:
         if tensor.numel():
-            axis.broadcast_(_as_bytes(tensor), "batch")
-    # Where a tensor was copied to be sent, the first rank, too, goes on with the copy: strides can change a last bit.
+            axis.broadcast_(_as_bytes(tensor), purpose, source)
+    # Where a tensor was copied to be sent, the source, too, goes on with the copy: strides can change a last bit.
     if not copied:
         return batch
     for tensor, form in zip(tensors, forms):
@@ -66,20 +71,21 @@ def broadcast_batch(batch: Any, axis: Axis, device: torch.device) -> Any:
 class _Packer(pickle.Pickler):
     """Pickles a structure without the values of its plain tensors, which it collects."""
 
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+    def __init__(self, file: io.BytesIO, device: torch.device, detach: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.device = device
+        self.detach = detach
         self.tensors: list[Tensor] = []
         self._index: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not Tensor or obj.device.type != self.device.type or not obj.is_leaf:
+        if type(obj) is not Tensor or obj.device.type != self.device.type or not (obj.is_leaf or self.detach):
             return None
         if obj.layout is not torch.strided or obj.is_quantized or obj.is_nested:
             return None
         if id(obj) not in self._index:
             self._index[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
+            self.tensors.append(obj.detach() if self.detach else obj)
         return self._index[id(obj)]
 
 
@@ -92,17 +98,17 @@ class _Unpacker(pickle.Unpickler):
         return self._tensors[index]
 
 
-def _pack(batch: Any, device: torch.device) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:
+def _pack(batch: Any, device: torch.device, detach: bool) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:
     """The header, or why there is none; the tensors to send after it; whether one of them is a copy."""
     file = io.BytesIO()
-    packer = _Packer(file, device)
+    packer = _Packer(file, device, detach)
     try:
         packer.dump(batch)
     except Exception as error:  # picklers raise whatever the objects' own methods raise
         return f"A batch of type {type(batch).__name__} can't be sent to the ranks of its replica: {error}", [], True
     tensors = [_dense(tensor) for tensor in packer.tensors]
     forms = [_Form(tuple(t.shape), t.stride(), t.dtype, o.requires_grad) for t, o in zip(tensors, packer.tensors)]
-    copied = any(sent is not own for sent, own in zip(tensors, packer.tensors))
+    copied = detach or any(sent is not own for sent, own in zip(tensors, packer.tensors))
     return (file.getvalue(), forms), tensors, copied
 
 
@@ -118,3 +124,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a dense tensor as flat uint8, shared with it: every backend can send that, whatever the dtype."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
+
+
+def refusal(value: Any, device: torch.device) -> str | None:
+    """Why ``value`` can't travel; None if it can."""
+    try:
+        _Packer(io.BytesIO(), device, True).dump(value)
+    except Exception as error:  # picklers raise whatever the objects' own methods raise
+        return str(error)
+    return None

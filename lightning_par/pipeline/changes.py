@@ -1,0 +1,45 @@
+"""What a run changed of one mutable object, as it travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+Change = Any  # any of the dataclasses below; picklable if what the user stored is
+
+
+@dataclass
+class MappingChange:
+    """New and re-assigned entries, entries changed in place, deleted ones; ``order`` only where it is not plain."""
+
+    entries: dict[Any, Any] = field(default_factory=dict)
+    inplace: dict[Any, Tensor] = field(default_factory=dict)
+    deleted: list[Any] = field(default_factory=list)
+    order: list[Any] | None = None
+
+
+@dataclass
+class SequenceChange:
+    """``before[start:stop]``, then ``rest``; and tensors changed in place, by their index before."""
+
+    start: int
+    stop: int
+    rest: list[Any]
+    inplace: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class SetChange:
+    """What a set gained and lost."""
+
+    added: list[Any]
+    removed: list[Any]
+
+
+@dataclass
+class ValueChange:
+    """The whole new content of an array or a generator."""
+
+    value: Any

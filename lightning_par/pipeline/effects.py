@@ -1,0 +1,174 @@
+"""What the run of a step that counts did besides computing, on its way to all ranks of the pipeline.
+
+One rank runs the step for real, under `lightning_par.pipeline.watch.Watch.told`. Its `Effects` travel, and every rank,
+that one included, applies them: the state of the modules and the trainer's results are then the same everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.batch import broadcast_batch, refusal
+from lightning_par.comm import Axis
+from lightning_par.pipeline.changes import Change, MappingChange
+from lightning_par.pipeline.outputs import LogRecord, MetricReference, Printed, say
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.watch import Snapshot, Watch
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class Effects:
+    """What one run of a step did.
+
+    Attributes:
+        logs: the calls of ``self.log``, in order.
+        printed: the text of ``print`` and ``self.print``, in order.
+        state: what changed, by the name of the object that changed: attributes of modules, of metrics and of plain
+            objects, buffers, and the content of containers.
+        places: whether an object's entries are its attributes.
+        refused: what the step did that can't be told, in words.
+        result: the step's return value; the caller sets it.
+    """
+
+    logs: list[LogRecord] = field(default_factory=list)
+    printed: list[Printed] = field(default_factory=list)
+    state: dict[str, Change] = field(default_factory=dict)
+    places: dict[str, bool] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    result: Any = None
+
+    def travel(self, axis: Axis, source: int, device: torch.device = _CPU) -> Effects:
+        """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
+
+        Args:
+            axis: the pipeline axis; all its ranks call this.
+            source: whose effects count; what the others pass is dropped.
+            device: where the process group's tensors live.
+
+        Raises:
+            TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
+        """
+        if axis.rank == source and not self.refused:
+            self.refused.extend(self._unsendable(device))
+        sent = Effects(refused=self.refused) if self.refused else self
+        arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects")
+        if arrived.refused:
+            raise TypeError(" ".join(arrived.refused))
+        return arrived
+
+    def _unsendable(self, device: torch.device) -> list[str]:
+        """What can't travel, in words; the parts are tried one by one only if the whole can't."""
+        if refusal(self, device) is None:
+            return []
+        reasons = [(place, refusal(part, device)) for place, part in self._parts()]
+        return [
+            f"{place} can't be sent to the other ranks of the pipeline: {reason}. All of them need what the step "
+            "stores, logs and returns."
+            for place, reason in reasons
+            if reason is not None
+        ]
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        for record in self.logs:
+            yield f"What self.log({record.name!r}, ...) got", record
+        for name, change in self.state.items():
+            if not isinstance(change, MappingChange):
+                yield f"What the step stored in {name}", change
+                continue
+            for key, value in change.entries.items():
+                yield f"{name}.{key}" if self.places[name] else f"{name}[{key!r}]", (key, value)
+            yield name, (change.inplace, change.deleted, change.order)
+        yield "What the step returns", self.result
+
+
+def apply(effects: Effects, lightning_module: Any, watch: Watch, show: bool) -> None:
+    """Do what the run that counts did: change the state, log, print.
+
+    Args:
+        effects: the same on all ranks; see `Effects.travel`.
+        lightning_module: whose step it was. Its ``log`` is called for real, so the trainer's hook is to be on.
+        watch: of the same modules on every rank, in the state before the run.
+        show: whether this rank prints.
+    """
+    snapshot = watch.snapshot(lend=False)
+    for name, change in effects.state.items():
+        snapshot.cells[name].apply(change)
+    for record in effects.logs:
+        _log(record, lightning_module, snapshot)
+    for printed in effects.printed if show else ():
+        say(printed, lightning_module)
+
+
+def _log(record: LogRecord, module: Any, snapshot: Snapshot) -> None:
+    if not isinstance(record.value, MetricReference):
+        module.log(record.name, record.value, *record.args, **record.kwargs)
+        return
+    metric = _metric(record.value.name, module, snapshot)
+    after, metric._forward_cache = metric._forward_cache, record.value.cache
+    try:
+        module.log(record.name, metric, *record.args, **record.kwargs)
+    finally:
+        metric._forward_cache = after
+
+
+def _metric(name: str, module: Any, snapshot: Snapshot) -> Any:
+    cell = snapshot.cells.get(name)
+    return module.get_submodule(name.removeprefix("self.")) if cell is None else cell.owner
+
+
+def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effects:
+    """The effects of a step that ran once for each microbatch, as if it had run once.
+
+    Args:
+        effects: one for each microbatch, of the same structure.
+        join: given the tensors at the same place, one for each microbatch, returns the whole one.
+
+    Returns:
+        The whole; what is no tensor is the last microbatch's.
+
+    Example::
+
+        runs = [Effects(result=torch.full((1,), float(i))) for i in range(3)]
+        assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
+    """
+    whole: Effects = _joined(list(effects), join)
+    return whole
+
+
+def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+    last = values[-1]
+    if isinstance(last, Tensor):
+        return join(values)
+    if isinstance(last, dict):
+        return _filled(last, {key: _joined([value[key] for value in values], join) for key in last})
+    if isinstance(last, tuple) and hasattr(last, "_fields"):
+        return type(last)(*(_joined(list(items), join) for items in zip(*values, strict=True)))
+    if isinstance(last, (list, tuple, deque)):
+        items = [_joined(list(items), join) for items in zip(*values, strict=True)]
+        return deque(items, last.maxlen) if isinstance(last, deque) else type(last)(items)
+    if dataclasses.is_dataclass(last) and not isinstance(last, type):
+        new = copy.copy(last)
+        for part in dataclasses.fields(last):
+            value = _joined([getattr(value, part.name) for value in values], join)
+            object.__setattr__(new, part.name, value)
+        return new
+    return last
+
+
+def _filled(like: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the kind of ``like``, whatever its constructor wants."""
+    new = copy.copy(like)
+    for key, value in entries.items():
+        new[key] = value
+    return new
