@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par import private
 from lightning_par.comm import Axis
+from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor, leaf
 
 BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to start early
@@ -127,7 +128,7 @@ class GradientSync:
         self._armed = True
 
     def _find_leaves(self) -> None:
-        found = {id(x): x for x in map(leaf, self._module.parameters())}
+        found = {id(x): x for x in map(leaf, self._module.parameters()) if not is_elsewhere(x)}
         leaves = {i: x for i, x in found.items() if x.requires_grad or i in self._touched}
         if leaves.keys() == self._bucket_of.keys():
             return
@@ -197,21 +198,41 @@ def _refuse_sparse(module: nn.Module) -> None:
             )
 
 
+class Counting(Protocol):
+    """Says which parameters count on this rank, so that each counts once along ``axis``."""
+
+    axis: Axis
+
+    def counts(self, parameter: Tensor) -> bool: ...
+
+
 @torch.no_grad()
-def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, once: Counting | None = None
+) -> Tensor:
     """Scale the gradients so that their joint norm is at most ``max_norm``; returns the norm before, a 0-dim tensor.
 
     As ``torch.nn.utils.clip_grad_norm_``. A sharded parameter's parts count together, in one all-reduce (purpose
     ``"clip"``) along its axis, which all ranks must take part in; a replicated one counts once.
+
+    Args:
+        parameters: those of an optimizer.
+        max_norm: the limit.
+        norm_type: the p of the p-norm; may be infinite.
+        once: where parameters are spread over stages, which ones count here; one more all-reduce joins the stages.
     """
     parameters = list(parameters)
-    axes = {p.axis.ranks: p.axis for p in parameters if isinstance(p, ShardedTensor) and p.axis.size > 1}
-    norms = [_norm([p for p in parameters if _ranks(p) not in axes], norm_type)]
+    counted = parameters if once is None else [p for p in parameters if once.counts(p)]
+    axes = {p.axis.ranks: p.axis for p in counted if isinstance(p, ShardedTensor) and p.axis.size > 1}
+    norms = [_norm([p for p in counted if _ranks(p) not in axes], norm_type)]
     for ranks, axis in axes.items():
-        part = _norm([p for p in parameters if _ranks(p) == ranks], norm_type)
+        part = _norm([p for p in counted if _ranks(p) == ranks], norm_type)
         norms.append(_join(part, norm_type, axis))
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[-1].device) for norm in norms]), norm_type)
     leaves = [leaf(p) for p in parameters]
+    if once is not None and once.axis.size > 1:
+        device = leaves[0].device if leaves else total.device  # that of messages, where nothing counts here
+        total = _join(total.to(device, torch.float64), norm_type, once.axis)  # stages may differ in dtype
     if any(x.grad is not None for x in leaves):
         nn.utils.clip_grads_with_norm_(leaves, max_norm, total)
     return total
@@ -248,6 +269,16 @@ def _join(part: Tensor, norm_type: float, axis: Axis) -> Tensor:
 @torch.no_grad()
 def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
     """Make an overflow that one rank's part of the gradients met known to the ranks that hold the others."""
-    if axis.size > 1:
-        for flag in private.found_infs(scaler, optimizer):
-            axis.all_reduce_(flag, "overflow", "max")
+    if axis.size == 1:
+        return
+    flags = private.found_infs(scaler, optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = flags[0].device if flags else leaf(parameters[0]).device
+    met = torch.stack([flag.to(device).view(()) for flag in flags]).amax() if flags else torch.zeros((), device=device)
+    # Zero where no rank had a gradient: one device's scaler then raises.
+    shared = torch.stack([met, torch.full_like(met, float(bool(flags)))])
+    axis.all_reduce_(shared, "overflow", "max")
+    for flag in flags:
+        flag.fill_(shared[0])
+    if not flags and shared[1]:
+        private.note_overflow_flag(scaler, optimizer, shared[:1].clone())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.elementwise import acts_elementwise, kinds
+from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor
 
 
@@ -54,6 +55,7 @@ def adopt(optimizer: Optimizer) -> None:
     optimizer._lightning_par_stand_ins = stand_ins  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: stand_ins.of_those_here(state_dict))
         optimizer.register_state_dict_post_hook(lambda _, state_dict: stand_ins.viewed(state_dict))
         optimizer.register_load_state_dict_post_hook(lambda _: stand_ins.begin())
 
@@ -105,6 +107,8 @@ class _StandIns:
     def begin(self) -> None:
         """Bring the state to what the param groups, as they are now, ask for; it may be whole. No communication."""
         self._local, self._tried = [], []
+        for p in [p for p in self.optimizer.state if is_elsewhere(p)]:
+            del self.optimizer.state[p]
         self._decide()
         for p in self.local_parameters():
             state = self.optimizer.state.get(p, {})
@@ -143,6 +147,15 @@ class _StandIns:
             if id(p) in local and i in state:
                 state[i] = {name: p.with_local(x) if _is_part(x, p) else x for name, x in state[i].items()}
         return {**state_dict, "state": state}
+
+    def of_those_here(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict``, which may be whole, without the state of parameters that other ranks hold."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        ids = [i for group in state_dict.get("param_groups", ()) for i in group["params"]]
+        away = {i for i, p in zip(ids, parameters) if is_elsewhere(p)}
+        if not away:
+            return state_dict
+        return {**state_dict, "state": {i: x for i, x in state_dict["state"].items() if i not in away}}
 
     def _decide(self) -> None:
         """Try the param groups that are new, or whose options have changed in kind."""

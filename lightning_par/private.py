@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.namespace import Namespace
 
@@ -128,6 +128,21 @@ def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:
     A rank with a part of the gradients sees a part of the overflows; torch's scalers offer no place to share them.
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def note_overflow_flag(scaler: Any, optimizer: Any, flag: Tensor) -> None:
+    """Add a flag to those that `found_infs` shows: a rank without gradients has none, and its scaler would raise."""
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"][flag.device] = flag
+
+
+def forget_weak_references(rnn: nn.RNNBase) -> None:
+    """Drop an RNN's weak references to its weights, which forbid to swap them."""
+    rnn._flat_weight_refs = []
+
+
+def renew_weak_references(rnn: nn.RNNBase) -> None:
+    """Undo `forget_weak_references`, and lay out the weights anew for cuDNN, as the RNN does when it moves."""
+    rnn._init_flat_weights()
 
 
 def default_store() -> Any:

@@ -133,6 +133,27 @@ def test_a_scaler_shows_the_overflows_it_met() -> None:
         scaler.update()
 
 
+def test_a_scaler_without_gradients_takes_a_flag_from_outside() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(())).item()
+    scaler.unscale_(optimizer)
+    assert private.found_infs(scaler, optimizer) == []
+    private.note_overflow_flag(scaler, optimizer, torch.ones(1))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_an_rnns_weights_can_be_swapped() -> None:
+    rnn = nn.LSTM(2, 3)
+    private.forget_weak_references(rnn)
+    torch.utils.swap_tensors(rnn.weight_ih_l0, nn.Parameter(torch.zeros(12, 2)))
+    private.renew_weak_references(rnn)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(rnn.weight_ih_l0, nn.Parameter(torch.zeros(12, 2)))
+
+
 def _private_imports(source: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source.read_text())):

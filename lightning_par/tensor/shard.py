@@ -6,12 +6,11 @@ place, so whatever refers to it stays right.
 
 from __future__ import annotations
 
-import gc
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_par.comm import Axis
+from lightning_par.identity import become
 from lightning_par.tensor.plan import TensorPlan
 from lightning_par.view import ShardedTensor, sharded_parameter
 
@@ -26,7 +25,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         if isinstance(parameter, ShardedTensor):
             continue
         grad = parameter.grad
-        _become(parameter, sharded_parameter(parameter, split.dim, split.positions, axis), split.names[0])
+        become(parameter, sharded_parameter(parameter, split.dim, split.positions, axis), split.names[0])
         if grad is not None:
             parameter.grad = grad
 
@@ -40,26 +39,4 @@ def unshard_module(module: nn.Module) -> None:
                 whole = nn.Parameter(parameter.full_tensor("unshard"), requires_grad=parameter.requires_grad)
                 if isinstance(grad, ShardedTensor):
                     whole.grad = grad.full_tensor("unshard")
-            _become(parameter, whole, name)
-
-
-def _become(old: Tensor, new: Tensor, name: str) -> None:
-    """Turn the object ``old`` into ``new``, and the other way round."""
-    attributes = {key: value for key, value in vars(old).items() if key not in _OWN}
-    old.grad = None
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError:
-        gc.collect()  # a graph of an earlier step may still hold the parameter
-        try:
-            torch.utils.swap_tensors(old, new)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"The parameter {name} can't be split or made whole, since something else still holds it: an autograd "
-                "graph of an earlier step, or a weak reference. Detach or delete what was computed from it."
-            ) from error
-    for key, value in attributes.items():  # what the user hung on the parameter stays there
-        setattr(old, key, value)
-
-
-_OWN = {"_local", "_dim", "_positions", "_axis", "_is_param"}
+            become(parameter, whole, name)

@@ -1,0 +1,42 @@
+"""A tensor that becomes another one and stays the same object: what refers to it stays right."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor
+
+_OWN = {"_local", "_dim", "_positions", "_axis", "_is_param", "_origin"}  # what makes a tensor of ours what it is
+
+
+def become(old: Tensor, new: Tensor, name: str) -> None:
+    """Turn the object ``old`` into ``new``, and the other way round; what the user hung on ``old`` stays there.
+
+    Args:
+        old: a parameter or buffer; loses its gradient.
+        new: a leaf that nothing else refers to.
+        name: of the parameter, for the message.
+
+    Raises:
+        RuntimeError: something else still holds the tensor.
+
+    Example::
+
+        become(module.weight, nn.Parameter(torch.zeros(2, 2)), "weight")
+    """
+    attributes = {key: value for key, value in vars(old).items() if key not in _OWN}
+    old.grad = None
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        gc.collect()  # a graph of an earlier step may still hold the parameter
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The parameter {name} can't be split or made whole, since something else still holds it: an autograd "
+                "graph of an earlier step, or a weak reference. Detach or delete what was computed from it."
+            ) from error
+    for key, value in attributes.items():
+        setattr(old, key, value)

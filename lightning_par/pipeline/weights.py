@@ -1,0 +1,174 @@
+"""Weights over stages: what a rank does not hold is `Elsewhere`, and comes back at the end of the run.
+
+A parameter keeps its identity on the way out and back: the object that the module, a param group or the user holds is
+changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.comm import Axis
+from lightning_par.identity import become
+from lightning_par.pipeline.elsewhere import Elsewhere, Origin
+from lightning_par.pipeline.travel import kinds_at, send_to_all, wanted_of
+from lightning_par.view import ShardedTensor, leaf
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks of the pipeline axis hold each tensor of the module.
+
+    Args:
+        holders: first name of a parameter or buffer, as in ``named_parameters()`` and ``named_buffers()``, to ascending
+            indices along the pipeline axis. Tensors that are not named are held by all.
+
+    Example::
+
+        placement = Placement({"embedding.weight": (0, 1), "head.bias": (1,)})
+        assert placement.first("head.bias") == 1 and placement.first("norm.weight") == 0
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+
+    def first(self, name: str) -> int:
+        """The index of the first rank that holds ``name``."""
+        return self.holders.get(name, (0,))[0]
+
+    def of(self, name: str, size: int) -> tuple[int, ...]:
+        """The indices of the ranks that hold ``name``, of ``size`` ranks."""
+        return self.holders.get(name, tuple(range(size)))
+
+
+class Once:
+    """Which parameters count on this rank, so that each counts once along the pipeline axis: at its first holder.
+
+    Args:
+        module: the module that is spread.
+        placement: who holds what.
+        axis: the pipeline axis.
+
+    Example::
+
+        once = Once(module, placement, groups.pipeline)
+        mine = [p for p in module.parameters() if once.counts(p)]
+    """
+
+    def __init__(self, module: nn.Module, placement: Placement, axis: Axis) -> None:
+        self.axis = axis
+        self._first = {id(p): placement.first(name) for name, p in module.named_parameters()}
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one that counts ``parameter``; one that is not the module's counts on the first."""
+        return self._first.get(id(parameter), 0) == self.axis.rank
+
+
+def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
+    """Give up the memory of every parameter and buffer that this rank does not hold. No communication.
+
+    To be called once the module is equal on all ranks and sharded, before optimizers are made or adopted.
+
+    Args:
+        module: whole, or sharded over another axis.
+        placement: who holds what.
+        axis: the pipeline axis.
+
+    Raises:
+        RuntimeError: something else still holds a parameter's memory, as an autograd graph does.
+    """
+    tensors = [(name, x) for name, x in _named(module) if axis.rank not in placement.of(name, axis.size)]
+    with _swappable([*module.modules()]):
+        for name, x in tensors:
+            if not isinstance(x, Elsewhere):
+                sharding = (x.sharded_dim, x.positions, x.axis) if isinstance(x, ShardedTensor) else None
+                origin = Origin(name, placement.holders[name], axis, sharding)
+                become(x, _away(x, origin), name)
+
+
+@torch.no_grad()
+def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
+    """Make every parameter and buffer real again on every rank, one at a time. All ranks must call it.
+
+    One that is sharded over another axis comes back sharded like it.
+
+    Args:
+        module: as `send_away` left it, or as it was trained since.
+        axis: the pipeline axis.
+        also: other modules, callbacks and what else may hold copies in attributes, lists, dicts and tuples.
+    """
+    if axis.size == 1:
+        return
+    found: dict[str, Tensor] = {}
+    modules: list[nn.Module] = []
+    seen: set[int] = set()
+    for index, holder in enumerate((module, *also)):
+        held = holder if isinstance(holder, nn.Module) else getattr(holder, "__dict__", {})
+        _find(held, f"{index}", found, modules, seen)
+    asked = [(path, x.origin.holders[0]) for path, x in found.items() if isinstance(x, Elsewhere)]
+    wanted = wanted_of(asked, axis, "unshard")
+    parts = {path: leaf(x) for path, x in found.items() if path in wanted}
+    kinds = kinds_at(wanted, parts, axis, "unshard")
+    with _swappable(modules):
+        for path in sorted(kinds):
+            part = send_to_all(parts.get(path), kinds[path], wanted[path], axis, "unshard")
+            x = found.get(path)
+            if isinstance(x, Elsewhere):
+                become(x, _here(x, part), x.origin.name)
+
+
+def _away(x: Tensor, origin: Origin) -> Elsewhere:
+    away = Elsewhere(x.shape, x.dtype, x.device, origin, x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        away._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
+    return away
+
+
+def _here(x: Elsewhere, part: Tensor) -> Tensor:
+    local = part.to(x.device).requires_grad_(x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        local = nn.Parameter(local, requires_grad=x.requires_grad)
+    if x.origin.sharding is None:
+        return local
+    sharded = ShardedTensor(local, *x.origin.sharding)
+    if isinstance(x, nn.Parameter):
+        sharded._is_param = True
+    return sharded
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from list(module.named_parameters())
+    yield from list(module.named_buffers())
+
+
+@contextmanager
+def _swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
+    rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for rnn in rnns:
+        private.forget_weak_references(rnn)
+    try:
+        yield
+    finally:
+        for rnn in rnns:
+            private.renew_weak_references(rnn)
+
+
+def _find(value: Any, path: str, found: dict[str, Tensor], modules: list[nn.Module], seen: set[int]) -> None:
+    """Every tensor and module that ``value`` holds; tensors by a path that is the same on all ranks."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found[path] = value
+    elif isinstance(value, nn.Module):
+        modules.append(value)
+        _find(vars(value), path, found, modules, seen)
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _find(item, f"{path}.{key}", found, modules, seen)
