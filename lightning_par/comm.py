@@ -1,16 +1,8 @@
 """The verbs that move tensors along one mesh axis, and the ledger that counts what they move.
 
 `Axis` is one mesh axis as one rank sees it. Its methods are the only calls into ``torch.distributed`` on a training
-step's path; each writes one `Transfer` into every open ledger. The autograd functions below are built from them::
-
-    enter   replicated -> used by sharded work     forward: identity     backward: all-reduce
-    leave   partial sums -> replicated             forward: all-reduce   backward: identity
-    gather  sharded -> replicated                  forward: all-gather   backward: own part
-    scatter replicated -> sharded                  forward: own part     backward: all-gather
-
-Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a
-replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053, figure 3). The ops are
-``torch.distributed``'s own, never functional collectives: on gloo those abort at process exit.
+step's path; each writes one `Transfer` into every open ledger. `lightning_par.verbs` builds autograd functions from
+them. The ops are ``torch.distributed``'s own, never functional collectives: on gloo those abort at process exit.
 """
 
 from __future__ import annotations
@@ -26,9 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.positions import Positions
+from lightning_par.verbs import _own_part as _own_part
+from lightning_par.verbs import enter as enter
+from lightning_par.verbs import gather as gather
+from lightning_par.verbs import leave as leave
+from lightning_par.verbs import scatter as scatter
 
 Verb = Literal["all_reduce", "all_gather", "broadcast", "all_to_all", "send", "recv"]
+Kind = Literal["forward", "backward"]
+Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme"}  # what functions of sharded tensors send for
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -46,9 +44,13 @@ class Transfer:
 
     @property
     def sent(self) -> float:
-        """Bytes that leave one rank under ring algorithms: 2N(n-1)/n for an all-reduce, N(n-1)/n for an all-gather."""
+        """Bytes that leave one rank under ring algorithms: 2N(n-1)/n for an all-reduce, N(n-1)/n for an all-gather.
+
+        A message counts at its sender, under "send".
+        """
         share = (self.ranks - 1) / self.ranks
-        return self.nbytes * {"all_reduce": 2 * share, "all_gather": share, "all_to_all": share}.get(self.verb, 1.0)
+        shares = {"all_reduce": 2 * share, "all_gather": share, "all_to_all": share, "recv": 0.0}
+        return self.nbytes * shares.get(self.verb, 1.0)
 
 
 @dataclass
@@ -118,6 +120,8 @@ class Axis:
         self.group = group
         self.guard: Callable[[], None] | None = None
         """Called before sharded tensors talk; see `lightning_par.meeting`."""
+        self.links: dict[Link, dist.ProcessGroup] | None = None
+        """Groups for messages alone, where the backend needs them; see `lightning_par.layout.make_message_groups`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     @property
@@ -148,11 +152,11 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
-    def _log(self, verb: Verb, purpose: str, numel: int, nbytes: int) -> None:
+    def _log(self, verb: Verb, purpose: str, numel: int, nbytes: int, ranks: int | None = None) -> None:
         if self.guard is not None and purpose in _OF_SHARDS:
             self.guard()
         for opened in _open_ledgers:
-            opened.transfers.append(Transfer(verb, self.name, purpose, numel, nbytes, self.size))
+            opened.transfers.append(Transfer(verb, self.name, purpose, numel, nbytes, ranks or self.size))
 
     def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Reduce ``x`` in place over the axis; returns it. Booleans reduce as ``max`` (any) or ``min`` (all)."""
@@ -185,6 +189,31 @@ class Axis:
             dist.broadcast(x, src=self.ranks[source], group=self.group)
         return x
 
+    def start_send(self, x: Tensor, to: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
+        """Begin to send the contiguous ``x``, of any dtype, to index ``to``; the caller keeps it until it has left.
+
+        Args:
+            x: what to send, not to be written to before it has left.
+            to: the receiver's index along the axis.
+            purpose: for the ledger.
+            link: the group of `links` to use; None for that of the whole axis.
+            tag: with gloo, says which `start_recv_` gets it; NCCL goes by the order.
+        """
+        self._log("send", purpose, x.numel(), x.numel() * x.element_size(), 2)
+        work = dist.isend(_bytes(x), self.ranks[to], group=self._group_of(link), tag=tag)
+        assert work is not None  # this rank is in the group
+        return work
+
+    def start_recv_(self, x: Tensor, source: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
+        """Begin to overwrite the contiguous ``x`` with what index ``source`` sends; see `start_send`."""
+        self._log("recv", purpose, x.numel(), x.numel() * x.element_size(), 2)
+        work = dist.irecv(_bytes(x), self.ranks[source], group=self._group_of(link), tag=tag)
+        assert work is not None
+        return work
+
+    def _group_of(self, link: Link | None) -> dist.ProcessGroup | None:
+        return self.group if link is None or self.links is None else self.links[link]
+
     def broadcast_object(self, value: Any, purpose: str, source: int = 0) -> Any:
         """``value`` of index ``source`` along the axis, pickled, on every rank."""
         if self.size == 1:
@@ -204,98 +233,6 @@ class Axis:
         return values
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
-        ctx.axis, ctx.purpose = axis, purpose
-        return x.detach()  # shares the version counter, and unlike a view keeps no reference to x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        return leave(grad, ctx.axis, ctx.purpose), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
-        ctx.axis, ctx.purpose = axis, purpose
-        # A gradient may be shared with another branch of the graph, hence the copy.
-        return axis.all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), purpose)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return enter(grad, ctx.axis, ctx.purpose), None, None
-
-
-def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
-    """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
-    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    return _Enter.apply(x, axis, purpose)
-
-
-def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
-    """The sum over the axis of the partial sums ``x``, replicated."""
-    return x if axis.size == 1 else _Leave.apply(x, axis, purpose)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
-        ctx.args = dim, positions, axis, purpose
-        return _gathered(x, dim, positions, axis, purpose)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return scatter(grad, *ctx.args), None, None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
-        ctx.args = dim, positions, axis, purpose
-        return _own_part(x, dim, positions, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return gather(grad, *ctx.args), None, None, None, None
-
-
-def _own_part(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor:
-    own = positions.indices(axis.rank)
-    if len(own) and own[-1] - own[0] + 1 == len(own):
-        return x.narrow(dim, int(own[0]), len(own)).contiguous()
-    return x.index_select(dim, positions.index(axis.rank, x.device))
-
-
-def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
-    """The whole dim. Parts that differ in size travel padded to the largest, since gloo gathers equal shapes only."""
-    counts = [positions.count(rank) for rank in range(axis.size)]
-    sent = x.detach().to(torch.uint8) if x.dtype == torch.bool else x.detach()
-    if max(counts) > counts[axis.rank]:
-        padding = list(x.shape)
-        padding[dim] = max(counts) - counts[axis.rank]
-        sent = torch.cat([sent, sent.new_zeros(padding)], dim)
-    parts = axis.all_gather(sent, purpose)
-    whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
-    order = positions.restore(axis.size, x.device)
-    return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
-
-
-def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
-    """The whole tensor whose dim ``dim`` the ranks hold by ``positions``; ``x`` is this rank's part."""
-    if axis.size == 1:
-        return x
-    if x.requires_grad and torch.is_grad_enabled():
-        return _Gather.apply(x, dim, positions, axis, purpose)
-    return _gathered(x, dim, positions, axis, purpose)
-
-
-def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
-    """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
-    if axis.size == 1:
-        return x
-    axis.about_to_cut(x)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _Scatter.apply(x, dim, positions, axis, purpose)
-    return _own_part(x, dim, positions, axis)
+def _bytes(x: Tensor) -> Tensor:
+    """The memory of the contiguous ``x``: gloo and NCCL know fewer dtypes than torch."""
+    return x.detach().view(-1).view(torch.uint8)

@@ -6,7 +6,7 @@ talk most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import count
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_par.comm import Axis
+from lightning_par.comm import Axis, Kind, Link
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
 Size = int | Literal["auto"]
@@ -124,7 +124,8 @@ class Groups:
     """The axes through this rank, with their process groups.
 
     ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them. ``runs`` counts
-    the runs on these groups, alike on all ranks.
+    the runs on these groups, ``linked`` holds the pairs of the pipeline axis that have groups for their messages; both
+    alike on all ranks.
     """
 
     layout: Layout
@@ -135,6 +136,7 @@ class Groups:
     replica: Axis
     world: Axis
     runs: Iterator[int] = field(default_factory=count, compare=False)
+    linked: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
 
 _made: dict[Layout, tuple[dist.ProcessGroup | None, Groups]] = {}
@@ -158,9 +160,55 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
         }
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         axes = {name: _make_axis(name, layout.lines(along), made, timeout) for name, along in named.items()}
-        groups = Groups(layout, **axes)  # type: ignore[arg-type]  # `runs` has a default
+        groups = Groups(layout, **axes)  # type: ignore[arg-type]  # the others have a default
         _made[layout] = (world, groups)
     return _made[layout][1]
+
+
+def make_message_groups(
+    layout: Layout, timeout: timedelta, pairs: Iterable[tuple[int, int]] | None = None, separate: bool | None = None
+) -> None:
+    """Give the pipeline axis a two-rank group for each pair of ranks, direction and kind of message.
+
+    NCCL ignores tags, and a send holds up what was queued behind it until the peer receives: activations that wait for
+    their receiver must not stand before gradients. gloo has tags and needs none of this, hence makes nothing. To be
+    called by all ranks of the world, before the first message; what was made is kept.
+
+    Args:
+        layout: as given to `make_groups`.
+        timeout: for the groups.
+        pairs: indices along the pipeline axis that talk, in any order, the same on all ranks; neighbours on the ring
+            by default.
+        separate: whether to make groups; by default unless the backend is gloo.
+
+    Example::
+
+        make_message_groups(Layout(pipeline=4), timedelta(minutes=30))
+    """
+    groups, size = make_groups(layout, timeout), layout.pipeline
+    if size == 1 or not (_needs_links() if separate is None else separate):
+        return
+    links = groups.pipeline.links = groups.pipeline.links or {}
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    wanted = {(min(pair), max(pair)) for pair in (ring if pairs is None else pairs) if pair[0] != pair[1]}
+    for low, high in sorted(wanted - groups.linked):
+        groups.linked.add((low, high))
+        for line in layout.lines(("pipeline",)):
+            own = groups.pipeline.rank if line == groups.pipeline.ranks else None
+            for link, group in _make_links(line, low, high, timeout).items():
+                if own in (low, high):
+                    links[link] = group
+
+
+def _needs_links() -> bool:
+    config = str(dist.get_backend_config())  # as "cpu:gloo,cuda:nccl"
+    return any(part.split(":")[-1] != "gloo" for part in config.split(","))
+
+
+def _make_links(line: tuple[int, ...], low: int, high: int, timeout: timedelta) -> dict[Link, dist.ProcessGroup]:
+    kinds: tuple[Kind, ...] = ("forward", "backward")
+    links: list[Link] = [(kind, *ends) for kind in kinds for ends in ((low, high), (high, low))]
+    return {link: dist.new_group([line[low], line[high]], timeout=timeout) for link in links}
 
 
 def _make_axis(

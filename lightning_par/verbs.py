@@ -1,0 +1,121 @@
+"""Autograd functions that change how a tensor is spread over one mesh axis, built from the calls of `comm.Axis`.
+
+::
+
+    enter   replicated -> used by sharded work     forward: identity     backward: all-reduce
+    leave   partial sums -> replicated             forward: all-reduce   backward: identity
+    gather  sharded -> replicated                  forward: all-gather   backward: own part
+    scatter replicated -> sharded                  forward: own part     backward: all-gather
+
+Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a
+replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053, figure 3).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.positions import Positions
+
+if TYPE_CHECKING:
+    from lightning_par.comm import Axis
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
+        ctx.axis, ctx.purpose = axis, purpose
+        return x.detach()  # shares the version counter, and unlike a view keeps no reference to x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        return leave(grad, ctx.axis, ctx.purpose), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
+        ctx.axis, ctx.purpose = axis, purpose
+        # A gradient may be shared with another branch of the graph, hence the copy.
+        return axis.all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), purpose)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return enter(grad, ctx.axis, ctx.purpose), None, None
+
+
+def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
+    """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
+    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return _Enter.apply(x, axis, purpose)
+
+
+def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
+    """The sum over the axis of the partial sums ``x``, replicated."""
+    return x if axis.size == 1 else _Leave.apply(x, axis, purpose)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+        ctx.args = dim, positions, axis, purpose
+        return _gathered(x, dim, positions, axis, purpose)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return scatter(grad, *ctx.args), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+        ctx.args = dim, positions, axis, purpose
+        return _own_part(x, dim, positions, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gather(grad, *ctx.args), None, None, None, None
+
+
+def _own_part(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor:
+    own = positions.indices(axis.rank)
+    if len(own) and own[-1] - own[0] + 1 == len(own):
+        return x.narrow(dim, int(own[0]), len(own)).contiguous()
+    return x.index_select(dim, positions.index(axis.rank, x.device))
+
+
+def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+    """The whole dim. Parts that differ in size travel padded to the largest, since gloo gathers equal shapes only."""
+    counts = [positions.count(rank) for rank in range(axis.size)]
+    sent = x.detach().to(torch.uint8) if x.dtype == torch.bool else x.detach()
+    if max(counts) > counts[axis.rank]:
+        padding = list(x.shape)
+        padding[dim] = max(counts) - counts[axis.rank]
+        sent = torch.cat([sent, sent.new_zeros(padding)], dim)
+    parts = axis.all_gather(sent, purpose)
+    whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
+    order = positions.restore(axis.size, x.device)
+    return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
+
+
+def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
+    """The whole tensor whose dim ``dim`` the ranks hold by ``positions``; ``x`` is this rank's part."""
+    if axis.size == 1:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Gather.apply(x, dim, positions, axis, purpose)
+    return _gathered(x, dim, positions, axis, purpose)
+
+
+def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
+    """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
+    if axis.size == 1:
+        return x
+    axis.about_to_cut(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Scatter.apply(x, dim, positions, axis, purpose)
+    return _own_part(x, dim, positions, axis)
