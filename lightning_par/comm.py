@@ -113,6 +113,9 @@ class Axis:
         assert axis.size == 1
     """
 
+    by_sample = False
+    """Whether its parts are samples that run one after another, so that a sum over it is a share of the whole."""
+
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         self.name = name
         self.ranks = ranks
@@ -148,6 +151,9 @@ class Axis:
 
     def about_to_cut(self, x: Tensor) -> None:
         """Called before the replicated ``x`` is cut to this rank's part."""
+
+    def no_shares(self, name: str) -> None:
+        """Called where ``name`` goes on with a sum over the axis in a way that shares of the sum can't."""
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"

@@ -32,7 +32,7 @@ def kept(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        _set_global_state(state)
+        set_global_state(state)
         for put_back in restore:
             put_back()
 
@@ -51,7 +51,7 @@ def same_global_state(before: tuple[Any, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in tensors) and numpy_equal and before[3] == now[3]
 
 
-def _set_global_state(state: tuple[Any, ...]) -> None:
+def set_global_state(state: tuple[Any, ...]) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])

@@ -5,9 +5,15 @@ from __future__ import annotations
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_par.namespace import LIGHTNING
+from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
 
 class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):
     __doc__ = TensorParallelMixin.__doc__
+    namespace = LIGHTNING
+
+
+class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):
+    __doc__ = PipelineParallelMixin.__doc__
     namespace = LIGHTNING

@@ -5,9 +5,15 @@ from __future__ import annotations
 from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_par.namespace import PYTORCH_LIGHTNING
+from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
 
 class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
     __doc__ = TensorParallelMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
+class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = PipelineParallelMixin.__doc__
     namespace = PYTORCH_LIGHTNING

@@ -150,3 +150,43 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What ``module(...)`` runs now: the user's compiled call, or forward with its hooks."""
+    compiled = module._compiled_call_impl
+    return module._call_impl if compiled is None else compiled  # type: ignore[return-value]
+
+
+def set_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call``, hooks and all left to it. `nn.Module.compile` uses the same attribute, which
+    copies and pickles of the module leave behind; a replaced ``forward`` would be in them, and run the user's hooks."""
+    module.__dict__["_compiled_call_impl"] = call
+
+
+def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What `set_call` set."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def reset_call(module: torch.nn.Module, before: Callable[..., Any]) -> None:
+    """Undo `set_call`; ``before`` is what `plain_call` gave."""
+    module.__dict__.pop("_compiled_call_impl", None)
+    if before != module._call_impl:
+        module.__dict__["_compiled_call_impl"] = before
+
+
+def take_hooks(leaf: Tensor) -> list[tuple[Any, Any]]:
+    """Take the user's hooks off a leaf, for a while; torch can only remove a hook by the handle it gave away."""
+    taken = []
+    for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+        if hooks:
+            taken.append((hooks, hooks.copy()))
+            hooks.clear()
+    return taken
+
+
+def put_hooks(taken: list[tuple[Any, Any]]) -> None:
+    """Put back what `take_hooks` took."""
+    for hooks, content in taken:
+        hooks.update(content)

@@ -31,7 +31,7 @@ class Streams:
         self.in_step = False
 
     def next_key(self, shard: int) -> int:
-        key = _mix(self.seed, self.step, self.event, shard)
+        key = mix(self.seed, self.step, self.event, shard)
         self.event += 1
         return key
 
@@ -39,7 +39,7 @@ class Streams:
 streams = Streams()
 
 
-def _mix(*values: int) -> int:
+def mix(*values: int) -> int:
     """A 63-bit hash of ints, the same in every process (splitmix64's finaliser, folded over the values)."""
     mask = (1 << 64) - 1
     state = 0x9E3779B97F4A7C15

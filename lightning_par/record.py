@@ -196,7 +196,7 @@ def _record(
     copy = stand_in(module, fake, shared, recorder.took)
     fake_batch = apply_to_collection(batch, Tensor, fake)
     result, stopped = None, None
-    with _generators_kept(), _quiet(), mode, recorder, context():
+    with _generators_kept(), quiet(), mode, recorder, context():
         try:
             function = getattr(copy, step)
             result = function(*_arguments(function, fake_batch))
@@ -232,7 +232,7 @@ def _last_user_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What fake tensors can't run is told in the recording; torch's own log of it would alarm."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level, logger.level = logger.level, logging.CRITICAL

@@ -116,6 +116,6 @@ def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str 
     if axis.size == 1:
         return x
     axis.about_to_cut(x)
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and torch.is_grad_enabled() and not axis.by_sample:  # there the gradient's shares are padded
         return _Scatter.apply(x, dim, positions, axis, purpose)
     return _own_part(x, dim, positions, axis)

@@ -130,9 +130,11 @@ def _precision(precision: str) -> dict[str, Any]:
 def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
     if layout is None:
         return dict(accelerator="cpu", devices=1)
-    from lightning_par import TensorParallelStrategy
+    import lightning_par
 
-    strategy = TensorParallelStrategy(**layout)
+    pipeline = "pipeline_parallel_size" in layout
+    kind: Any = lightning_par.PipelineParallelStrategy if pipeline else lightning_par.TensorParallelStrategy
+    strategy = kind(**layout)
     return dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
 
 

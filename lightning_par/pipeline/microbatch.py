@@ -33,6 +33,8 @@ class MicrobatchAxis(Axis):
         assert x.mean().item() == 0.25  # a quarter of the whole batch's mean, 1
     """
 
+    by_sample = True
+
     def __init__(self, count: int, index: int) -> None:
         super().__init__("microbatch", tuple(range(count)), index, None)
         self.sums = 0  # sums over samples so far
@@ -47,6 +49,9 @@ class MicrobatchAxis(Axis):
             raise SamplesMixError(f"takes the {op} over the samples of a batch")
         self.sums += 1
         return x
+
+    def no_shares(self, name: str) -> NoReturn:
+        raise SamplesMixError(f"`{name}` needs a sum over the samples of a batch whole")
 
     def entered(self, x: Tensor) -> Tensor:
         return x  # its gradient's shares are summed as each microbatch's backward accumulates them

@@ -11,14 +11,18 @@ from __future__ import annotations
 from lightning_par.rules import (  # noqa: F401
     attention,
     autograd,
+    batch,
     contract,
     layers,
     lists,
     loss,
     module,
+    pick,
     pointwise,
     random,
+    recurrent,
     reduce,
+    row_loss,
     shape,
 )
 from lightning_par.rules.table import dispatch, gathers, on_gather, rule

@@ -85,6 +85,8 @@ def with_bias(
     if letter == result[-1] and bias is not None and bias.shape != (positions.size,):
         return NotImplemented
     if letter not in result:
+        if bias is not None:
+            axis.no_shares("linear")
         summed = comm.leave(run(None, *local), axis)
         return summed if bias is None else summed + full(bias).to(summed.dtype)
     if bias is not None and letter != result[-1]:
@@ -146,6 +148,9 @@ def baddbmm(
     if kwargs:
         return NotImplemented
     product = torch.bmm(batch1, batch2) * alpha
+    summed = [x for x in (batch1, batch2) if isinstance(x, ShardedTensor)]
+    if beta and summed and not isinstance(product, ShardedTensor):
+        summed[0]._axis.no_shares("baddbmm")
     return product + bias * beta if beta else product  # with beta 0 torch ignores what the bias holds
 
 

@@ -1,4 +1,4 @@
-"""Classification losses whose classes are sharded: the logits are never gathered.
+"""Classification losses whose classes or rows are sharded: the logits are never gathered.
 
 The vocabulary-parallel cross-entropy is Megatron-LM's (arXiv 1909.08053, section 3): three all-reduces of one scalar a
 row, for the largest logit, the sum of exponentials and the target's logit.
@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_par import comm
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
+from lightning_par.rules.pick import gather_beside
 from lightning_par.rules.reduce import accumulated_in, kernel_dtype, peak
 from lightning_par.rules.table import rule, view
 from lightning_par.view import ShardedTensor, full
@@ -80,7 +81,7 @@ def cross_entropy(
     if not isinstance(input, ShardedTensor) or size_average is not None or reduce is not None:
         return NotImplemented
     if input._dim != class_dim:
-        return _by_rows(input, target, weight, ignore_index, reduction, label_smoothing)
+        return _by_rows(func, input, target, weight, ignore_index, reduction, label_smoothing=label_smoothing)
     if target.is_floating_point():
         if weight is not None or ignore_index != -100 and ignore_index >= 0:
             return NotImplemented
@@ -133,21 +134,32 @@ def _with_probabilities(x: Any, target: Tensor, reduction: str, smoothing: float
 
 
 def _by_rows(
-    x: ShardedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, smoothing: float
-) -> Any:
+    func: Any, x: Any, target: Tensor, weight: Any, ignore_index: int, reduction: str, **options: Any
+) -> Any:  # fmt: skip
     """Rows sharded, classes whole: each rank's rows, weighed by the count of all."""
-    if weight is not None or target.is_floating_point() or x.ndim == 1:
-        return NotImplemented
-    dim = x._dim if x._dim == 0 else x._dim - 1
-    target_local = _cut(target, dim, x)
-    options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+    by_class = target.is_floating_point()
+    dim = x._dim if x._dim == 0 or by_class else x._dim - 1
+    part = _cut(target, dim, x)
+    if weight is not None:
+        options["weight"] = x._axis.entered(full(weight))
+    options["ignore_index"] = ignore_index
     if reduction == "none":
-        each = F.cross_entropy(x._local, target_local, reduction="none", **options)
-        return view(each, dim, x._positions, x._axis)
-    dtype = _loss_dtype(x)
-    local = x._local.to(accumulated_in(x.dtype))
-    total = comm.leave(F.cross_entropy(local, target_local, reduction="sum", **options), x._axis, "loss")
-    return (total if reduction == "sum" else total / (full(target) != ignore_index).sum()).to(dtype)
+        each = func(x._local, part, reduction="none", **options)
+        return view(each, x._dim - (x._dim > 1), x._positions, x._axis)
+    dtype, wide = _loss_dtype(x), accumulated_in(x.dtype)
+    local, part = x._local.to(wide), part.to(wide) if by_class else part
+    if weight is not None:
+        weight, options["weight"] = full(weight).to(wide), options["weight"].to(wide)
+    total = comm.leave(func(local, part, reduction="sum", **options), x._axis, "loss")
+    if reduction == "mean":
+        total = total / (x.numel() // x.shape[1] if by_class else _counted(full(target), weight, ignore_index))
+    return total.to(dtype)
+
+
+def _counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean divides by: the whole batch's classes, by their weights."""
+    valid = target != ignore_index
+    return valid.sum() if weight is None else (weight[target.masked_fill(~valid, 0)] * valid).sum()
 
 
 def _cut(target: Tensor, dim: int, x: ShardedTensor) -> Tensor:
@@ -167,10 +179,12 @@ def nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    if not isinstance(input, ShardedTensor) or input.ndim < 2 or input._dim != 1:
+    if not isinstance(input, ShardedTensor) or input.ndim < 2 or size_average is not None or reduce is not None:
         return NotImplemented
-    if size_average is not None or reduce is not None:
-        return NotImplemented
+    if input._dim != 1:
+        return NotImplemented if func is not F.nll_loss else _by_rows(
+            func, input, target, weight, ignore_index, reduction
+        )  # fmt: skip
     target = full(target)
     valid = target != ignore_index
     picked = torch.gather(input, 1, target.masked_fill(~valid, 0).unsqueeze(1)).squeeze(1)
@@ -183,10 +197,12 @@ def gather(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     names = ("dim", "index") if func.__name__ == "gather" else ("indices", "dim")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     dim, index = given.get("dim"), given.get("index", given.get("indices"))
-    if not isinstance(x, ShardedTensor) or not isinstance(dim, int) or isinstance(index, ShardedTensor):
+    if not isinstance(dim, int) or len(given) > 2 or index is None:
         return NotImplemented
     dim %= x.ndim
-    if dim != x._dim or len(given) > 2 or index is None:
+    if not isinstance(x, ShardedTensor) or dim != x._dim:
+        return gather_beside(func, x, dim, index)
+    if isinstance(index, ShardedTensor):
         return NotImplemented
     if func.__name__ == "take_along_dim" and any(index.shape[d] != x.shape[d] for d in range(x.ndim) if d != dim):
         return NotImplemented  # it broadcasts

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_par.rules.table import _writes, aligned, refuse_lost_write, rule, view
-from lightning_par.view import ShardedTensor
+from lightning_par.rules.table import aligned, refuse_lost_write, rule, view, writes
+from lightning_par.view import ShardedTensor, full
 
 _BINARY = "add sub mul div truediv floordiv floor_divide mod pow remainder fmod eq ne lt le gt ge and or xor"
 _DUNDERS = [n for op in _BINARY.split() for prefix in ("", "r", "i") if hasattr(Tensor, n := f"__{prefix}{op}__")]
@@ -46,7 +46,7 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs[name] = aligned(value, dim, lead._positions, lead._axis)
             if kwargs[name] is None:
                 return NotImplemented
-    in_place = _writes(getattr(func, "__name__", ""))
+    in_place = writes(getattr(func, "__name__", ""))
     if in_place:
         if not (args and isinstance(args[0], ShardedTensor) and args[0].ndim == lead.ndim):
             return NotImplemented
@@ -95,9 +95,9 @@ def copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> A
 
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy",
-      "kl_div", "poisson_nll_loss", "soft_margin_loss")  # fmt: skip
+      "kl_div", "poisson_nll_loss", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss")  # fmt: skip
 def elementwise_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The loss of each element, reduced as it says, where both arguments have the same shape."""
+    """The loss of each element, reduced as it says."""
     try:
         bound = inspect.signature(func).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -105,14 +105,14 @@ def elementwise_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     given = bound.arguments
     reduction = given.get("reduction", "mean")
-    shapes = {tuple(t.shape) for t in given.values() if isinstance(t, Tensor)}
-    if len(shapes) > 1 or given.get("reduce") is not None or given.get("size_average") is not None:
+    if given.get("reduce") is not None or given.get("size_average") is not None:
         return NotImplemented
-    tensors = [name for name, t in given.items() if isinstance(t, Tensor)]
-    options = {k: v for k, v in given.items() if k not in (*tensors, "reduce", "size_average", "reduction")}
-    each = pointwise(func, *(given[name] for name in tensors), **options, reduction="none")
+    options = {k: v for k, v in given.items() if k not in ("reduce", "size_average", "reduction")}
+    each = pointwise(func, **options, reduction="none")
     if each is NotImplemented or reduction == "none":
         return each
     if reduction == "batchmean":
-        return each.sum() / each.shape[0]
+        return each.sum() / given["input"].shape[0]
+    if reduction == "mean" and func in (F.mse_loss, F.l1_loss) and given.get("weight") is not None:
+        return each.sum() / full(given["weight"]).sum()
     return each.mean() if reduction == "mean" else each.sum()

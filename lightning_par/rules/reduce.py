@@ -76,6 +76,8 @@ def norm(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x.abs().amax(dims, keepdim) if p > 0 else x.abs().amin(dims, keepdim)
     if p < 1 or x.is_complex():
         return NotImplemented
+    if p != 1:
+        x._axis.no_shares("norm")
     x = x.to(accumulated_in(wanted))
     powers = (x * x if p == 2 else x.abs() ** p).sum(dims, keepdim)
     # The root's slope is infinite at zero, where torch takes the norm's gradient to be zero.
@@ -89,7 +91,7 @@ def extreme(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     dims = _dims(x, dim)
     if x._dim not in dims:
         return _kept(x, func(x._local, dims, keepdim), dims, keepdim)
-    if (x.requires_grad and torch.is_grad_enabled()) or not _every_rank_has_some(x):
+    if (x.requires_grad and torch.is_grad_enabled()) or not every_rank_has_some(x):
         return NotImplemented
     return _over_ranks(func(x._local, dims, keepdim), x._axis, "max" if func.__name__ == "amax" else "min")
 
@@ -168,7 +170,7 @@ def kernel_dtype(x: Tensor, run: Callable[[Tensor], Tensor]) -> torch.dtype:
     return run(torch.zeros(1, dtype=x.dtype, device=x.device)).dtype
 
 
-def _every_rank_has_some(x: ShardedTensor) -> bool:
+def every_rank_has_some(x: ShardedTensor) -> bool:
     return all(x._positions.count(rank) for rank in range(x._axis.size))
 
 
@@ -187,6 +189,7 @@ def logsumexp(x: Any, dims: list[int], keepdim: bool) -> Tensor:
     """Over the sharded dim: two all-reduces of what is left."""
     if not x.is_floating_point():
         return NotImplemented
+    x._axis.no_shares("logsumexp")
     given = kernel_dtype(x, lambda like: like.logsumexp(0))
     x = x.to(accumulated_in(given))
     top = peak(x, dims)
@@ -198,7 +201,7 @@ def logsumexp(x: Any, dims: list[int], keepdim: bool) -> Tensor:
 
 def argmax(x: ShardedTensor, dim: int, keepdim: bool) -> Tensor:
     """Over the sharded dim: the smallest index among the ranks' largest entries, as one device finds."""
-    if not _every_rank_has_some(x):
+    if not every_rank_has_some(x):
         return NotImplemented
     local = x._local.detach()
     place = local.argmax(dim, keepdim=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.positions import Positions, fold_group
+from lightning_par.rules.pick import fill_flagged, own_rows
 from lightning_par.rules.table import aligned, copied, refuse_lost_write, rule, view
 from lightning_par.view import ShardedTensor
 
@@ -102,7 +103,7 @@ def squeeze(func: Any, x: ShardedTensor, dim: Any = None) -> Any:
     return view(local, x._dim - sum(d < x._dim for d in gone), x._positions, x._axis)
 
 
-@rule("expand")
+@rule("expand", "broadcast_to")
 def expand(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args) if args else list(kwargs["size"])
     dim = x._dim + len(sizes) - x.ndim
@@ -215,7 +216,7 @@ def getitem(func: Any, x: Any, key: Any) -> Any:
         return NotImplemented
     found = _basic(x, key)
     if found is None:
-        return NotImplemented
+        return own_rows(x, key)
     items, place, item = found
     start, stop, step = item.indices(x.shape[x._dim])
     if (start, stop, step) != (0, x.shape[x._dim], 1):
@@ -230,6 +231,9 @@ def setitem(func: Any, x: Any, key: Any, value: Any) -> Any:
     """A write that leaves the sharded dim alone goes to the local part."""
     if not isinstance(x, ShardedTensor):
         return NotImplemented
+    if isinstance(key, Tensor) and key.dtype == torch.bool and key.ndim > x._dim:
+        refuse_lost_write(func, x)
+        return fill_flagged(x, key, value)
     found = _basic(x, key)
     if found is None or found[2] != slice(None):
         return NotImplemented

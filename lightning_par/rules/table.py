@@ -95,8 +95,10 @@ def _resolve(func: Any) -> Rule | None:
 def _attribute(name: str) -> Rule:
     if name in ("T", "mT", "H", "mH"):
         return lambda func, x: _turned(name, x)
-    if name in ("real", "imag", "_base"):
-        return lambda func, x: getattr(x._local, name) if name == "_base" else NotImplemented
+    if name == "_base":
+        return lambda func, x: x._local._base
+    if name in ("real", "imag"):
+        return lambda func, x: x.with_local(getattr(x._local, name))
     return _metadata
 
 
@@ -150,6 +152,12 @@ def user_line() -> str:
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     views: list[ShardedTensor] = []
     tree_map(lambda t: views.append(t) if isinstance(t, ShardedTensor) else None, (args, kwargs))
+    if views[0].axis.by_sample:
+        from lightning_par.rules.trial import run_by_sample
+
+        result = run_by_sample(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     for view in views:
         view.axis.about_to_gather(func, view)
     on_gather(func, views)
@@ -175,7 +183,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
     """The sharded tensors that ``func`` writes into."""
     into = [kwargs.get("out")]
-    if _writes(getattr(func, "__name__", "")):
+    if writes(getattr(func, "__name__", "")):
         into.append(args[0] if args else next(iter(kwargs.values()), None))
     return [x for x in tree_leaves(into) if isinstance(x, ShardedTensor)]
 
@@ -207,7 +215,7 @@ def refuse_lost_write(func: Any, x: ShardedTensor) -> None:
         )
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 

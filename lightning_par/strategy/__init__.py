@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par import precision, private, state
-from lightning_par.gradients import GradientSync
+from lightning_par.gradients import Counting, GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
 from lightning_par.meeting import Meeting
@@ -64,7 +64,11 @@ class StrategyMixin(StepsMixin, SavingMixin):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        precision.adapt(self.precision_plugin, self.groups.replica)
+        precision.adapt(self.precision_plugin, self.groups.replica, self._counting())
+
+    def _counting(self) -> Counting | None:
+        """Which parameters count on this rank, where each rank has others."""
+        return None
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -118,10 +122,14 @@ class StrategyMixin(StepsMixin, SavingMixin):
         """Called after a run that ended well, on all ranks: make the module whole again."""
         if self._sharding is not None and self.lightning_module is not None:
             for optimizer in self.optimizers:
-                state.unshard_optimizer_state(optimizer)
+                state.unshard_optimizer_state(optimizer, self._stages)
+            self._unspread_model()
             trainer: Any = self.lightning_module.trainer
             self._sharding.undo(self.lightning_module, trainer.callbacks)
         self._sharding = None
+
+    def _unspread_model(self) -> None:
+        """Called before parts of weights are joined: bring back the weights that other ranks hold."""
 
     def teardown(self) -> None:
         module = self.lightning_module

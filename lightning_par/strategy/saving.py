@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_par import state
+from lightning_par.comm import Axis
 from lightning_par.optimizers import adopt
 from lightning_par.strategy.ranks import RanksMixin
 
@@ -36,11 +37,17 @@ class SavingMixin(RanksMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights as one device writes them."""
         self._meet_after_exception()
-        return state.whole_model_state(super().lightning_module_state_dict(), keep=self.is_global_zero)
+        weights = super().lightning_module_state_dict()
+        return state.whole_model_state(weights, keep=self.is_global_zero, stages=self._stages)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device writes it."""
-        return state.whole_optimizer_state(optimizer, super().optimizer_state(optimizer), keep=self.is_global_zero)
+        own = super().optimizer_state(optimizer)
+        return state.whole_optimizer_state(optimizer, own, keep=self.is_global_zero, stages=self._stages)
+
+    @property
+    def _stages(self) -> Axis | None:
+        return None if self._groups is None else self._groups.pipeline
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

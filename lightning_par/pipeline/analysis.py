@@ -1,0 +1,326 @@
+"""Find out what a step does: run it once on fake parameters and the real batch, and keep the program.
+
+The batch's samples are followed by the rules for sharded tensors, along an axis of microbatches: a function that needs
+several samples together shows itself, and what becomes a sum over samples is known to be a sum of shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par.pipeline.located import READS, Event, Key, Run, is_located, metric_placeholder
+from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.placeholders import read_placeholder
+from lightning_par.pipeline.runs import cut_to, written_into
+from lightning_par.pipeline.shares import Share, tag_of
+from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.units import Call
+from lightning_par.positions import Positions
+from lightning_par.rules.table import user_line, writes
+from lightning_par.view import ShardedTensor
+
+Layouts = dict[Key, tuple[int, Positions]]
+_UNRUNNABLE = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
+
+
+@dataclass
+class Frame:
+    """A call of a module that is running."""
+
+    path: str
+    numel: int
+    flops: float = 0.0
+    children: list[Call] = field(default_factory=list)
+    closed: str | None = None
+
+    def call(self) -> Call:
+        return Call(self.path, self.flops, self.numel, tuple(self.children), self.closed)
+
+
+class Analysis(Run):
+    """Runs the step on a copy of the module whose parameters are fake.
+
+    Args:
+        mode: of the fakes.
+        homes: unit -> the stages where it lives; empty to look for units.
+        names: ids of fake parameters -> their names.
+        axis: a microbatch axis, or None where the batch is not cut.
+        batch: its tensors are the first that depend on the batch alone.
+        layouts: where tensors that depend on the batch alone hold samples.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        homes: dict[str, tuple[int, ...]],
+        names: dict[int, str],
+        axis: MicrobatchAxis | None,
+        batch: Any,
+        layouts: Layouts,
+    ) -> None:
+        super().__init__()
+        self.mode, self.homes, self.names, self.axis, self.layouts = mode, homes, names, axis, layouts
+        self.events: list[Event] = []
+        self.keys: dict[int, Key] = {}
+        self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
+        self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
+        self.tags: dict[int, Share] = {}
+        self.stage = 0
+        self.starts = [0]
+        self.tail = 0
+        self.uses: dict[str, set[int]] = {}
+        self.calls: list[tuple[str, int]] = []
+        self.effects: list[Tensor] = []
+        self.frames = [Frame("", 0)]
+        self.reads: list[tuple[int, str]] = []
+        self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
+
+    # ------------------------------------------------------------------------------------------------ torch functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth:
+            return self._run(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On fakes; where the shape of the result depends on data, on ones."""
+        try:
+            result = func(*args, **kwargs)
+        except _UNRUNNABLE:
+            with unset_fake_temporarily():
+
+                def real(x: Any) -> Any:
+                    return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x
+
+                result = func(*tree_map(real, args), **tree_map(real, kwargs))
+            result = tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, result)
+        self.frames[-1].flops += flops_of(func, args, kwargs, result)
+        return result
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        inputs = tensors_in((args, kwargs))
+        located = [x for x in inputs if is_located(x)]
+        name = getattr(func, "__name__", "")
+        if not located:
+            return self._on_batch(func, name, args, kwargs)
+        if name in READS:
+            return self._read(func, name, args, kwargs, located)
+        if name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd"):
+            raise NotImplementedError(
+                f"{user_line()}: torch.autograd.grad within a step needs the graph of all stages of the pipeline at "
+                "once. Use TensorParallelStrategy."
+            )
+        target = self._write_target(name, args)
+        for x in located:
+            self._use_parameter(x)
+        sums = self.axis.sums if self.axis is not None else 0
+        result, cuts = self._with_or_without_samples(func, args, kwargs, target, located)
+        reduced = self.axis is not None and self.axis.sums > sums
+        event = self._keep(func, "located", inputs, result)
+        event.cuts = cuts
+        if self.axis is not None:
+            event.shares = self._tag(name, args, kwargs, result, reduced)
+        if target is not None:
+            event.writes = True
+            return written_into(self, target, result, func)
+        return result
+
+    def _with_or_without_samples(
+        self, func: Any, args: Any, kwargs: Any, target: Tensor | None, located: list[Tensor]
+    ) -> tuple[Any, bool]:
+        """The result, and whether tensors of the batch alone were cut for it.
+
+        Beside a value cut into microbatches they come whole: a loss counts its denominator on whole targets.
+        """
+
+        def run(args: Any, kwargs: Any) -> Any:
+            if target is None:
+                return self._run(func, args, kwargs)
+            into = args[0].clone()
+            self._run(func, (into, *args[1:]), kwargs)
+            return into
+
+        if self.axis is None:
+            return run(args, kwargs), False
+        if any(isinstance(x, ShardedTensor) for x in located):
+            sums = self.axis.sums
+            try:
+                return run(args, kwargs), False
+            except SamplesMixError:
+                if self.axis.sums > sums:  # with whole tensors it came to a sum already
+                    raise
+        return run(self._with_samples(args), self._with_samples(kwargs)), True
+
+    def _write_target(self, name: str, args: Any) -> Tensor | None:
+        """The tensor of the batch alone that a located value is written into, where the function does so."""
+        target = args[0] if args else None
+        if not writes(name) or not isinstance(target, Tensor) or is_located(target):
+            return None
+        storage = target.untyped_storage().data_ptr()
+        shared = any(
+            x is not target and not is_located(x) and x.untyped_storage().data_ptr() == storage
+            for kept in self.kept
+            for x in tensors_in(kept)
+        )
+        if shared:
+            raise NotImplementedError(
+                f"{user_line()}: `{name}` writes a value that depends on the model into a tensor that did not, and of "
+                "which there are other views. A pipeline can't follow that: build the tensor from its parts, e.g. with "
+                "torch.stack or torch.cat."
+            )
+        return target
+
+    def _on_batch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            result = func(*args, **kwargs)
+        index = len(self.events)
+        tensors = tensors_in(result)
+        self.events.append(Event(func, "batch", (), None, user_line(), self.stage))
+        self.shapes.append([(index, *x.shape) for x in tensors])
+        self.batch_keys.update((id(x), (index, n)) for n, x in enumerate(tensors))
+        self.kept.append(result)
+        return result
+
+    def _read(self, func: Any, name: str, args: Any, kwargs: Any, located: list[Tensor]) -> Any:
+        place = user_line()
+        if any(tag_of(self.tags, x) for x in located) or any(isinstance(x, ShardedTensor) for x in located):
+            self.reads.append((len(self.events), place))
+        elif not all(id(x) in self.names for x in located):
+            self.reads.append((len(self.events), place))
+        result = read_placeholder(name, located[0], args)
+        self.events.append(Event(func, "read", self._keys_of(located), result, place, self.stage))
+        self.kept.append((args, kwargs))
+        return result
+
+    def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> Event:
+        index = len(self.events)
+        event = Event(func, kind, self._keys_of(inputs), result, user_line(), self.stage)
+        self.events.append(event)
+        for n, x in enumerate(tensors_in(result)):
+            if id(x) not in self.names:
+                self.keys[id(x)] = (index, n)
+        self.kept.append((inputs, result))
+        return event
+
+    def _keys_of(self, tensors: Iterable[Tensor]) -> tuple[Key, ...]:
+        return tuple(self.keys[id(x)] for x in tensors if id(x) in self.keys)
+
+    def _use_parameter(self, x: Tensor) -> None:
+        if id(x) in self.names:
+            self.uses.setdefault(self.names[id(x)], set()).add(self.stage)
+
+    def _with_samples(self, value: Any) -> Any:
+        """Tensors of the batch alone, cut where they are known to hold samples."""
+        axis = self.axis
+        assert axis is not None
+
+        def cut(x: Tensor) -> Tensor:
+            layout = self.layouts.get(self.batch_keys.get(id(x), (-2, 0)))
+            if layout is None:
+                return x
+            with unset_fake_temporarily():
+                return cut_to(x, layout, axis)
+
+        return map_tensors(cut, value)
+
+    def _tag(self, name: str, args: Any, kwargs: Any, result: Any, reduced: bool) -> tuple[int, ...]:
+        shares = Share.after(name, args, kwargs, self.tags, reduced)
+        for x in tensors_in(result):
+            if not isinstance(x, ShardedTensor) and shares.tag is not None:
+                self.tags[id(x)] = shares.tag
+            elif isinstance(x, ShardedTensor) and shares.tag is not None and not reduced:
+                self.tags[id(x)] = Share.MIXED
+        return shares.scaled
+
+    # ------------------------------------------------------------------------------------------------ modules, effects
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._move_to(path)
+        self.uses.setdefault(path, set()).add(self.stage)
+        self.calls.append((path, self.stage))
+        inputs = tensors_in((args, kwargs))
+        sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)
+        if self.axis is not None:
+            if any(tag_of(self.tags, x) for x in inputs):
+                raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
+            args, kwargs = self._with_samples(args), self._with_samples(kwargs)
+        result = original(*args, **kwargs)
+        if self.axis is not None:
+            if self.axis.sums > sums:
+                raise SamplesMixError(f"{path!r} sums over the samples of a batch")
+            if self.axis.cuts > cuts:
+                raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
+        self._keep(path, "located", inputs, result)
+        self.tail = len(self.events)
+        return result
+
+    def _move_to(self, path: str) -> None:
+        homes = [stage for stage in self.homes[path] if stage >= self.stage]
+        if not homes:
+            raise ValueError(
+                f"{user_line()}: {path!r} lives on stage {self.homes[path][-1]} of the pipeline, but here it is called "
+                f"after modules of stage {self.stage}. Steps of one model must call its modules in the same order; "
+                "or name stages with `stages=` so that both orders fit."
+            )
+        while self.stage < homes[0]:
+            self.stage += 1
+            self.starts.append(len(self.events))
+
+    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._keep("metric", "located", tensors_in((args, kwargs)), None)
+        self.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
+        self.tags[id(metric)] = Share.MIXED
+        return metric_placeholder(metric)
+
+    def enter_module(self, path: str, numel: int) -> None:
+        self.frames.append(Frame(path, numel))
+
+    def leave_module(self) -> None:
+        frame = self.frames.pop()
+        call = frame.call()
+        self.frames[-1].flops += call.flops
+        self.frames[-1].children.append(call)
+
+    def close_modules(self, why: str) -> None:
+        """What is running now can't be taken apart."""
+        for frame in self.frames[1:]:
+            frame.closed = frame.closed or why
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Multiplications times two of a product of matrices, a convolution or attention; else the size of the result."""
+    name = getattr(func, "__name__", "")
+    out = next((x for x in tree_leaves(result) if isinstance(x, Tensor)), None)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if out is None or not tensors:
+        return 0.0
+    if name in ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum", "addmm", "baddbmm"):
+        x = tensors[1] if name in ("addmm", "baddbmm") and len(tensors) > 2 else tensors[0]
+        return 2.0 * _size(out) * x.shape[-1] if x.ndim else 0.0
+    if name.startswith("conv") and len(tensors) > 1:
+        weight = tensors[1]
+        return 2.0 * _size(out) * weight[0].numel() if weight.ndim > 1 else 0.0
+    if name == "scaled_dot_product_attention" and len(tensors) > 2:
+        return 2.0 * _size(tensors[0]) * (tensors[1].shape[-2] + tensors[2].shape[-2])
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        weights = sum(_size(x) for x in tensors if x.ndim == 2)
+        return 2.0 * weights * _size(tensors[0]) / max(1, tensors[0].shape[-1])
+    return float(_size(out))
+
+
+def _size(x: Tensor) -> int:
+    return x.local.numel() if isinstance(x, ShardedTensor) else x.numel()

@@ -1,0 +1,181 @@
+"""What crosses from stage to stage: received as leaves, handed on, and the gradients on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_par.pipeline.backward import SplitBackward, backward
+from lightning_par.pipeline.located import Key, Program
+from lightning_par.pipeline.messages import Messenger
+from lightning_par.pipeline.microbatch import MicrobatchAxis
+from lightning_par.pipeline.runs import local_shape
+from lightning_par.pipeline.schedule import Schedule
+from lightning_par.view import ShardedTensor
+
+Kind = str
+_MOST_VALUES = 4096  # that cross one boundary; keeps tags apart
+
+
+@dataclass
+class Held:
+    """What a stage keeps of one microbatch between its forward and its backward."""
+
+    leaves: list[Tensor] = field(default_factory=list)  # received, wanting a gradient, in order of crossing
+    outputs: list[Tensor] = field(default_factory=list)  # sent on, wanting a gradient, or the loss
+    split: SplitBackward | None = None
+
+
+class Crossing:
+    """Moves the values of one step between the stages of this rank and its neighbours.
+
+    Args:
+        program: says which values cross where.
+        schedule: says which rank has which stage.
+        rank: this rank's index along the pipeline axis.
+        messenger: sends and receives.
+        axes: of each microbatch; None where the batch is not cut.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        rank: int,
+        messenger: Messenger,
+        axes: list[MicrobatchAxis | None],
+        grad: bool,
+    ) -> None:
+        self.program, self.schedule, self.rank, self.messenger = program, schedule, rank, messenger
+        self.axes, self.grad = axes, grad
+        self.held: dict[tuple[int, int], Held] = {}
+        self._near: dict[tuple[str, int, int], list[Tensor]] = {}  # between two stages of this rank
+
+    def _keys(self, stage: int) -> tuple[Key, ...]:
+        return self.program.crossing[stage]
+
+    def _wanted(self, stage: int) -> list[Key]:
+        return [key for key in self._keys(stage) if key in self.program.wanted] if self.grad else []
+
+    def _tag(self, stage: int, microbatch: int, place: int) -> int:
+        return (stage * len(self.axes) + microbatch) * _MOST_VALUES + place
+
+    def receive(self, stage: int, microbatch: int) -> Callable[[Key], Tensor]:
+        """Begin to receive what ``stage`` needs; the callable gives a value as the step meets it."""
+        axis = self.axes[microbatch]
+        held = self.held[stage, microbatch] = Held()
+        keys, wanted = self._keys(stage), set(self._wanted(stage))
+        waits = self._start("forward", stage, microbatch, keys, stage - 1) if stage else []
+        arrived: dict[Key, Tensor] = {}
+        if not axis_of_tail(self.program, stage):
+            for key, wait in zip(keys, waits, strict=True):
+                arrived[key] = wait()
+        for key in keys:
+            if key in wanted:
+                arrived[key] = arrived[key].detach().requires_grad_()
+                held.leaves.append(arrived[key])
+
+        def value(key: Key) -> Tensor:
+            x = arrived[key]
+            x = x.view_as(x) if x.requires_grad else x  # not a leaf: user code may write into it
+            return wrapped(x, self.program.values[key], axis)
+
+        return value
+
+    def _start(
+        self, kind: str, stage: int, microbatch: int, keys: tuple[Key, ...] | list[Key], source: int
+    ) -> list[Callable[[], Tensor]]:
+        near = self._near.pop((kind, stage, microbatch), None)
+        if near is not None:
+            return [lambda x=x: x for x in near]  # type: ignore[misc]
+        models = [self.program.values[key] for key in keys]
+        axis = self.axes[microbatch]
+        peer = self.schedule.rank_of(source)
+        return [
+            _in_order(
+                self.messenger.start_recv(
+                    _laid_out(local_shape(model, axis), _order(model)), model.dtype, peer, kind,  # type: ignore[arg-type]
+                    self._tag(stage, microbatch, place),
+                ),
+                _order(model),
+            )
+            for place, model in enumerate(models)
+        ]  # fmt: skip
+
+    def hand_on(self, stage: int, microbatch: int, values: list[Tensor]) -> None:
+        """Give what the stage behind ``stage`` needs to it."""
+        keys = self._keys(stage + 1)
+        wanted = set(self._wanted(stage + 1))
+        plain = [x.local if isinstance(x, ShardedTensor) else x for x in values]
+        held = self.held[stage, microbatch]
+        held.outputs = [x for key, x in zip(keys, plain, strict=True) if key in wanted]
+        self._send("forward", stage + 1, microbatch, list(keys), [x.detach() for x in plain], stage + 1)
+
+    def _send(self, kind: str, stage: int, microbatch: int, keys: list[Key], values: list[Tensor], to: int) -> None:
+        peer = self.schedule.rank_of(to)
+        if peer == self.rank:
+            self._near[kind, stage, microbatch] = values
+            return
+        for place, (key, x) in enumerate(zip(keys, values, strict=True)):
+            order = _order(self.program.values[key])
+            self.messenger.send(x.permute(order), peer, kind, self._tag(stage, microbatch, place))  # type: ignore[arg-type]
+
+    def gradients_of(self, stage: int, microbatch: int) -> list[Tensor | None]:
+        """Of the stage's outputs: from the stage behind it, or None for the loss."""
+        if stage == self.program.stages - 1:
+            return [None] * len(self.held[stage, microbatch].outputs)
+        keys = self._wanted(stage + 1)
+        return [wait() for wait in self._start("backward", stage + 1, microbatch, keys, stage + 1)]
+
+    def backward(self, op: str, stage: int, microbatch: int) -> None:
+        """The stage's whole backward, that of its inputs, or that of its weights."""
+        held = self.held[stage, microbatch]
+        if op == "W":
+            assert held.split is not None
+            held.split.weights()
+            del self.held[stage, microbatch]
+            return
+        grads = self.gradients_of(stage, microbatch)
+        pairs = [(x, g) for x, g in zip(held.outputs, grads, strict=True) if x.requires_grad]
+        outputs, given = [x for x, _ in pairs], [g for _, g in pairs]
+        if op == "I":
+            held.split = SplitBackward()
+            leaves = held.split.inputs(outputs, given, held.leaves)
+        else:
+            leaves = backward(outputs, given, held.leaves)
+            del self.held[stage, microbatch]
+        held.outputs = []
+        if stage:
+            self._send("backward", stage, microbatch, self._wanted(stage), leaves, stage - 1)
+
+
+def axis_of_tail(program: Program, stage: int) -> bool:
+    return stage >= program.stages
+
+
+def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
+    """A value as the step sees it: samples of a microbatch stand for the whole batch's."""
+    if axis is None or not isinstance(model, ShardedTensor):
+        return x
+    return ShardedTensor(x, model.sharded_dim, model.positions, axis)
+
+
+def _order(model: Tensor) -> list[int]:
+    """The dims from the one with the largest stride on: the order in which the elements lie in memory."""
+    local = model.local if isinstance(model, ShardedTensor) else model
+    return sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
+
+
+def _laid_out(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    return tuple(shape[d] for d in order)
+
+
+def _in_order(wait: Callable[[], Tensor], order: list[int]) -> Callable[[], Tensor]:
+    back = [order.index(d) for d in range(len(order))]
+    return lambda: wait().permute(back)
+
+
+__all__ = ["Crossing", "Held", "torch", "wrapped"]

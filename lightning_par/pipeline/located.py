@@ -1,0 +1,246 @@
+"""Located execution: the user's own step, of which only a part is computed here.
+
+Every torch function at container level, and every call of a unit, is an event. Events that see nothing but the batch
+are computed whole, once a step; events that see parameters are *located*: they run on the stage whose stretch of the
+step they lie in. Stretches follow one another in the order of execution, so stage s needs from the stages before it
+just the values that live across the place where its stretch begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_par import private
+from lightning_par.pipeline.structure import map_tensors
+from lightning_par.positions import Positions
+from lightning_par.view import ShardedTensor
+
+Key = tuple[int, int]  # (event, which of its tensors); events of the batch's own tensors are -1
+Kind = Literal["batch", "located", "read"]
+
+
+class StageDoneError(BaseException):
+    """The stage has all that it owes to the next one; no ``except Exception`` of the user's stops it."""
+
+
+class ElsewhereError(RuntimeError):
+    """The step asks for a value that lives on another stage."""
+
+
+class ChangedError(Exception):
+    """The step did something else than what was recorded of it."""
+
+
+@dataclass
+class Event:
+    """One torch function, or one call of a unit.
+
+    Attributes:
+        func: the function, or the unit's FQN.
+        kind: ``"batch"`` if it sees the batch alone, ``"located"`` if it sees parameters, ``"read"`` if it turns a
+            located value into a Python number.
+        inputs: the located values that it takes, in order.
+        result: what it returned in the analysis; its tensors stand for absent values.
+        place: ``file:line`` of the user's code.
+        stage: whose stretch it lies in.
+        shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
+        cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
+        writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
+    """
+
+    func: Any
+    kind: Kind
+    inputs: tuple[Key, ...]
+    result: Any
+    place: str
+    stage: int = 0
+    shares: tuple[int, ...] = ()
+    cuts: bool = False
+    writes: bool = False
+
+
+@dataclass
+class Program:
+    """What one step does on batches of one signature, cut into stages. Made by `lightning_par.pipeline.analysis`.
+
+    Attributes:
+        events: all of them, in order.
+        starts: the event with which each stage's stretch begins.
+        tail: the first event behind the last call of a unit.
+        crossing: for each stage, and at last for the tail, the values that come from before it.
+        layouts: tensors that depend on the batch alone and hold samples: along which dim, and by which positions.
+        values: the recorded tensor of every crossing value.
+        wanted: crossing values that get a gradient.
+        samples: of the batch.
+        microbatches: how many it is cut into.
+        result: what the step returned.
+        loss_is_share: whether the loss is a sum over samples, so that microbatches yield shares of it.
+        plain_effects: whether all that the step logs and returns are shares or samples, so that they can be joined.
+        uses: the stages that use a unit, or a parameter that no unit holds.
+        calls: every call of a unit with its stage, in order.
+    """
+
+    events: list[Event]
+    starts: tuple[int, ...]
+    tail: int
+    crossing: tuple[tuple[Key, ...], ...]
+    layouts: dict[Key, tuple[int, Positions]]
+    values: dict[Key, Tensor]
+    wanted: frozenset[Key]
+    samples: int
+    microbatches: int
+    result: Any = None
+    loss_is_share: bool = True
+    plain_effects: bool = False
+    uses: dict[str, set[int]] = field(default_factory=dict)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def stages(self) -> int:
+        return len(self.starts)
+
+    def end(self, stage: int) -> int:
+        """The first event that is not the stage's any more."""
+        return self.starts[stage + 1] if stage + 1 < self.stages else len(self.events) + 1
+
+
+# Functions that read only what an absent value tells, too.
+METADATA = frozenset("""
+size dim numel nelement ndimension stride storage_offset is_floating_point is_complex is_signed element_size get_device
+__len__ __hash__ result_type is_inference is_conj is_neg is_contiguous is_same_size is_tensor is_storage type_as_name
+__repr__ __str__ __set__ __dir__ has_names is_cuda is_shared is_pinned data_ptr untyped_storage _is_view
+""".split())  # fmt: skip
+READS = frozenset("""
+item tolist __bool__ __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose __contains__
+__format__ __iter__reads
+""".split())  # fmt: skip
+_VALUE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+
+
+def is_metadata(func: Any, name: str) -> bool:
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES
+    return name in METADATA
+
+
+def is_located(x: Tensor) -> bool:
+    """Whether a tensor of the analysis depends on parameters."""
+    return isinstance(x, (FakeTensor, ShardedTensor))
+
+
+class Run(TorchFunctionMode):
+    """One run of the step. Subclasses say what an event does."""
+
+    current: Run | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+        self.count = 0  # events so far
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of the batch alone that a located value was written into, by id: they stand for the new value."""
+
+    def __enter__(self) -> Any:
+        self._before, Run.current = Run.current, self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        Run.current = self._before
+        super().__exit__(*exception)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.depth or is_metadata(func, getattr(func, "__name__", "")):
+            return func(*args, **kwargs)
+        self.depth += 1
+        try:
+            return self.event(func, self.followed(args), self.followed(kwargs))
+        finally:
+            self.depth -= 1
+
+    def call(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit is called at container level."""
+        self.depth += 1
+        try:
+            return self.unit(path, module, original, self.followed(args), self.followed(kwargs))
+        finally:
+            self.depth -= 1
+
+    def followed(self, value: Any) -> Any:
+        """``value`` with what was written in place of what it was written into."""
+        if not self.written:
+            return value
+        return map_tensors(lambda x: self.written[id(x)][1] if id(x) in self.written else x, value)
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A metric is called or updated at container level."""
+        raise NotImplementedError
+
+
+class UnitCall:
+    """Takes the place of a unit's call."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.original = private.plain_call(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = Run.current
+        if run is None or run.depth:
+            return self.original(*args, **kwargs)
+        return run.call(self.path, self.module, self.original, args, kwargs)
+
+
+def intercept_units(module: nn.Module, units: tuple[str, ...]) -> None:
+    """Let calls of the ``units`` of ``module`` ask the run that is on."""
+    for path in units:
+        unit = module.get_submodule(path)
+        private.set_call(unit, UnitCall(path, unit))
+
+
+def release_units(module: nn.Module) -> None:
+    """Undo `intercept_units`."""
+    for unit in module.modules():
+        call = private.get_call(unit)
+        if isinstance(call, UnitCall):
+            private.reset_call(unit, call.original)
+
+
+class MetricCall:
+    """Takes the place of a metric's call or update, which is one event."""
+
+    def __init__(self, metric: Any, original: Callable[..., Any]) -> None:
+        self.metric = metric
+        self.original = original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = Run.current
+        if run is None or run.depth:
+            return self.original(*args, **kwargs)
+        run.depth += 1
+        try:
+            return run.metric(self.metric, self.original, run.followed(args), run.followed(kwargs))
+        finally:
+            run.depth -= 1
+
+
+def metric_placeholder(metric: Any) -> Any:
+    """What a metric's call returns where it is not really called."""
+    zero = torch.zeros(())
+    return dict.fromkeys(metric.keys(), zero) if isinstance(metric, nn.ModuleDict) else zero

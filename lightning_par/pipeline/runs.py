@@ -1,0 +1,297 @@
+"""Runs of a step whose program is known: without any stage's values, or as one stage on one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par.pipeline.draws import drawing
+from lightning_par.pipeline.located import (
+    ChangedError,
+    ElsewhereError,
+    Event,
+    Key,
+    Program,
+    Run,
+    StageDoneError,
+    metric_placeholder,
+)
+from lightning_par.pipeline.microbatch import MicrobatchAxis
+from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.rules.table import user_line
+from lightning_par.view import ShardedTensor
+
+
+class Memo:
+    """What depends on the batch alone: computed once a step, the same objects in every run of it."""
+
+    def __init__(self, batch: Any) -> None:
+        self.results: dict[int, Any] = {}
+        self.keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
+
+    def keep(self, event: int, result: Any) -> Any:
+        self.results[event] = result
+        self.keys.update((id(x), (event, n)) for n, x in enumerate(tensors_in(result)))
+        return result
+
+
+class DryRun(Run):
+    """Computes what depends on the batch alone, and checks that the step does what was recorded of it.
+
+    Raises:
+        ChangedError: it does something else.
+    """
+
+    def __init__(self, program: Program, memo: Memo) -> None:
+        super().__init__()
+        self.program = program
+        self.memo = memo
+        self.names: dict[int, Key] = {}  # of absent tensors
+
+    def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, Event]:
+        index, self.count = self.count, self.count + 1
+        if index >= len(self.program.events) or self.program.events[index].func != func:
+            raise ChangedError(f"{user_line()}: {func}")
+        names = self.names
+        inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
+        record = self.program.events[index]
+        if inputs != record.inputs:
+            raise ChangedError(f"{user_line()}: the inputs of {func}")
+        if record.kind == "located":
+            names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
+        return index, record
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        index, record = self._next(func, args, kwargs)
+        if record.kind == "batch":
+            return self.memo.keep(index, func(*args, **kwargs))
+        if record.writes:
+            return written_into(self, args[0], record.result, func)
+        return record.result
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._next(path, args, kwargs)[1].result
+
+    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._next("metric", args, kwargs)
+        return metric_placeholder(metric)
+
+    def finish(self) -> None:
+        if self.count != len(self.program.events):
+            raise ChangedError("the step ended early")
+
+
+class StageRun(Run):
+    """One stage of the step, on one microbatch; or the tail, on the whole batch.
+
+    Args:
+        program: of the step.
+        memo: of the batch.
+        stage: which stage; ``program.stages`` for the tail.
+        axis: the microbatch, None where the batch is not cut.
+        receive: gives a value that comes from the stage before.
+        tells: whether what the step does to metrics counts.
+        key: of the random draws.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memo: Memo,
+        stage: int,
+        axis: MicrobatchAxis | None,
+        receive: Callable[[Key], Tensor],
+        tells: bool,
+        key: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.program, self.memo, self.stage, self.axis, self.receive = program, memo, stage, axis, receive
+        self.tells = tells
+        self.draws = tuple(key)
+        tail = stage == program.stages
+        self.first = program.tail if tail else program.starts[stage]
+        self.end = len(program.events) + 1 if tail else program.end(stage)
+        self.last = stage >= program.stages - 1
+        self.coming = set(program.crossing[stage])
+        self.leaving = set() if tail else set(program.crossing[stage + 1])
+        self.got: dict[Key, Tensor] = {}
+        self.names: dict[int, Key] = {}  # of absent tensors
+        self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
+
+    def outputs(self) -> list[Tensor]:
+        """What the next stage needs, after the run."""
+        return [self.got[key] for key in self.program.crossing[self.stage + 1]]
+
+    def _next(self, func: Any) -> tuple[int, Event | None]:
+        index, self.count = self.count, self.count + 1
+        if index >= self.end and not self.last:
+            raise StageDoneError
+        record = self.program.events[index] if index < len(self.program.events) else None
+        if not self.lost and (record is None or record.func != func):
+            if index < self.program.tail or not self.last:
+                raise ElsewhereError(
+                    f"{user_line()}: this time the step did something else here than when it began, so that its stages "
+                    "can't go on together. What it does must depend on the batch, the module's attributes and random "
+                    "numbers of torch, numpy or `random` alone."
+                )
+            self.lost = True
+        return index, None if self.lost else record
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        index, record = self._next(func)
+        if record is None:
+            return func(*self._present(args), **self._present(kwargs))
+        if record.kind == "batch":
+            if index not in self.memo.results:
+                self.memo.keep(index, func(*args, **kwargs))
+            return self.memo.results[index]
+        if index < self.first:
+            value = self._from_before(index, record)
+            return written_into(self, args[0], value, func) if record.writes else value
+        target = args[0] if record.writes else None
+        with drawing((*self.draws, index), func):
+            args, kwargs = self._scaled(self._inputs(args, record.cuts), record), self._inputs(kwargs, record.cuts)
+            if target is None:
+                return self._made(index, func(*args, **kwargs), record)
+            into = args[0].clone()
+            func(into, *args[1:], **kwargs)
+            return written_into(self, target, self._made(index, into, record), func)
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        index, record = self._next(path)
+        if record is None:
+            raise ElsewhereError(f"{user_line()}: {path!r} is called where it was not when the step was recorded.")
+        if index < self.first:
+            return self._from_before(index, record)
+        with drawing((*self.draws, index), module):
+            result = original(*self._local(self._inputs(args, True)), **self._local(self._inputs(kwargs, True)))
+        return self._made(index, self._as_recorded(path, result, record), record)
+
+    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._next("metric")
+        if not self.tells:
+            return metric_placeholder(metric)
+        return original(*self._present(args), **self._present(kwargs))
+
+    def _from_before(self, index: int, record: Event) -> Any:
+        """A value of an earlier stage: received where it is needed, else absent."""
+        if record.kind == "read":
+            return record.result
+        numbers = iter(range(len(tensors_in(record.result))))
+
+        def value(absent: Tensor) -> Tensor:
+            key = (index, next(numbers))
+            self.names[id(absent)] = key
+            if key not in self.coming:
+                return absent
+            self.got[key] = self.receive(key)
+            return self.got[key]
+
+        return map_tensors(value, record.result)
+
+    def _present(self, value: Any) -> Any:
+        """``value`` with what has been received in place of absent tensors."""
+        names = self.names
+        if not names:
+            return value
+
+        def find(x: Tensor) -> Tensor:
+            key = names.get(id(x))
+            if key is None:
+                return x
+            if key not in self.got:
+                raise ElsewhereError(
+                    f"{user_line()}: the step uses a value here that was computed on an earlier stage and was not used "
+                    "here when the step was recorded. Which values a step uses must not depend on values that it reads."
+                )
+            return self.got[key]
+
+        return map_tensors(find, value)
+
+    def _inputs(self, value: Any, cuts: bool) -> Any:
+        """``value`` as a located event takes it: absent tensors found, whole samples cut to the microbatch."""
+        value = self._present(value)
+        if self.axis is None or not cuts:
+            return value
+        axis, keys, layouts = self.axis, self.memo.keys, self.program.layouts
+
+        def cut(x: Tensor) -> Tensor:
+            layout = layouts.get(keys.get(id(x), (-2, 0)))
+            return x if layout is None else cut_to(x, layout, axis)
+
+        return map_tensors(cut, value)
+
+    def _local(self, value: Any) -> Any:
+        return map_tensors(lambda x: x.local if isinstance(x, ShardedTensor) else x, value)
+
+    def _scaled(self, args: Any, record: Event) -> Any:
+        if not record.shares or self.axis is None:
+            return args
+        share = share_of(self.program, self.axis)
+
+        def scaled(x: Any) -> Any:
+            return x * share
+
+        items: list[Any] = list(args)
+        for place in record.shares:
+            items[place] = scaled(items[place])
+        return tuple(items)
+
+    def _as_recorded(self, path: str, result: Any, record: Event) -> Any:
+        """A unit's result as the step sees it: samples of a microbatch stand for the whole batch's."""
+        if self.axis is None:
+            return result
+        axis = self.axis
+        recorded: Iterator[Tensor] = iter(tensors_in(record.result))
+
+        def wrap(x: Tensor) -> Tensor:
+            model = next(recorded, None)
+            if not isinstance(model, ShardedTensor):
+                return x
+            expected = local_shape(model, axis)
+            if tuple(x.shape) != expected:
+                raise ElsewhereError(f"{path!r} returned {tuple(x.shape)} where {expected} was expected.")
+            return ShardedTensor(x, model.sharded_dim, model.positions, axis)
+
+        return map_tensors(wrap, result)
+
+    def _made(self, index: int, result: Any, record: Event) -> Any:
+        if self.leaving or self.coming:
+            for n, x in enumerate(tensors_in(result)):
+                self.got[index, n] = x
+            if self.names:  # user code may still hold the absent tensor that was written into
+                self.names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
+        return result
+
+
+def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
+    """Let ``target``, which depended on the batch alone, stand for ``value``; what the writing function returns."""
+    run.written[id(target)] = (target, value)
+    return None if func.__name__ == "__setitem__" else value
+
+
+def cut_to(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> ShardedTensor:
+    """A whole tensor's samples of one microbatch."""
+    dim, positions = layout
+    own = positions.indices(axis.rank)
+    if len(own) and own[-1] - own[0] + 1 == len(own):
+        local = x.narrow(dim, int(own[0]), len(own))
+    else:
+        local = x.index_select(dim, positions.index(axis.rank, x.device))
+    return ShardedTensor(local, dim, positions, axis)
+
+
+def local_shape(model: Tensor, axis: MicrobatchAxis | None) -> tuple[int, ...]:
+    """The shape that the value recorded as ``model`` has in a microbatch."""
+    if not isinstance(model, ShardedTensor) or axis is None:
+        return tuple(model.shape)
+    shape = list(model.shape)
+    shape[model.sharded_dim] = model.positions.count(axis.rank)
+    return tuple(shape)
+
+
+def share_of(program: Program, axis: MicrobatchAxis) -> float:
+    """The microbatch's share of the batch's samples."""
+    return axis.positions(program.samples).count(axis.rank) / program.samples

@@ -1,0 +1,52 @@
+"""What the user asks of a pipeline, checked before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_par.pipeline.schedule import place_stages, stages_per_rank
+from lightning_par.pipeline.wishes import Wishes, check_wishes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a strategy that concern the pipeline axis.
+
+    Args:
+        schedule: its name.
+        microbatches: into how many a batch is cut, or ``"auto"``.
+        stages: the stage of each module, or cut points, or None.
+        asker: the strategy's name, for messages.
+
+    Raises:
+        ValueError: the schedule is unknown, or the count is no positive int.
+        TypeError: ``stages`` is of another type than those it may have.
+    """
+
+    schedule: str = "1f1b"
+    microbatches: int | Literal["auto"] = "auto"
+    stages: Wishes | None = None
+    asker: str = "PipelineParallelStrategy"
+
+    def __post_init__(self) -> None:
+        stages_per_rank(self.schedule)
+        count = self.microbatches
+        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"microbatches must be a positive int or 'auto', got {count!r}.")
+        check_wishes(self.stages)
+
+    def stage_count(self, ranks: int) -> int:
+        """Stages over all ranks: as many as ``stages`` names, or as the schedule has by itself.
+
+        Raises:
+            ValueError: the schedule can't have so many on so many ranks.
+        """
+        if self.stages is None:
+            count = ranks * stages_per_rank(self.schedule)
+        elif isinstance(self.stages, dict):
+            count = max(self.stages.values(), default=0) + 1
+        else:
+            count = len(self.stages) + 1
+        place_stages(self.schedule, ranks, count)
+        return count

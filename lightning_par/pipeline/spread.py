@@ -1,0 +1,245 @@
+"""From a module to its stages: peek a batch, survey a step, plan, study, send away; and back."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.layout import Groups, make_message_groups
+from lightning_par.peek import peek_batch
+from lightning_par.pipeline.engine import Engine
+from lightning_par.pipeline.located import Program, Run, UnitCall, intercept_units, release_units
+from lightning_par.pipeline.microbatch import SamplesMixError
+from lightning_par.pipeline.plan import StagePlan, make_stage_plan
+from lightning_par.pipeline.schedule import place_stages
+from lightning_par.pipeline.settings import Settings
+from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
+from lightning_par.pipeline.study import Step, study, survey
+from lightning_par.pipeline.table import show_stages
+from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
+from lightning_par.pipeline.units import Call
+from lightning_par.pipeline.watch import Watch
+from lightning_par.pipeline.weights import Placement, bring_back, send_away
+
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+BUBBLE = 0.1  # that "auto" cuts the batch for
+
+
+class Spread:
+    """One module over the stages of the pipeline axis, in one run of a Trainer's entry point.
+
+    Args:
+        groups: the mesh axes.
+        settings: what the user asked for.
+        timeout: of process groups.
+    """
+
+    def __init__(self, groups: Groups, settings: Settings, timeout: timedelta) -> None:
+        self.groups, self.settings, self.timeout = groups, settings, timeout
+        self.axis = groups.pipeline
+        self.stages = settings.stage_count(self.axis.size)
+        self.at = place_stages(settings.schedule, self.axis.size, self.stages)
+        self.placement = Placement({})
+        self.microbatches = 1
+        self.reason: str | None = None
+        self.engine: Engine | None = None
+        self.plan: StagePlan | None = None
+
+    # ----------------------------------------------------------------------------------------------------- at the start
+
+    def apply(self, trainer: Any, module: nn.Module, device: torch.device) -> Engine:
+        """Plan on the first rank, keep this rank's stages. All ranks must call it.
+
+        Raises:
+            ValueError: the module can't be cut as asked; on every rank.
+        """
+        started = time.monotonic()
+        make_message_groups(self.groups.layout, self.timeout, self._pairs())
+        batch = peek_batch(trainer, module)
+        entry = trainer.state.fn.value
+        name = STEPS[entry]
+        rest = _indices(getattr(module, name))
+        shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
+        context = trainer.strategy.precision_plugin.forward_context
+        step = Step(module, name, batch, rest, context, entry == "fit", device, shared)
+        training = {m: m.training for m in module.modules()}
+        module.train() if entry == "fit" else module.eval()
+        try:
+            self.plan, homes, program = self._agree(lambda: self._decide(step, batch is not None))
+        finally:
+            for m, mode in training.items():
+                m.training = mode
+        self.placement = self._place(module, homes, program)
+        if self.groups.world.rank == 0:
+            self._show(module, homes, program, time.monotonic() - started)
+        axes = make_holder_axes(self.placement, self.groups, self.timeout)
+        send_away(module, self.placement, self.axis)
+        intercept_units(module, tuple(homes))
+        containers = [(path, m) for path, m in module.named_modules() if not _within(path, homes)]
+        watch = Watch(module, containers, around=_around)
+        names = {p: name for name, p in module.named_parameters()}
+
+        def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
+            named = {names[p]: g for p, g in grads.items()}
+            like = {names[p]: p for p in grads}
+            summed = sum_over_holders(named, self.placement, axes, like)
+            return {p: summed[names[p]] for p in grads}
+
+        self.engine = Engine(module, self.axis, device, self.settings.schedule, self.at, homes, watch, finish)
+        return self.engine
+
+    def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
+        """Give every rank the whole module again. All ranks must call it."""
+        release_units(module)
+        bring_back(module, self.axis, also)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        return sorted({(a, b) for a, b in zip(self.at, self.at[1:]) if a != b})
+
+    def _agree(self, decide: Callable[[], Any]) -> Any:
+        """What the first rank decides, on all ranks; all decide, since the user's step may wait for its peers."""
+        outcome: Any = None
+        failure: Exception | None = None
+        try:
+            outcome = decide()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        told = None if failure is None else f"{failure}" or repr(failure)
+        failures = self.groups.world.all_gather_object(told, "plan")
+        if failure is not None:
+            raise failure
+        if any(failures):
+            raise ValueError(next(text for text in failures if text))
+        return outcome
+
+    def _decide(self, step: Step, has_batch: bool) -> tuple[StagePlan, dict[str, tuple[int, ...]], Program | None]:
+        module = step.module
+        root = survey(step) if has_batch else _static(module)
+        asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
+        plan = make_stage_plan(root, self.stages, self.settings.stages, asker=asker, module=type(module).__name__)
+        homes: dict[str, tuple[int, ...]] = {}
+        for path, stage in plan.calls:
+            homes[path] = tuple(sorted({*homes.get(path, ()), stage}))
+        uncalled = _uncalled(module, homes)
+        program = self._study(step, {**homes, **uncalled}) if has_batch else None
+        if program is not None:
+            direct = {module.get_parameter(name) for name in program.uses if name not in homes}
+            uncalled = {
+                path: at
+                for path, at in uncalled.items()
+                if not direct & {*module.get_submodule(path).parameters(recurse=False)}
+            }
+        return plan, {**homes, **uncalled}, program
+
+    def _study(self, step: Step, homes: Mapping[str, tuple[int, ...]]) -> Program:
+        """The program of the first batch, which decides how many microbatches there are."""
+        asked = self.settings.microbatches
+        samples = max(1, step.samples)
+        wanted = asked if isinstance(asked, int) else self._automatic(samples)
+        self.microbatches = wanted
+        if min(wanted, samples) > 1:
+            try:
+                return study(step, dict(homes), self.stages, min(wanted, samples))
+            except SamplesMixError as error:
+                if isinstance(asked, int) and step.grad:
+                    raise ValueError(
+                        f"microbatches={asked}: the samples of a batch need one another: {error}. Cut apart they would "
+                        "train another model. Write microbatches='auto', which takes 1 here."
+                    ) from error
+                self.reason = f"samples need one another: {error}"
+        elif not isinstance(asked, int):
+            self.reason = f"a batch has {samples} sample{'s' * (samples > 1)}"
+        if step.grad:
+            self.microbatches = 1
+        return study(step, dict(homes), self.stages, 1)
+
+    def _automatic(self, samples: int) -> int:
+        name, ranks = self.settings.schedule, self.axis.size
+        count = microbatches_for(name, ranks, BUBBLE, most=samples, stages=self.stages)
+        bubble = predicted_bubble(name, ranks, count, stages=self.stages)
+        enough = "for a bubble of at most 10%" if bubble <= BUBBLE else f"as many as a batch has samples ({samples})"
+        self.reason = f"'auto', {enough}"
+        return count
+
+    def _place(self, module: nn.Module, homes: Mapping[str, tuple[int, ...]], program: Program | None) -> Placement:
+        """Which ranks hold which tensors: those of the stages that use them, and what no stage uses the last."""
+        ranks: dict[int, set[int]] = {}
+        for path, stages in homes.items():
+            unit = module.get_submodule(path)
+            for x in (*unit.parameters(), *unit.buffers()):
+                ranks.setdefault(id(x), set()).update(self.at[stage] for stage in stages)
+        for name, stages_used in (program.uses if program is not None else {}).items():
+            if name not in homes:
+                p = module.get_parameter(name)
+                ranks.setdefault(id(p), set()).update(self.at[stage] for stage in stages_used)
+        last = {self.at[-1]}
+        holders = {name: tuple(sorted(ranks.get(id(p), last))) for name, p in module.named_parameters()}
+        holders |= {name: tuple(sorted(ranks[id(b)])) for name, b in module.named_buffers() if id(b) in ranks}
+        return Placement(holders)
+
+    def _show(self, module: nn.Module, homes: Any, program: Program | None, seconds: float) -> None:
+        assert self.plan is not None
+        bubble = predicted_bubble(self.settings.schedule, self.axis.size, self.microbatches, stages=self.stages)
+        show_stages(
+            self.plan, self.settings.schedule, self.axis.size, self.at, self.microbatches, self.reason, bubble, module,
+            seconds,
+        )  # fmt: skip
+
+
+def _around(name: str, metric: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call of a metric in a step: one event of the run that is on."""
+    run = Run.current
+    if run is None or run.depth:
+        return call(*args, **kwargs)
+    run.depth += 1
+    try:
+        if name.endswith(".compute"):
+            return call(*args, **kwargs)
+        return run.metric(metric, call, run.followed(args), run.followed(kwargs))
+    finally:
+        run.depth -= 1
+
+
+def _within(path: str, homes: Mapping[str, Any]) -> bool:
+    return any(path == unit or path.startswith(f"{unit}.") for unit in homes)
+
+
+def _uncalled(module: nn.Module, homes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Modules that the step does not call: the outermost that hold no unit live on the last stage."""
+    last = max((stage for stages in homes.values() for stage in stages), default=0)
+    found: dict[str, tuple[int, ...]] = {}
+    for path, child in module.named_modules():
+        if not path or _within(path, homes) or _within(path, found):
+            continue
+        if any(unit.startswith(f"{path}.") for unit in homes):
+            continue
+        if any(True for _ in child.parameters()):
+            found[path] = (last,)
+    return found
+
+
+def _static(module: nn.Module) -> Call:
+    """Where there was no batch to look at: modules in the order in which they were made, parameters as their cost."""
+
+    def call(path: str, m: nn.Module) -> Call:
+        children = [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
+        numel = sum(p.numel() for p in m.parameters())
+        return Call(path, float(numel), numel, tuple(call(*child) for child in children))
+
+    return call("", module)
+
+
+def _indices(function: Callable[..., Any]) -> tuple[int, ...]:
+    """What Lightning gives a step beside the batch, the first time."""
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(0 for p in positional[1:] if p.name in ("batch_idx", "dataloader_idx") or p.default is p.empty)
+
+
+__all__ = ["STEPS", "Spread", "UnitCall"]

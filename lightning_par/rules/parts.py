@@ -1,0 +1,176 @@
+"""One trial of a function: random tensors, the function on the whole and on each part, and what these show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_par.positions import Positions
+from lightning_par.view import ShardedTensor
+
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+
+CONSTANT = 2
+"""The seed of the trial whose integers and flags are all alike: a result whose shape they decide has another then."""
+
+Place = tuple[int, Positions]
+
+
+@dataclass(frozen=True)
+class Out:
+    """One result: sharded along ``dim``, as the argument ``source`` is, ``times`` over."""
+
+    dim: int
+    source: int
+    times: int
+    tiled: bool
+
+    def positions(self, of: Positions) -> Positions:
+        return of._new(np.tile(of.owner, self.times)) if self.tiled else of.repeat(self.times)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, the leaves of its arguments, and how they are cut."""
+
+    func: Any
+    leaves: list[Any]
+    spec: Any
+    placed: list[Place | None]  # of each leaf, the dim it is cut along and its positions
+    ranks: int
+
+    def run(self, leaves: list[Any]) -> list[Any]:
+        """The results' leaves.
+
+        Raises:
+            Refused: it drew random numbers, or gave what is no tensor.
+        """
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        before = torch.default_generator.get_state()
+        results = tree_flatten(self.func(*args, **kwargs))[0]
+        if not torch.equal(before, torch.default_generator.get_state()):
+            raise Refused
+        if not results or not all(isinstance(x, Tensor) for x in results):
+            raise Refused
+        return results
+
+
+class Refused(Exception):  # noqa: N818 (a signal within this file, not an error)
+    """It does not act by sample."""
+
+
+def trial(call: Call, shapes: list[Any], high: int, seed: int) -> tuple[tuple[Out | None, ...], Any]:
+    """What the parts' results are of the whole results, which must hold for their gradients too."""
+    generator = torch.Generator().manual_seed(seed)
+    wholes = [_random(x, shape, generator, high, seed) for x, shape in zip(call.leaves, shapes, strict=True)]
+    results = call.run(given := [_leaf(x, like) for x, like in zip(wholes, call.leaves)])
+    if seed == 0 and not all(x.isfinite().all() for x in results if x.is_floating_point()):
+        raise Refused
+    parts, part_results = [], []
+    for rank in range(call.ranks):
+        local = [x if at is None else _part(x, *at, rank) for x, at in zip(wholes, call.placed, strict=True)]
+        parts.append([_leaf(x, like) for x, like in zip(local, call.leaves)])
+        part_results.append(call.run(parts[-1]))
+    for before, after in zip(wholes, given):  # a write
+        if isinstance(before, Tensor) and not torch.equal(before, after):
+            raise Refused
+    outs = tuple(
+        _out(x, [each[j] for each in part_results], call, seed) for j, x in enumerate(results)
+    )  # fmt: skip
+    _same_gradients(call, outs, given, results, parts, part_results, generator)
+    return outs, tuple(tuple(x.shape) for x in results)
+
+
+def _random(x: Any, shape: Any, generator: torch.Generator, high: int, seed: int) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if seed == CONSTANT and not (x.is_floating_point() or x.is_complex()):
+        return torch.full(shape, x.dtype == torch.bool).to(x.dtype)
+    if x.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if x.is_floating_point() or x.is_complex():
+        dtype = torch.complex128 if x.is_complex() else torch.float64
+        values = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+        # At first where all functions are smooth.
+        return 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=dtype) if seed == 0 else values
+    return torch.randint(high, shape, generator=generator).to(x.dtype)
+
+
+def _leaf(x: Any, like: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    wants = like.requires_grad and torch.is_grad_enabled()
+    return x.clone().requires_grad_(wants)
+
+
+def _part(x: Tensor, dim: int, positions: Positions, rank: int) -> Tensor:
+    return x.index_select(dim, positions.index(rank, x.device))
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.dtype not in _TOLERANCE:
+        return torch.equal(x, y)
+    tolerance = _TOLERANCE[x.dtype]
+    return torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | None:
+    """How the parts make the whole."""
+    if whole.numel() == 0:
+        raise Refused
+    for source, (x, place) in enumerate(zip(call.leaves, call.placed, strict=True)):
+        if not isinstance(x, ShardedTensor) or place is None:
+            continue
+        of = place[1]
+        for dim, size in enumerate(whole.shape):
+            for tiled in (False, True) if size % of.size == 0 else ():
+                out = Out(dim, source, size // of.size, tiled and size > of.size)
+                positions = out.positions(of)
+                if all(_close(_part(whole, dim, positions, rank), part) for rank, part in enumerate(parts)):
+                    return out
+    if whole.dtype == torch.bool or (seed != CONSTANT and not whole.any()) or any(part.shape != whole.shape for part in parts):
+        raise Refused
+    if not _close(torch.stack(parts).sum(0).to(whole.dtype), whole):
+        raise Refused
+    return None
+
+
+def _same_gradients(
+    call: Call, outs: Any, given: Any, results: Any, parts: Any, part_results: Any, generator: torch.Generator
+) -> None:
+    """A function may act by sample and yet not have such gradients, as an embedding scaled by frequency has."""
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
+    whole = _gradients(given, results, weights)
+    each = []
+    for rank, (local, local_results) in enumerate(zip(parts, part_results, strict=True)):
+        own = [
+            w if out is None else _part(w, out.dim, out.positions(call.placed[out.source][1]), rank)  # type: ignore[index]
+            for w, out in zip(weights, outs, strict=True)
+        ]
+        each.append(_gradients(local, local_results, own))
+    places = [at for x, at in zip(given, call.placed) if isinstance(x, Tensor) and x.requires_grad]
+    for number, (grad, at) in enumerate(zip(whole, places)):
+        locals_ = [grads[number] for grads in each]
+        if at is None:
+            same = _close(torch.stack(locals_).sum(0), grad)
+        else:
+            same = all(_close(_part(grad, *at, rank), local) for rank, local in enumerate(locals_))
+        if not same:
+            raise Refused
+
+
+def _gradients(leaves: list[Any], results: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    total = [(x * w.to(x)).sum() for x, w in zip(results, weights) if x.requires_grad]
+    if not wanted or not total:
+        return [torch.zeros_like(x) for x in wanted]
+    loss = torch.stack([(x.real if x.is_complex() else x).double() for x in total]).sum()
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads)]
