@@ -135,7 +135,11 @@ def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | Non
                 positions = out.positions(of)
                 if all(_close(_part(whole, dim, positions, rank), part) for rank, part in enumerate(parts)):
                     return out
-    if whole.dtype == torch.bool or (seed != CONSTANT and not whole.any()) or any(part.shape != whole.shape for part in parts):
+    if (
+        whole.dtype == torch.bool
+        or (seed != CONSTANT and not whole.any())
+        or any(part.shape != whole.shape for part in parts)
+    ):
         raise Refused
     if not _close(torch.stack(parts).sum(0).to(whole.dtype), whole):
         raise Refused

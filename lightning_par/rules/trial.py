@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_par import comm
@@ -124,11 +123,11 @@ def _described(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Real tensors, and nothing else that watches or changes what torch functions do."""
+    """Real tensors, and no mode that watches or changes what torch functions do."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for context in (unset_fake_temporarily(), _disable_current_modes(), torch._C.DisableTorchFunction(),
+        for context in (unset_fake_temporarily(), torch._C.DisableTorchFunction(),
                         torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()),
                         torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[])):  # fmt: skip
             stack.enter_context(context)
@@ -147,15 +146,13 @@ def _tried(func: Any, leaves: list[Any], spec: Any, ranks: int) -> Found | None:
         for high in (2, 1):  # integers may be indices
             with contextlib.suppress(Exception):
                 sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed)]
-                trials = [
-                    trial(Call(func, leaves, spec, place, 2 if short else ranks), shape, high, seed)
-                    for shape, place, short in sizes
-                    for seed in _SEEDS
-                ]
-                if len({outs for outs, _ in trials}) == 1 and all(t[1] == trials[i - i % len(_SEEDS)][1] for i, t in enumerate(trials)):
-                    outs, found_shapes = trials[0]
-                    whole = _unshortened(outs, found_shapes, leaves)
-                    return Found(tuple(cuts), lead, outs, whole)
+                seen = set()
+                for shape, place, short in sizes:
+                    call = Call(func, leaves, spec, place, 2 if short else ranks)
+                    for outs, shown in (trial(call, shape, high, seed) for seed in _SEEDS):
+                        seen.add((outs, _unshortened(outs, shown, leaves)))
+                if len(seen) == 1:
+                    return Found(tuple(cuts), lead, *seen.pop())
     return None
 
 

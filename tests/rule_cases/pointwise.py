@@ -233,7 +233,7 @@ for _name, (_loss, _x, _y) in _LOSSES.items():
         CASES.append(Case(f"{_name} {_reduction}", _call, [_x, _y], _BOTH))
 CASES += [
     Case("mse_loss default", F.mse_loss, [x, y], _BOTH),
-    Case("mse_loss broadcast", F.mse_loss, [x, row], [(0, None), (1, None)], local=False),
+    Case("mse_loss broadcast", F.mse_loss, [x, row], [(0, None), (1, None)]),
     Case(
         "bce weight",
         lambda x, y, w: F.binary_cross_entropy(x, y, weight=w.detach()),

@@ -164,7 +164,7 @@ CASES = [
         local=False,
     ),
     Case(
-        "setitem mask", lambda x, m: _written(x, m, 0.0), [x, flags(B, T)], [(0, None), (2, None), (1, 1)], local=False
+        "setitem mask", lambda x, m: _written(x, m, 0.0), [x, flags(B, T)], [(0, None), (2, None), (1, 1)], local=None
     ),
     Case(
         "setitem into plain", lambda x, y: _written(x, (slice(None), 1), y), [x, normal(B, 4)], [(None, 1)], local=False
