@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_par.namespace import Namespace
 
@@ -190,3 +192,14 @@ def put_hooks(taken: list[tuple[Any, Any]]) -> None:
     """Put back what `take_hooks` took."""
     for hooks, content in taken:
         hooks.update(content)
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """No mode sees what is done inside: neither those of torch functions nor those that make tensors fake."""
+    with torch._C.DisableTorchFunction():
+        if not torch._C._len_torch_dispatch_stack():  # the next line costs some time
+            yield
+            return
+        with _disable_current_modes():
+            yield

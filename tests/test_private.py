@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from lightning_par import private
 from lightning_par.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
@@ -152,6 +154,21 @@ def test_an_rnns_weights_can_be_swapped() -> None:
     private.renew_weak_references(rnn)
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(rnn.weight_ih_l0, nn.Parameter(torch.zeros(12, 2)))
+
+
+def test_no_mode_sees_what_is_done_without_modes() -> None:
+    seen: list[Any] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Functions(), FakeTensorMode():
+        assert isinstance(torch.ones(1), FakeTensor) and len(seen) == 1
+        with private.no_modes():
+            assert type(torch.ones(1)) is torch.Tensor
+    assert len(seen) == 1
 
 
 def _private_imports(source: Path) -> list[str]:

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
 
+from lightning_par import private
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 
 Around = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -76,7 +76,7 @@ class StandIns:
             key = (id(metric), method, tuple((tuple(x.shape), x.dtype) for x in tensors))
             # Disabled, the located values of a step are not asked for and the run counts no events.
             trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with private.no_modes():
                 if key not in self._known:
                     self._known[key] = _found(metric, method, args, kwargs)
                 value = map_tensors(torch.clone, self._known[key])

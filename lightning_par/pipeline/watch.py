@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
 
+from lightning_par import private
 from lightning_par.pipeline import cells
 from lightning_par.pipeline.cells import Cell, MappingCell
 from lightning_par.pipeline.effects import Effects
@@ -214,9 +214,7 @@ def _is_users(value: Any) -> bool:
 def _plainly() -> Iterator[None]:
     """No mode sees what is done inside, and copies count their changes."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
+        stack.enter_context(private.no_modes())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         yield
