@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +68,8 @@ class Engine:
     trace: list[Span] | None = None
     programs: dict[Any, list[Program]] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
+
+    holds: Callable[[str], tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
@@ -154,9 +155,21 @@ class Engine:
                 raise
             self.refused[signature] = str(error)
             return 1
+        self._check_parameters(step, program)
         known.insert(0, program)
         self._fresh = program
         return microbatches
+
+    def _check_parameters(self, step: Step, program: Program) -> None:
+        for name, stages in program.uses.items():
+            for stage in stages if name not in self.homes and self.holds is not None else ():
+                holders = self.holds(name)  # type: ignore[misc]  # it is set
+                if self.placement[stage] not in holders:
+                    raise ValueError(
+                        f"{step.name} uses {name!r} on stage {stage} of the pipeline, but it is held by pipeline rank "
+                        f"{', '.join(map(str, holders))} alone, where training uses it. Use it in the forward of the "
+                        "module that it belongs to, or name stages with `stages=` so that both meet."
+                    )
 
     def _signature(self, step: Step, microbatches: int) -> Any:
         tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
@@ -186,18 +199,21 @@ class Engine:
         crossing = Crossing(ready.program, schedule, self.axis.rank, self.messenger, ready.axes, schedule.trains)
         told: list[Effects] = []
         frontier: list[list[Tensor]] = []
+        self.messenger.timed = self.trace is not None
         for action in schedule.actions[self.axis.rank]:
-            began = time.perf_counter()
+            began = self.messenger.clock() - self.messenger.waited
             if action.op == "F":
                 run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
                 if action.stage == self.stages - 1:
-                    told.append(effects)
+                    told.append(_without_graphs(effects) if len(ready.axes) > 1 else effects)
                     if len(ready.axes) > 1 and not self._joins(ready, schedule):
                         frontier.append([_local(run.got[k]).detach() for k in ready.program.crossing[self.stages]])
+                del run, effects  # they hold the microbatch's graph, which its backward frees
             else:
                 crossing.backward(action.op, action.stage, action.microbatch)
             if self.trace is not None:
-                self.trace.append(Span(self.axis.rank, action, began, time.perf_counter()))
+                start = began + self.messenger.waited
+                self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
         if not self.last:
             return Effects()
         if len(ready.axes) == 1:
@@ -256,6 +272,12 @@ class Engine:
         run = StageRun(program, ready.memo, self.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
             return self._step(ready, run, True)[1]
+
+
+def _without_graphs(effects: Effects) -> Effects:
+    """A graph that they hold would keep the microbatch's activations until the end of the step."""
+    found: dict[int, Tensor] = {}
+    return merged([effects], lambda parts: found.setdefault(id(parts[0]), parts[0].detach()))
 
 
 def _in_order(x: Tensor, model: ShardedTensor, program: Program) -> Tensor:
