@@ -19,14 +19,15 @@ from lightning_par import registry
 if TYPE_CHECKING:
     from lightning_par.comm import ledger
     from lightning_par.layout import Layout
-    from lightning_par.lightning_strategies import PipelineParallelStrategy, TensorParallelStrategy
+    from lightning_par.lightning_strategies import PipelineParallelStrategy, ScheduleTrace, TensorParallelStrategy
 
 __version__ = "0.1.0"
-__all__ = ["Layout", "PipelineParallelStrategy", "TensorParallelStrategy", "ledger"]
+__all__ = ["Layout", "PipelineParallelStrategy", "ScheduleTrace", "TensorParallelStrategy", "ledger"]
 
 _HOME = {
     "Layout": "lightning_par.layout",
     "PipelineParallelStrategy": "lightning_par.lightning_strategies",
+    "ScheduleTrace": "lightning_par.lightning_strategies",
     "TensorParallelStrategy": "lightning_par.lightning_strategies",
     "ledger": "lightning_par.comm",
 }

@@ -1,11 +1,13 @@
-"""The strategies for ``lightning.pytorch``; those for ``pytorch_lightning`` are in `lightning_par.pl`."""
+"""The strategies and the callback for ``lightning.pytorch``; for ``pytorch_lightning`` see `lightning_par.pl`."""
 
 from __future__ import annotations
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_par.namespace import LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
+from lightning_par.pipeline.trace import ScheduleTraceMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
 
@@ -17,3 +19,7 @@ class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):
 class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):
     __doc__ = PipelineParallelMixin.__doc__
     namespace = LIGHTNING
+
+
+class ScheduleTrace(ScheduleTraceMixin, Callback):
+    __doc__ = ScheduleTraceMixin.__doc__

@@ -1,11 +1,13 @@
-"""The strategies for ``pytorch_lightning``; those for ``lightning.pytorch`` are in `lightning_par` itself."""
+"""The strategies and the callback for ``pytorch_lightning``; for ``lightning.pytorch`` see `lightning_par` itself."""
 
 from __future__ import annotations
 
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_par.namespace import PYTORCH_LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
+from lightning_par.pipeline.trace import ScheduleTraceMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
 
@@ -17,3 +19,7 @@ class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):  # type: ig
 class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
     __doc__ = PipelineParallelMixin.__doc__
     namespace = PYTORCH_LIGHTNING
+
+
+class ScheduleTrace(ScheduleTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
+    __doc__ = ScheduleTraceMixin.__doc__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Messenger:
         if axis.size > 1 and not self._gloo and axis.links is None:
             raise RuntimeError("Messages need groups of their own here: call `make_message_groups` on all ranks first.")
         self._sending: _Departures | _Queue = _Departures() if self._gloo else _Queue()
+        self.timed = False  # whether `waited` counts
+        self.waited = 0.0  # seconds, in receives
 
     def send(self, x: Tensor, to: int, kind: Kind, tag: int) -> None:
         """Begin to send ``x``, which nobody may write to until `finish`; a tensor with no elements stays here.
@@ -98,7 +101,22 @@ class Messenger:
             work = self._axis.start_recv_(x, source, _PURPOSES[kind], link, _tag(kind, tag))
         except RuntimeError as error:
             raise _lost(what) from error
-        return _Received(work, x, what, self._device)
+        received = _Received(work, x, what, self._device)
+
+        def wait() -> Tensor:
+            began = self.clock()
+            there = received()
+            if self.timed:
+                self.waited += self.clock() - began
+            return there
+
+        return wait
+
+    def clock(self) -> float:
+        """Seconds; where they count, not before a GPU has computed what it was asked for."""
+        if self.timed and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the device would wait for messages to leave, too
+        return time.perf_counter()
 
     def finish(self) -> None:
         """Wait until everything has left; to be called at the end of a step.

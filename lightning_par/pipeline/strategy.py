@@ -68,6 +68,11 @@ class PipelineParallelMixin(StrategyMixin):
         self._spread: Spread | None = None
         self._engine: Engine | None = None
 
+    @property
+    def engine(self) -> Engine | None:
+        """What runs the steps; None before a run has spread the model, and where there is one stage."""
+        return self._engine
+
     def resolve_layout(self, world_size: int) -> Layout:
         layout = Layout.resolve(
             world_size, own="pipeline", data=self.data_parallel_size, pipeline=self.pipeline_parallel_size
