@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_par.random import streams
 from lightning_par.rules.table import on_gather
+from lightning_par.rules.trial import run_by_sample
 from lightning_par.view import ShardedTensor, full
 
 _installed = False
@@ -38,8 +39,16 @@ def _intercept_functions() -> None:
     plain_apply = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from lightning_par.pipeline.located import Run
+
+        if Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
+            return Run.current.__torch_function__(cls.apply, (), args, kwargs)
         views: list[ShardedTensor] = []
         args = tree_map(lambda x: _noted(x, views), args)
+        if views and views[0].axis.by_sample:
+            result = run_by_sample(cls.apply, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if views:
             on_gather(cls, views)
             args = tree_map(lambda x: full(x) if isinstance(x, Tensor) else x, args)

@@ -56,7 +56,7 @@ class Analysis(Run):
 
     Args:
         mode: of the fakes.
-        homes: unit -> the stages where it lives; empty to look for units.
+        homes: unit -> the stages where it lives, one for each call; empty to look for units.
         names: ids of fake parameters -> their names.
         axis: a microbatch axis, or None where the batch is not cut.
         batch: its tensors are the first that depend on the batch alone.
@@ -78,16 +78,20 @@ class Analysis(Run):
         self.keys: dict[int, Key] = {}
         self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
-        self.tags: dict[int, Share] = {}
+        self.tags: dict[int, str] = {}
         self.stage = 0
         self.starts = [0]
         self.tail = 0
-        self.uses: dict[str, set[int]] = {}
+        self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.calls: list[tuple[str, int]] = []
+        self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.effects: list[Tensor] = []
         self.frames = [Frame("", 0)]
         self.reads: list[tuple[int, str]] = []
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
+        self.buffers: dict[int, str] = {}  # ids of buffers -> their names
+        self.training = False
+        self.unsized = 0  # functions so far whose result's shape depends on values
 
     # ------------------------------------------------------------------------------------------------ torch functions
 
@@ -98,9 +102,12 @@ class Analysis(Run):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On fakes; where the shape of the result depends on data, on ones."""
+        self._note_state(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except _UNRUNNABLE:
+            self.unsized += 1
+            self.close_modules("the shape of a value in it depends on values")
             with unset_fake_temporarily():
 
                 def real(x: Any) -> Any:
@@ -110,6 +117,16 @@ class Analysis(Run):
             result = tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, result)
         self.frames[-1].flops += flops_of(func, args, kwargs, result)
         return result
+
+    def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A buffer that training updates at each call must not be updated once a microbatch."""
+        if self.axis is None:
+            return
+        into = kwargs.get("out")
+        if into is None and args and writes(getattr(func, "__name__", "")):
+            into = args[0]
+        if id(into) in self.buffers and self.training:
+            raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
@@ -128,10 +145,11 @@ class Analysis(Run):
         for x in located:
             self._use_parameter(x)
         sums = self.axis.sums if self.axis is not None else 0
+        unsized = self.unsized
         result, cuts = self._with_or_without_samples(func, args, kwargs, target, located)
         reduced = self.axis is not None and self.axis.sums > sums
         event = self._keep(func, "located", inputs, result)
-        event.cuts = cuts
+        event.cuts, event.unsized = cuts, self.unsized > unsized
         if self.axis is not None:
             event.shares = self._tag(name, args, kwargs, result, reduced)
         if target is not None:
@@ -217,11 +235,21 @@ class Analysis(Run):
         return event
 
     def _keys_of(self, tensors: Iterable[Tensor]) -> tuple[Key, ...]:
-        return tuple(self.keys[id(x)] for x in tensors if id(x) in self.keys)
+        found = []
+        for x in tensors:
+            if id(x) in self.keys:
+                found.append(self.keys[id(x)])
+            elif self.homes and is_located(x) and id(x) not in self.names:
+                raise ValueError(
+                    f"{user_line()}: the step uses a value from within a module that the module did not return: a "
+                    "forward hook or an attribute handed it out. Other stages of the pipeline can't see that. Return "
+                    "it from the module's forward, or use TensorParallelStrategy."
+                )
+        return tuple(found)
 
     def _use_parameter(self, x: Tensor) -> None:
         if id(x) in self.names:
-            self.uses.setdefault(self.names[id(x)], set()).add(self.stage)
+            self.direct.append((self.names[id(x)], len(self.events)))
 
     def _with_samples(self, value: Any) -> Any:
         """Tensors of the batch alone, cut where they are known to hold samples."""
@@ -250,7 +278,6 @@ class Analysis(Run):
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._move_to(path)
-        self.uses.setdefault(path, set()).add(self.stage)
         self.calls.append((path, self.stage))
         inputs = tensors_in((args, kwargs))
         sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)
@@ -264,12 +291,15 @@ class Analysis(Run):
                 raise SamplesMixError(f"{path!r} sums over the samples of a batch")
             if self.axis.cuts > cuts:
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
+        self.units.append((path, len(self.events)))
         self._keep(path, "located", inputs, result)
         self.tail = len(self.events)
         return result
 
     def _move_to(self, path: str) -> None:
-        homes = [stage for stage in self.homes[path] if stage >= self.stage]
+        before = sum(called == path for called, _ in self.calls)
+        planned = self.homes[path][min(before, len(self.homes[path]) - 1)]
+        homes = [stage for stage in (planned, *self.homes[path]) if stage >= self.stage]
         if not homes:
             raise ValueError(
                 f"{user_line()}: {path!r} lives on stage {self.homes[path][-1]} of the pipeline, but here it is called "
@@ -296,9 +326,11 @@ class Analysis(Run):
         self.frames[-1].children.append(call)
 
     def close_modules(self, why: str) -> None:
-        """What is running now can't be taken apart."""
-        for frame in self.frames[1:]:
+        """The module whose own code is running can't be taken apart."""
+        for frame in reversed(self.frames[1:]):
             frame.closed = frame.closed or why
+            if frame.numel:  # one without parameters is no unit: its code is that of the module around it
+                return
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:

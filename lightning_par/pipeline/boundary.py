@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.backward import SplitBackward, backward
-from lightning_par.pipeline.located import Key, Program
+from lightning_par.pipeline.located import ElsewhereError, Key, Program
 from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.runs import local_shape
@@ -110,9 +110,22 @@ class Crossing:
         keys = self._keys(stage + 1)
         wanted = set(self._wanted(stage + 1))
         plain = [x.local if isinstance(x, ShardedTensor) else x for x in values]
+        self._check(keys, plain, microbatch)
         held = self.held[stage, microbatch]
         held.outputs = [x for key, x in zip(keys, plain, strict=True) if key in wanted]
         self._send("forward", stage + 1, microbatch, list(keys), [x.detach() for x in plain], stage + 1)
+
+    def _check(self, keys: tuple[Key, ...], values: list[Tensor], microbatch: int) -> None:
+        """The receiver waits for just what the program says: anything else would never arrive."""
+        for key, x in zip(keys, values, strict=True):
+            model = self.program.values[key]
+            expected = local_shape(model, self.axes[microbatch])
+            if tuple(x.shape) != expected or x.dtype != model.dtype:
+                raise ElsewhereError(
+                    f"{self.program.events[key[0]].place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the "
+                    f"next stage of the pipeline, where {expected}, {model.dtype} was expected from a trial run on "
+                    "this batch. What shape a value has must depend on the batch's shapes alone."
+                )
 
     def _send(self, kind: str, stage: int, microbatch: int, keys: list[Key], values: list[Tensor], to: int) -> None:
         peer = self.schedule.rank_of(to)

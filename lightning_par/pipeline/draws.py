@@ -13,8 +13,8 @@ from lightning_par.random import mix, streams
 
 _DRAWING = frozenset("""
 dropout dropout_ alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout rand_like randn_like
-randint_like bernoulli bernoulli_ uniform_ normal_ normal exponential_ random_ cauchy_ geometric_ log_normal_ multinomial
-poisson rrelu rrelu_ gumbel_softmax scaled_dot_product_attention multi_head_attention_forward
+randint_like bernoulli bernoulli_ uniform_ normal_ normal exponential_ random_ cauchy_ geometric_ log_normal_
+multinomial poisson rrelu rrelu_ gumbel_softmax scaled_dot_product_attention multi_head_attention_forward
 """.split())  # fmt: skip
 
 

@@ -246,7 +246,8 @@ class Engine:
 
     def _step(self, ready: Prepared, run: Run, counts: bool) -> tuple[Any, Effects]:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""
-        step, effects, result = ready.step, Effects(), None
+        step, result = ready.step, None
+        effects: Effects = Effects()
         random.setstate(ready.before[1])
         np.random.set_state(ready.before[0])
         with self.watch.told() if counts else self.watch.undone() as found:
@@ -255,7 +256,7 @@ class Engine:
                     result = run.followed(_call(self.module, step))
             except StageDoneError:
                 pass
-            if counts:
+            if counts and found is not None:
                 effects = found
                 effects.result = result
         return result, effects

@@ -53,6 +53,7 @@ class Event:
         stage: whose stretch it lies in.
         shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
         cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
+        unsized: whether the shape of its result depends on values.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
     """
 
@@ -64,6 +65,7 @@ class Event:
     stage: int = 0
     shares: tuple[int, ...] = ()
     cuts: bool = False
+    unsized: bool = False
     writes: bool = False
 
 
@@ -98,7 +100,7 @@ class Program:
     samples: int
     microbatches: int
     result: Any = None
-    loss_is_share: bool = True
+    loss_is_share: bool | None = True
     plain_effects: bool = False
     uses: dict[str, set[int]] = field(default_factory=dict)
     calls: list[tuple[str, int]] = field(default_factory=list)

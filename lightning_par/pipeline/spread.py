@@ -17,7 +17,7 @@ from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.located import Program, Run, UnitCall, intercept_units, release_units
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.plan import StagePlan, make_stage_plan
-from lightning_par.pipeline.schedule import place_stages
+from lightning_par.pipeline.schedule import make_forward_schedule, make_schedule, place_stages
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
 from lightning_par.pipeline.study import Step, study, survey
@@ -69,7 +69,8 @@ class Spread:
         context = trainer.strategy.precision_plugin.forward_context
         step = Step(module, name, batch, rest, context, entry == "fit", device, shared)
         training = {m: m.training for m in module.modules()}
-        module.train() if entry == "fit" else module.eval()
+        if entry != "fit":  # as the loop will do
+            module.eval()
         try:
             self.plan, homes, program = self._agree(lambda: self._decide(step, batch is not None))
         finally:
@@ -77,13 +78,13 @@ class Spread:
                 m.training = mode
         self.placement = self._place(module, homes, program)
         if self.groups.world.rank == 0:
-            self._show(module, homes, program, time.monotonic() - started)
+            self._show(module, step.grad, time.monotonic() - started)
         axes = make_holder_axes(self.placement, self.groups, self.timeout)
         send_away(module, self.placement, self.axis)
         intercept_units(module, tuple(homes))
         containers = [(path, m) for path, m in module.named_modules() if not _within(path, homes)]
         watch = Watch(module, containers, around=_around)
-        names = {p: name for name, p in module.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
 
         def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
             named = {names[p]: g for p, g in grads.items()}
@@ -92,6 +93,7 @@ class Spread:
             return {p: summed[names[p]] for p in grads}
 
         self.engine = Engine(module, self.axis, device, self.settings.schedule, self.at, homes, watch, finish)
+        self.engine.holds = lambda name: self.placement.of(name, self.axis.size)
         return self.engine
 
     def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
@@ -125,7 +127,7 @@ class Spread:
         plan = make_stage_plan(root, self.stages, self.settings.stages, asker=asker, module=type(module).__name__)
         homes: dict[str, tuple[int, ...]] = {}
         for path, stage in plan.calls:
-            homes[path] = tuple(sorted({*homes.get(path, ()), stage}))
+            homes[path] = (*homes.get(path, ()), stage)
         uncalled = _uncalled(module, homes)
         program = self._study(step, {**homes, **uncalled}) if has_batch else None
         if program is not None:
@@ -183,13 +185,12 @@ class Spread:
         holders |= {name: tuple(sorted(ranks[id(b)])) for name, b in module.named_buffers() if id(b) in ranks}
         return Placement(holders)
 
-    def _show(self, module: nn.Module, homes: Any, program: Program | None, seconds: float) -> None:
+    def _show(self, module: nn.Module, trains: bool, seconds: float) -> None:
         assert self.plan is not None
-        bubble = predicted_bubble(self.settings.schedule, self.axis.size, self.microbatches, stages=self.stages)
-        show_stages(
-            self.plan, self.settings.schedule, self.axis.size, self.at, self.microbatches, self.reason, bubble, module,
-            seconds,
-        )  # fmt: skip
+        schedule = make_forward_schedule(self.at, self.microbatches)
+        if trains:
+            schedule = make_schedule(self.settings.schedule, self.axis.size, self.microbatches, self.stages)
+        show_stages(self.plan, schedule, self.reason, self.placement.holders, module, self.groups.layout, seconds)
 
 
 def _around(name: str, metric: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -159,7 +159,8 @@ class PipelineParallelMixin(StrategyMixin):
         trainer = module.trainer
         shared = (trainer, self, *trainer.loggers, *trainer.callbacks)
         context = self.precision_plugin.forward_context
-        batch, *rest = (*args, *kwargs.values())
+        given = [*args, *kwargs.values()]
+        batch, rest = given[0], given[1:]
         return Step(module, name, batch, tuple(rest), context, name == "training_step", self.root_device, shared)
 
     def _key(self, number: int) -> tuple[int, int]:

@@ -65,7 +65,7 @@ def survey(step: Step) -> Call:
 
 
 def study(step: Step, homes: Mapping[str, tuple[int, ...]], stages: int, microbatches: int) -> Program:
-    """The program of ``step``, where unit ``path`` lives on the stages ``homes[path]``.
+    """The program of ``step``, where the calls of unit ``path`` run on the stages ``homes[path]``.
 
     Raises:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
@@ -96,6 +96,8 @@ def _analyse(
     run = Analysis(mode, dict(homes), {}, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     run.names = fakes.names()
+    run.training = step.grad
+    run.buffers = {id(b): name for name, b in copy.named_buffers()}
     _intercept(copy, run, homes, traced)
     _listen(copy, run)
     before = vars(streams).copy()
@@ -249,6 +251,11 @@ def _cut_layouts(layouts: Layouts, samples: int, axis: MicrobatchAxis) -> Layout
 def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: int, layouts: Layouts) -> Program:
     starts = (*run.starts, *[run.tail or len(run.events)] * (stages - len(run.starts)))
     _refuse_reads(run, starts[-1])
+    uses: dict[str, set[int]] = {}
+    for index, event in enumerate(run.events):
+        event.stage = sum(start <= index for start in starts) - 1
+    for name, index in (*run.direct, *run.units):
+        uses.setdefault(name, set()).add(run.events[index].stage)
     last_use: dict[Key, float] = {}
     for index, event in enumerate(run.events):
         last_use.update(dict.fromkeys(event.inputs, float(index)))
@@ -273,7 +280,7 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
         result=result,
         loss_is_share=_is_share(run, loss),
         plain_effects=not run.reads and all(_joins(run, x) for x in run.effects) and not _has_metrics(run.events),
-        uses=run.uses,
+        uses=uses,
         calls=run.calls,
     )
 
@@ -285,6 +292,13 @@ def _refuse_reads(run: Analysis, last: int) -> None:
                 f"{place}: the step reads a value that depends on the model here, and goes on to modules that are on a "
                 "later stage of the pipeline, which can't know it in time. Move this into a module's forward, compute "
                 "it with tensors (torch.where), or use TensorParallelStrategy."
+            )
+    for event in run.events[:last]:
+        if event.unsized:
+            raise ValueError(
+                f"{event.place}: how many values `{getattr(event.func, '__name__', event.func)}` returns depends on "
+                "values of the model, and modules of a later stage of the pipeline follow. Move this into the forward "
+                "of a module that stays on one stage (`stages=` can say so), or use TensorParallelStrategy."
             )
 
 

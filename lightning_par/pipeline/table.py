@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.nn import Parameter
 
 from lightning_par.pipeline.plan import StagePlan
+from lightning_par.pipeline.schedule import Schedule
+from lightning_par.pipeline.simulate import UNIT_COST, bubble, simulate
 from lightning_par.pipeline.units import list_names
 from lightning_par.table import bytes_text, show_table
 
 Row = tuple[str, str, str, str, str]
+Holders = Mapping[str, tuple[int, ...]]
+"""First name of each parameter -> the ranks that hold it, along the pipeline axis."""
 
 
 def show_stages(
     plan: StagePlan,
-    schedule_name: str,
-    ranks: int,
-    placement: tuple[int, ...],
-    microbatches: int,
+    schedule: Schedule,
     reason: str | None,
-    bubble: float,
+    holders: Holders,
     module: nn.Module,
+    layout: object,
     seconds: float,
 ) -> None:
     """Print the stages of ``module``, and how they will be run.
 
     Args:
         plan: the stages.
-        schedule_name: of the schedule, as the user writes it.
-        ranks: the size of the pipeline axis.
-        placement: the rank of each stage.
-        microbatches: into how many the batch is cut.
-        reason: why that many, None where the user asked for them.
-        bubble: the part of the step's time in which a rank waits, 0 to 1, as predicted.
+        schedule: of a training step, or of forwards only.
+        reason: why so many microbatches, None where the user asked for them.
+        holders: who holds which parameter.
         module: whole, with its tied parameters still tied; its parameters may be on ``meta``.
+        layout: all axes, for the title.
         seconds: that planning took.
 
     Example::
 
-        show_stages(plan, "1f1b", 2, (0, 1), 8, None, 1 / 9, module, seconds=0.4)
+        schedule = make_schedule("1f1b", ranks=2, microbatches=8)
+        show_stages(plan, schedule, None, placement.holders, module, Layout(pipeline=2), seconds=0.4)
     """
-    title = f"Pipeline parallel over {ranks} ranks, planned in {seconds:.1f} s"
+    title = f"Pipeline parallel over {schedule.ranks} ranks ({layout}), planned in {seconds:.1f} s"
     header = ("stage", "rank", "modules", "parameters", "share of cost")
-    footer = stage_footer(plan, schedule_name, ranks, placement, microbatches, reason, bubble, module)
-    show_table(title, header, stage_rows(plan, placement, module), footer, wraps=2)
+    footer = stage_footer(plan, schedule, reason, holders, module)
+    show_table(title, header, stage_rows(plan, schedule.placement, module), footer, wraps=2)
 
 
 def stage_rows(plan: StagePlan, placement: Sequence[int], module: nn.Module) -> list[Row]:
     """A row for each stage: its index and rank, its modules, their parameters, and its share of the cost."""
     rows = []
     for stage in plan.stages:
-        held = list(_held(module, stage.units).values())
+        held = list(_within(module, stage.units).values())
         numel = f"{sum(p.numel() for p in held):,} ({bytes_text(_size(held))})"
         rows.append(
             (str(stage.index), str(placement[stage.index]), list_names(stage.units), numel, f"{stage.share:.1%}")
@@ -61,44 +63,59 @@ def stage_rows(plan: StagePlan, placement: Sequence[int], module: nn.Module) -> 
 
 
 def stage_footer(
-    plan: StagePlan,
-    schedule_name: str,
-    ranks: int,
-    placement: Sequence[int],
-    microbatches: int,
-    reason: str | None,
-    bubble: float,
-    module: nn.Module,
+    plan: StagePlan, schedule: Schedule, reason: str | None, holders: Holders, module: nn.Module
 ) -> list[str]:
-    """The schedule, its bubble, what each rank holds, what all of them hold, and what several stages share."""
-    cut = f"{microbatches} microbatch{'es' if microbatches > 1 else ''}"
+    """The schedule, its bubble, what each rank holds, what lies in no stage's modules, and what several ranks hold."""
+    m = schedule.microbatches
+    what = f"Schedule {schedule.name}" if schedule.trains else "Forwards only"
     lines = [
-        f"Schedule {schedule_name}, {cut}{f': {reason}' if reason else ''}.",
-        f"Predicted bubble: {bubble:.1%} of a step.",
+        f"{what}, {m} microbatch{'es' if m > 1 else ''}{f': {reason}' if reason else ''}.",
+        _bubble_line(plan, schedule),
+        f"Parameters held: {', '.join(_sizes(holders, module, schedule.ranks))}.",
     ]
-    by_stage = [_held(module, stage.units) for stage in plan.stages]
-    placed = {key for held in by_stage for key in held}
-    outside = {id(p): p for p in module.parameters() if id(p) not in placed}
-    sizes = []
-    for rank in range(ranks):
-        mine = {key: p for held, at in zip(by_stage, placement) if at == rank for key, p in held.items()}
-        sizes.append(f"rank {rank}: {bytes_text(_size((mine | outside).values()))}")
-    lines.append(f"Parameters held: {', '.join(sizes)}.")
-    names = _names(module)
+    placed = {key for stage in plan.stages for key in _within(module, stage.units)}
+    outside = {name: p for name, p in module.named_parameters() if id(p) not in placed}
     if outside:
-        lines.append(
-            f"Outside these modules, so on every rank: {list_names(names[key][0] for key in outside)} "
-            f"({bytes_text(_size(outside.values()))})."
-        )
-    shared = []
-    for key in dict.fromkeys(key for held in by_stage for key in held):
-        stages = [stage for stage, held in enumerate(by_stage) if key in held]
-        if len(stages) > 1:
-            where = ", ".join(map(str, stages[:-1]))
-            shared.append(f"{' = '.join(names[key])} (stages {where} and {stages[-1]})")
+        lines.append(f"Outside these modules: {_by_ranks(outside, holders)}.")
+    names = _names(module)
+    shared = [
+        f"{' = '.join(names[id(p)])} (ranks {_listed(holders[name])})"
+        for name, p in module.named_parameters()
+        if len(holders[name]) > 1
+    ]
     if shared:
-        lines.append(f"On several stages, their gradients summed once a step: {', '.join(shared)}.")
+        lines.append(f"On several ranks, their gradients summed once a step: {', '.join(shared)}.")
     return lines
+
+
+def _bubble_line(plan: StagePlan, schedule: Schedule) -> str:
+    """A rank waits for the slowest stage, too, which the schedule's own bubble knows nothing of."""
+    even = bubble(simulate(schedule), schedule.ranks)
+    weights = [stage.share * schedule.stages for stage in plan.stages]
+    costs = [{op: cost * weight for op, cost in UNIT_COST.items()} for weight in weights]
+    real = bubble(simulate(schedule, costs), schedule.ranks)
+    rest = "" if f"{real:.1%}" == f"{even:.1%}" else f", {even:.1%} were all stages equal"
+    return f"Predicted bubble: {real:.1%} of a step{rest}."
+
+
+def _sizes(holders: Holders, module: nn.Module, ranks: int) -> list[str]:
+    held = [[p for name, p in module.named_parameters() if rank in holders[name]] for rank in range(ranks)]
+    return [f"rank {rank}: {bytes_text(_size(mine))}" for rank, mine in enumerate(held)]
+
+
+def _by_ranks(parameters: Mapping[str, Parameter], holders: Holders) -> str:
+    found: dict[tuple[int, ...], dict[str, Parameter]] = defaultdict(dict)
+    for name, p in parameters.items():
+        found[holders[name]][name] = p
+    return ", ".join(
+        f"{list_names(held)} ({bytes_text(_size(held.values()))}, rank{'s' * (len(ranks) > 1)} {_listed(ranks)})"
+        for ranks, held in found.items()
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    *some, last = map(str, ranks)
+    return f"{', '.join(some)} and {last}" if some else last
 
 
 def _names(module: nn.Module) -> dict[int, list[str]]:
@@ -108,7 +125,7 @@ def _names(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _held(module: nn.Module, units: Iterable[str]) -> dict[int, Parameter]:
+def _within(module: nn.Module, units: Iterable[str]) -> dict[int, Parameter]:
     return {id(p): p for unit in units for p in module.get_submodule(unit).parameters()}
 
 
