@@ -178,7 +178,7 @@ def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
 
 def _order(model: Tensor) -> list[int]:
     """The dims from the one with the largest stride on: the order in which the elements lie in memory."""
-    local = model.local if isinstance(model, ShardedTensor) else model
+    local: Tensor = model.local if isinstance(model, ShardedTensor) else model
     return sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
 
 
