@@ -96,7 +96,7 @@ def _analyse(
     run = Analysis(mode, dict(homes), {}, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     run.names = fakes.names()
-    run.training = step.grad
+    run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     _intercept(copy, run, homes, traced)
     _listen(copy, run)
@@ -219,25 +219,26 @@ def _layouts(step: Step, homes: Mapping[str, tuple[int, ...]]) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
     whole, _ = _analyse(step, homes, None, {})
-    fewer = Step(**{**vars(step), "batch": map_tensors(lambda x: _fewer(x, samples), step.batch)})
-    less, _ = _analyse(fewer, homes, None, {})
+    # One more, not one less: BatchNorm takes no single sample.
+    more = Step(**{**vars(step), "batch": map_tensors(lambda x: _one_more(x, samples), step.batch)})
+    larger, _ = _analyse(more, homes, None, {})
     layouts: Layouts = {}
     positions = Positions.even
     for n, x in enumerate(tensors_in(step.batch)):
         if x.ndim and x.shape[0] == samples:
             layouts[-1, n] = (0, positions(samples, 1))
-    if [e.func for e in whole.events] != [e.func for e in less.events]:
+    if [e.func for e in whole.events] != [e.func for e in larger.events]:
         return layouts
-    for many, few in zip(whole.shapes, less.shapes, strict=True):
-        for n, (a, b) in enumerate(zip(many, few)):
+    for some, many in zip(whole.shapes, larger.shapes, strict=True):
+        for n, (a, b) in enumerate(zip(some, many)):
             dims = [d for d, (x, y) in enumerate(zip(a[1:], b[1:])) if x != y] if len(a) == len(b) else []
-            if len(dims) == 1 and a[1 + dims[0]] * (samples - 1) == b[1 + dims[0]] * samples:
+            if len(dims) == 1 and a[1 + dims[0]] * (samples + 1) == b[1 + dims[0]] * samples:
                 layouts[a[0], n] = (dims[0], positions(samples, 1).repeat(a[1 + dims[0]] // samples))
     return layouts
 
 
-def _fewer(x: Tensor, samples: int) -> Tensor:
-    return x[: samples - 1] if x.ndim and x.shape[0] == samples else x
+def _one_more(x: Tensor, samples: int) -> Tensor:
+    return torch.cat([x, x[-1:]]) if x.ndim and x.shape[0] == samples else x
 
 
 def _cut_layouts(layouts: Layouts, samples: int, axis: MicrobatchAxis) -> Layouts:
