@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from lightning_par import table
+from lightning_par.layout import Layout
 from lightning_par.pipeline.balance import UnitCall, costs_of, split
 from lightning_par.pipeline.plan import StagePlan, check_wishes, make_stage_plan
+from lightning_par.pipeline.schedule import make_forward_schedule, make_schedule
 from lightning_par.pipeline.table import show_stages, stage_footer, stage_rows
 from lightning_par.pipeline.units import Call, choose_units, list_names
 
@@ -268,6 +270,11 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.ones(5))
 
 
+HOLDERS = {"tok.weight": (0, 1), "scale": (1,)} | {
+    f"blocks.{i}.{kind}": (i // 2,) for i in range(4) for kind in ("weight", "bias")
+}
+
+
 @pytest.fixture
 def tied() -> StagePlan:
     blocks = [leaf(f"blocks.{i}", 8.0, 20) for i in range(4)]
@@ -279,13 +286,24 @@ def test_the_rows_and_the_footer(tied: StagePlan) -> None:
         ("0", "0", "tok, blocks.0-1", "80 (320 B)", "48.6%"),
         ("1", "1", "blocks.2-3, head", "80 (320 B)", "51.4%"),
     ]
-    assert stage_footer(tied, "1f1b", 2, (0, 1), 1, "bn mixes samples", 0.5, Tied()) == [
+    assert stage_footer(tied, make_schedule("1f1b", 2, 1), "bn mixes samples", HOLDERS, Tied()) == [
         "Schedule 1f1b, 1 microbatch: bn mixes samples.",
         "Predicted bubble: 50.0% of a step.",
-        "Parameters held: rank 0: 340 B, rank 1: 340 B.",
-        "Outside these modules, so on every rank: scale (20 B).",
-        "On several stages, their gradients summed once a step: tok.weight = head.weight (stages 0 and 1).",
+        "Parameters held: rank 0: 320 B, rank 1: 340 B.",
+        "Outside these modules: scale (20 B, rank 1).",
+        "On several ranks, their gradients summed once a step: tok.weight = head.weight (ranks 0 and 1).",
     ]
+
+
+def test_the_slowest_stage_counts_in_the_predicted_bubble() -> None:
+    plan = make_stage_plan(box("", leaf("a", 3.0, 1), leaf("b", 1.0, 1)), 2)
+    module = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+    holders = {"a.weight": (0,), "a.bias": (0,), "b.weight": (1,), "b.bias": (1,)}
+    lines = stage_footer(plan, make_forward_schedule((0, 1), 1), None, holders, module)
+    assert lines[0] == "Forwards only, 1 microbatch."
+    lines = stage_footer(plan, make_schedule("1f1b", 2, 7), None, holders, module)
+    # Rank 0 never waits, rank 1 works for a third of its time.
+    assert lines[1] == "Predicted bubble: 33.3% of a step, 12.5% were all stages equal."
 
 
 @pytest.mark.parametrize("rich", [True, False])
@@ -294,11 +312,11 @@ def test_the_table_is_printed_with_and_without_rich(
 ) -> None:
     if not rich:
         monkeypatch.setattr(table, "find_spec", lambda name: None)
-    show_stages(tied, "1f1b", 2, (0, 1), 8, None, 1 / 9, Tied(), 0.25)
+    show_stages(tied, make_schedule("1f1b", 2, 8), None, HOLDERS, Tied(), Layout(pipeline=2), 0.25)
     printed = capsys.readouterr().out
-    assert "Pipeline parallel over 2 ranks, planned in 0.2 s" in printed
+    assert "Pipeline parallel over 2 ranks (pipeline 2), planned in 0.2 s" in printed
     assert "blocks.2-3, head" in printed and "80 (320 B)" in printed
-    assert "Schedule 1f1b, 8 microbatches." in printed and "Predicted bubble: 11.1% of a step." in printed
+    assert "Schedule 1f1b, 8 microbatches." in printed and "11.1% were all stages equal." in printed
 
 
 def test_the_plan_prints_itself(tied: StagePlan) -> None:
