@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 NAMES = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "layer_placement", "hybrid_parallel")
+BUILT = {"tensor_parallel": "TensorParallelStrategy", "pipeline_parallel": "PipelineParallelStrategy"}
+PLANNED = tuple(name for name in NAMES if name not in BUILT)
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -50,22 +52,25 @@ def build(**kwargs):
 
 assert "lightning_par.comm" not in sys.modules
 assert set({NAMES}) <= set(StrategyRegistry)
-print("plain", build(strategy="tensor_parallel"))
+for name in {tuple(BUILT)}:
+    print("plain", build(strategy=name))
 print("upper", build(strategy="TENSOR_Parallel"))
 os.environ["PL_TRAINER_STRATEGY"] = "tensor_parallel"
 print("env", build())
 del os.environ["PL_TRAINER_STRATEGY"]
-for name in {NAMES[1:]}:
+for name in {PLANNED}:
     try:
         build(strategy=name)
     except NotImplementedError as error:
         print(error)
 """)
-    for way in ("plain", "upper", "env"):
+    assert all(f"plain {name}" in out for name in BUILT.values())
+    for way in ("upper", "env"):
         assert f"{way} TensorParallelStrategy" in out
-    for name in NAMES[1:]:
+    for name in PLANNED:
         assert f"strategy='{name}' is not built yet in this version of lightning_par." in out
-    assert out.count("Built: 'tensor_parallel' (TensorParallelStrategy)") == len(NAMES) - 1
+    built = ", ".join(f"{name!r} ({cls})" for name, cls in BUILT.items())
+    assert out.count(f"Built: {built}.") == len(PLANNED)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -83,6 +88,11 @@ def cli(*args):
 print("string", type(cli("--trainer.strategy=tensor_parallel")).__name__)
 cls = "--trainer.strategy={home}.TensorParallelStrategy"
 print("dotted", cli(cls, "--trainer.strategy.tensor_parallel_size=1").tensor_parallel_size)
+cut = cli("--trainer.strategy={home}.PipelineParallelStrategy", "--trainer.strategy.schedule=zbv")
+print("cut", cut.settings.schedule)
+trace = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
+    "--trainer.callbacks={home}.ScheduleTrace", "--trainer.callbacks.step=5"]).trainer.callbacks
+print("trace", [c.step for c in trace if type(c).__name__ == "ScheduleTrace"])
 asked = {{"class_path": "{home}.TensorParallelStrategy", "init_args": {{"tensor_parallel_size": 1}}}}
 print("class_path", cli("--trainer.strategy=" + json.dumps(asked)).tensor_parallel_size)
 made = cli("--trainer.strategy.class_path={home}.TensorParallelStrategy")
@@ -93,7 +103,7 @@ except SystemExit:
     print("refused")
 """)
     assert "string TensorParallelStrategy" in out
-    assert "dotted 1" in out and "class_path 1" in out
+    assert "dotted 1" in out and "class_path 1" in out and "cut zbv" in out and "trace [5]" in out
     assert "refused" in out and "no_such_argument" in out
 
 
@@ -137,13 +147,15 @@ from lightning_par import *
 import lightning_par.layout, lightning_par.comm
 assert Layout is lightning_par.layout.Layout and ledger is lightning_par.comm.ledger
 assert TensorParallelStrategy is lightning_par.TensorParallelStrategy
+assert PipelineParallelStrategy is lightning_par.PipelineParallelStrategy
+assert ScheduleTrace is lightning_par.ScheduleTrace
 try:
-    from lightning_par import PipelineParallelStrategy
+    from lightning_par import SequenceParallelStrategy
 except ImportError as error:
     print(error)
 assert not hasattr(lightning_par, "no_such_name")
 """)
-    assert out.startswith("lightning_par.PipelineParallelStrategy is not built yet")
+    assert out.startswith("lightning_par.SequenceParallelStrategy is not built yet")
 
 
 def test_import_cost() -> None:
