@@ -48,5 +48,10 @@ class Settings:
             count = max(self.stages.values(), default=0) + 1
         else:
             count = len(self.stages) + 1
-        place_stages(self.schedule, ranks, count)
+        try:
+            place_stages(self.schedule, ranks, count)
+        except ValueError as error:
+            if self.stages is None:
+                raise
+            raise ValueError(f"stages={self.stages!r} names {count} stages. {error}") from error
         return count

@@ -1,0 +1,234 @@
+"""What a pipeline can't do is refused at once, on all ranks, with the user's own names and numbers and a way out.
+
+Elsewhere: cuts of all kinds without processes (`test_stage_plan`), what a step may not store (`test_effects`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par import PipelineParallelStrategy
+from tests.pool import Pool
+
+
+class Net(LightningModule):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), norm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d)
+
+
+class Contrastive(Net):
+    """Every sample of the batch is a negative of the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z = F.normalize(self(batch), dim=-1)
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class SecondOrder(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1)
+
+
+class Branches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if h.sum() > 0:  # on the first stage
+            h = 2 * h
+        return self.down(self.norm(h))
+
+
+class Scales(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(self.norm(h / float(h.detach().abs().max())))
+
+
+class Later(Net):
+    """Only its second batch asks for a value of another stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.trainer.global_step == 1:
+            h = h * h.max().item()
+        return self.down(self.norm(h))
+
+
+class EmptyBatch(Net):
+    """Leaves out all samples of the second batch."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[:0] if self.trainer.global_step == 1 else batch
+
+
+def line(function: Callable[..., Any], text: str) -> str:
+    """``file:line`` of the line of ``function`` that holds ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    return f"test_pipeline_input.py:{first + next(i for i, one in enumerate(lines) if text in one)}"
+
+
+def run(module: Callable[[], LightningModule], **options: Any) -> tuple[str, float]:
+    """What was raised, and after how many seconds."""
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=int(os.environ["WORLD_SIZE"]),
+                strategy=PipelineParallelStrategy(**options),
+                max_steps=2,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(module(), DataLoader(torch.randn(8, 8), batch_size=4))  # type: ignore[arg-type]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+WHO = "PipelineParallelStrategy over 2 ranks with schedule"
+ELSEWHERE = "use TensorParallelStrategy"
+REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str]]] = {
+    "sizes": (
+        Net,
+        dict(pipeline_parallel_size=2, data_parallel_size=2),
+        ["data_parallel_size=2 * pipeline_parallel_size=2 = 4, but the Trainer starts 2 processes"],
+    ),
+    "unknown schedule": (
+        Net,
+        dict(schedule="1F1B"),
+        [
+            "There is no schedule '1F1B'; there are 'gpipe', '1f1b', 'interleaved_1f1b', 'interleaved_zero_bubble', 'zbv'"
+        ],
+    ),
+    "no microbatches": (Net, dict(microbatches=0), ["microbatches must be a positive int or 'auto', got 0"]),
+    "too few modules for a schedule": (
+        Net,
+        dict(schedule="interleaved_1f1b"),
+        [f"{WHO} 'interleaved_1f1b' needs 4 stages, but Net has only 3 modules", "up, norm, down", "Use fewer devices"],
+    ),
+    "too few stages for a schedule": (
+        Net,
+        dict(schedule="zbv", stages={"up": 0, "norm": 0, "down": 1}),
+        [
+            "stages={'up': 0, 'norm': 0, 'down': 1} names 2 stages",
+            "Schedule 'zbv' has two stages a rank: stages=2 must be 2 * ranks = 4",
+        ],
+    ),
+    "too many stages": (Net, dict(stages=["norm", "down"]), ["stages=['norm', 'down'] names 3 stages", "ranks=2"]),
+    "a glob that matches nothing": (
+        Net,
+        dict(stages={"uqp": 0, "[nd]*": 1}),
+        ["stages names 'uqp', which matches no module that the step of Net calls. Did you mean 'up'?"],
+    ),
+    "a module left out": (
+        Net,
+        dict(stages={"up": 0, "down": 1}),
+        ["stages gives 'norm' no stage: it names 'up': 0, 'down': 1. Add 'norm' or a pattern that matches it."],
+    ),
+    "samples mix in a module": (
+        Normed,
+        dict(microbatches=2),
+        [
+            "microbatches=2: the samples of a batch need one another",
+            "'norm",
+            "Write microbatches='auto', which takes 1",
+        ],
+    ),
+    "samples mix in the loss": (
+        Contrastive,
+        dict(microbatches=2),
+        ["microbatches=2: the samples of a batch need one another: `matmul`", "microbatches='auto'"],
+    ),
+    "manual optimization": (
+        Manual,
+        {},
+        ["Manual optimizes by hand (automatic_optimization = False)", "Use TensorParallelStrategy, or automatic"],
+    ),
+    "LBFGS": (
+        SecondOrder,
+        {},
+        ["LBFGS runs the step several times", "Use TensorParallelStrategy, or another optimizer"],
+    ),
+    "a branch on a value of an early stage": (
+        Branches,
+        {},
+        [line(Branches.forward, "if h.sum"), "the step reads a value that depends on the model here", ELSEWHERE],
+    ),
+    "a number of an early stage": (Scales, {}, [line(Scales.forward, "float("), "on a later stage", ELSEWHERE]),
+    "a number of an early stage, later": (Later, {}, [line(Later.forward, ".item()"), "on a later stage", ELSEWHERE]),
+    "an empty batch": (EmptyBatch, {}, ["training_step: the batch is empty", "0 samples"]),
+}
+
+
+def _refused(name: str) -> tuple[str, float]:
+    module, options, _ = REFUSED[name]
+    return run(module, **options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cant_be_is_refused_alike_on_all_ranks_at_once(name: str, pool: Pool) -> None:
+    (first, _), (second, _) = answers = pool.run(2, _refused, name)
+    assert first == second and first.startswith(("ValueError: ", "TypeError: "))
+    for part in REFUSED[name][2]:
+        assert part in first
+    assert all(seconds < 20 for _, seconds in answers)
+
+
+def _too_many_ranks() -> str:
+    return run(Net)[0]
+
+
+def test_more_ranks_than_modules(pool: Pool) -> None:
+    (error,) = set(pool.run(4, _too_many_ranks))
+    assert "PipelineParallelStrategy over 4 ranks with schedule '1f1b' needs 4 stages, but Net has only 3" in error
+    assert "up, norm, down" in error
+
+
+def test_arguments_are_checked_when_the_strategy_is_made() -> None:
+    with pytest.raises(ValueError, match="microbatches must be a positive int or 'auto', got True"):
+        PipelineParallelStrategy(microbatches=True)
+    with pytest.raises(TypeError, match="stages must be a dict .* or a list of module names, got str"):
+        PipelineParallelStrategy(stages="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="There is no schedule 'gpipes'"):
+        PipelineParallelStrategy(schedule="gpipes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", [Normed, Contrastive])
+def test_auto_takes_one_microbatch_where_samples_mix(module: Callable[[], LightningModule], pool: Pool) -> None:
+    assert [error for error, _ in pool.run(2, run, module)] == ["", ""]
