@@ -1,4 +1,4 @@
-"""Does an optimizer treat every element by itself? Found out by a trial, not by its class' name."""
+"""Does an optimizer treat every element, or every parameter, by itself? A trial tells, not its class' name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_par.comm import Axis
+from lightning_par.pipeline.elsewhere import Elsewhere, Origin
+
 _SHAPES = ((96, 64), (96,), (8, 6, 3, 3))  # the first is past 4096 elements, below which 8-bit optimizers keep 32 bits
+_PAIR = ((8, 6), (6, 4))  # of matrices, since Muon takes nothing else
 _STEPS = 4
 
 
@@ -44,6 +48,89 @@ def acts_elementwise(optimizer: Optimizer, group: dict[str, Any] | None = None) 
             values = [torch.randn(shape, device=device, dtype=dtype) for shape in _SHAPES]
             return all(_halves_agree(optimizer, group, value, tolerance) for value in values)
     return False
+
+
+def refuse_joint_updates(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that could not be stepped by ranks of which each has some of the parameters.
+
+    Raises:
+        ValueError: what it does to one parameter depends on another, as in Prodigy, or it can't be tried.
+    """
+    name = type(optimizer).__name__
+    advice = "Use TensorParallelStrategy, or another optimizer."
+    for _, group in {repr(kinds(group)): group for group in optimizer.param_groups}.items():
+        apart = acts_apart(optimizer, group)
+        if apart is None:
+            raise ValueError(
+                f"{name} could not be tried on small parameters, so it is not known whether each stage of a pipeline "
+                f"can step its own. Let its class keep its arguments in `defaults` or attributes. {advice}"
+            )
+        if not apart:
+            raise ValueError(
+                f"{name}'s update of one parameter depends on the gradients of others, which other stages of the "
+                f"pipeline hold. {advice}"
+            )
+
+
+def acts_apart(optimizer: Optimizer, group: dict[str, Any] | None = None) -> bool | None:
+    """Whether a joint step on two parameters equals steps by two ranks of which each holds one of them.
+
+    As `acts_elementwise`, but a rank's other parameter is there without values and gradient. None where it can't be
+    tried, with dense gradients or with sparse ones.
+
+    Args:
+        optimizer: is left as it is.
+        group: the param group whose options count; by default the first.
+    """
+    group = optimizer.param_groups[0] if group is None else group
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    cuda = [device.index or 0] if device.type == "cuda" else []
+    for dtype, sparse in ((torch.float64, False), (torch.float32, False), (torch.float64, True)):
+        tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+        with torch.random.fork_rng(devices=cuda), contextlib.suppress(Exception), torch.enable_grad():
+            torch.manual_seed(0)
+            values = [torch.randn(shape, device=device, dtype=dtype) for shape in _PAIR]
+            return _ranks_agree(optimizer, group, values, sparse, tolerance)
+    return None
+
+
+def _ranks_agree(
+    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], sparse: bool, tolerance: float
+) -> bool:
+    drifts = [torch.randn_like(value) for value in values]
+    grads = [[drift + torch.randn_like(drift) * scale for drift in drifts] for scale in (0.1, 0.01, 1.0, 0.1)]
+    if sparse:
+        grads = [[g.to_sparse(1) for g in step] for step in grads]
+    axis = Axis("pipeline", (0, 1), 0, None)
+    away = [Elsewhere(x.shape, x.dtype, x.device, Origin("another", (1,), axis), True) for x in values]
+    here = [nn.Parameter(value.clone()) for value in values]
+    joint = _stepped_together(optimizer, group, here, grads)
+    for i in (0, 1):
+        own = nn.Parameter(values[i].clone())
+        given = [own if j == i else away[j] for j in (0, 1)]
+        alone = _stepped_together(optimizer, group, given, grads)
+        update = (here[i] - values[i]).abs().max().item()
+        if not (here[i] - own).abs().max().item() <= tolerance * update:
+            return False
+        pairs = ((dict(joint.state[here[i]]), dict(alone.state[own])), (_options(joint), _options(alone)))
+        if not all(_same(x, [y], own.shape, 0, tolerance) for x, y in pairs):
+            return False
+    return True
+
+
+def _stepped_together(
+    optimizer: Optimizer, group: dict[str, Any], parameters: list[Any], grads: list[list[Tensor]]
+) -> Optimizer:
+    trial = _another(optimizer, group, parameters, wraps=True)
+    for step in grads:
+        for p, grad in zip(parameters, step, strict=True):
+            p.grad = None if isinstance(p, Elsewhere) else grad.clone()
+        trial.step()
+    return trial
+
+
+def _options(trial: Optimizer) -> dict[str, Any]:
+    return {key: x for key, x in trial.param_groups[0].items() if key != "params"}
 
 
 def _halves_agree(optimizer: Optimizer, group: dict[str, Any], value: Tensor, tolerance: float) -> bool:
@@ -91,16 +178,15 @@ def _stepped(
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
     """The value after steps with ``grads``, its state, and the param group's options."""
     parameter = nn.Parameter(value.clone())
-    trial = _another(optimizer, group, parameter)
+    trial = _another(optimizer, group, [parameter])
     for grad in grads:
         parameter.grad = grad.clone()
         trial.step()
-    options = {key: x for key, x in trial.param_groups[0].items() if key != "params"}
-    return parameter.detach(), dict(trial.state[parameter]), options
+    return parameter.detach(), dict(trial.state[parameter]), _options(trial)
 
 
-def _another(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """An optimizer like ``optimizer`` with ``parameter`` alone.
+def _another(optimizer: Optimizer, group: dict[str, Any], parameters: list[Any], wraps: bool = False) -> Optimizer:
+    """An optimizer like ``optimizer`` with ``parameters`` alone; with ``wraps`` one that wraps another is made, too.
 
     Raises:
         TypeError: not all arguments of its class are known.
@@ -108,19 +194,30 @@ def _another(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     signature = inspect.signature(type(optimizer).__init__).parameters
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     accepted = [name for name, p in list(signature.items())[1:] if p.kind not in kinds]
-    if not accepted or accepted[0] != "params":
-        raise TypeError(f"{type(optimizer).__name__} takes no parameters")
     attributes = vars(optimizer)
     known = {**{key.lstrip("_"): x for key, x in attributes.items()}, **attributes, **optimizer.defaults}
+    inner = known.get(accepted[0]) if accepted else None
+    if not accepted or accepted[0] != "params" and not (wraps and isinstance(inner, Optimizer)):
+        raise TypeError(f"{type(optimizer).__name__} takes no parameters")
     missing = [name for name in accepted[1:] if name not in known]
     if missing:
         raise TypeError(f"what {type(optimizer).__name__} was given for {missing} is not known")
-    options = {key: x.clone() if isinstance(x, Tensor) else x for key, x in group.items() if key != "params"}
-    rate = options.get("lr")
-    if isinstance(rate, (int, float, Tensor)) and float(rate) == 0.0:  # as at the start of a warm-up
-        options["lr"] = torch.full_like(rate, 0.01) if isinstance(rate, Tensor) else 0.01
-    trial = type(optimizer)([{**options, "params": [parameter]}], **{name: known[name] for name in accepted[1:]})
+    first: Any
+    if isinstance(inner, Optimizer):
+        first = _another(inner, group, parameters, wraps)
+    else:
+        first = [{**_movable(group), "params": parameters}]
+    trial = type(optimizer)(first, **{name: known[name] for name in accepted[1:]})
     for name, x in attributes.items():
         if isinstance(x, (bool, int, float, str)) and name in vars(trial):
             setattr(trial, name, x)
     return trial
+
+
+def _movable(group: dict[str, Any]) -> dict[str, Any]:
+    """The group's options, with a learning rate that moves something even where a warm-up begins at zero."""
+    options = {key: x.clone() if isinstance(x, Tensor) else x for key, x in group.items() if key != "params"}
+    rate = options.get("lr")
+    if isinstance(rate, (int, float, Tensor)) and float(rate) == 0.0:
+        options["lr"] = torch.full_like(rate, 0.01) if isinstance(rate, Tensor) else 0.01
+    return options

@@ -233,16 +233,28 @@ def clip_by_norm(
     if once is not None and once.axis.size > 1:
         device = leaves[0].device if leaves else total.device  # that of messages, where nothing counts here
         total = _join(total.to(device, torch.float64), norm_type, once.axis)  # stages may differ in dtype
-    if any(x.grad is not None for x in leaves):
-        nn.utils.clip_grads_with_norm_(leaves, max_norm, total)
+    held = _held(leaves)
+    if held:
+        nn.utils.clip_grads_with_norm_(held, max_norm, total)  # type: ignore[arg-type]
     return total
 
 
 def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamp every entry of the gradients to [-limit, limit]."""
-    leaves = [x for x in map(leaf, parameters) if x.grad is not None]
-    if leaves:  # torch raises on an empty list
-        nn.utils.clip_grad_value_(leaves, limit)
+    held = _held(map(leaf, parameters))
+    if held:  # torch raises on an empty list
+        nn.utils.clip_grad_value_(held, limit)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Held:
+    """Stands for a parameter where torch reads nothing but this rank's gradient of it."""
+
+    grad: Tensor
+
+
+def _held(leaves: Iterable[Tensor]) -> list[_Held]:
+    return [_Held(grad) for grad in [x.grad for x in leaves] if grad is not None]
 
 
 def _ranks(parameter: Tensor) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Calls of the module outside a step: the ranks meet before they talk, and who does not come is named.
+"""Outside a step the ranks meet before they talk, and who does not come, or does something else, is named.
 
 Within a step Lightning has all ranks run the same code. Between steps user code may run on one rank alone, as in
-``if trainer.is_global_zero: self(x)``. A sharded module needs its peers there; without a word, they would wait for each
-other until the process group's timeout.
+``if trainer.is_global_zero: self(x)``. A module that is split needs its peers there; without a word, they would wait
+for each other until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from lightning_par import private
 from lightning_par.comm import Axis
 
 PATIENCE = timedelta(seconds=60)
+CALLED = "called the module outside a step"
+ADVICE = (
+    "Call it on all of them, and let one rank alone use the result: write `y = self(x)` before "
+    "`if self.trainer.is_global_zero:`."
+)
 
 
 class Meeting:
@@ -23,10 +28,17 @@ class Meeting:
     Args:
         axis: the axis whose ranks must come together.
         timeout: the process group's; a rank waits for its peers no longer than that, nor than `PATIENCE`.
+        name: no other meeting of these ranks has it; what an earlier one left in the store is then not mistaken.
+
+    Example::
+
+        meeting = Meeting(axis, timedelta(seconds=30))
+        meeting("saved a picture", "Do it on all ranks.")
     """
 
-    def __init__(self, axis: Axis, timeout: timedelta | None) -> None:
+    def __init__(self, axis: Axis, timeout: timedelta | None, name: str = "") -> None:
         self.axis = axis
+        self.name = name
         self.patience = min(timeout or PATIENCE, PATIENCE)
         self._steps = 0  # steps that run, one within the other
         self._met = 0
@@ -40,29 +52,40 @@ class Meeting:
         finally:
             self._steps -= 1
 
-    def __call__(self) -> None:
+    def __call__(self, doing: str = CALLED, advice: str = ADVICE) -> None:
         """Wait for the peers, outside a step.
 
+        Args:
+            doing: what this rank is about to do, in the past tense; the peers must do the same.
+            advice: how to do it on all ranks.
+
         Raises:
-            RuntimeError: a peer did not come in time.
+            RuntimeError: a peer did not come in time, or came for something else.
         """
-        if self._steps:
+        if self._steps or self.axis.size == 1:
             return
         self._met += 1
         store = private.default_store()
-        keys = {rank: f"lightning_par/{self.axis.ranks}/{self._met}/{rank}" for rank in self.axis.ranks}
-        me = self.axis.ranks[self.axis.rank]
-        store.set(keys[me], "here")
-        others = [key for rank, key in keys.items() if rank != me]
+        ranks = self.axis.ranks
+        keys = {rank: self._key(rank, self._met) for rank in ranks}
+        me = ranks[self.axis.rank]
+        store.set(keys[me], doing)
+        others = {rank: key for rank, key in keys.items() if rank != me}
         try:
-            store.wait(others, self.patience)
+            store.wait([*others.values()], self.patience)
         except RuntimeError:  # torch's DistStoreError among them
             missing = [rank for rank, key in keys.items() if not store.check([key])]
             raise RuntimeError(
-                f"Rank {me} called the module outside a step, and waited {self.patience.total_seconds():.0f} s for "
+                f"Rank {me} {doing}, and waited {self.patience.total_seconds():.0f} s for "
                 f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: its weights are split over ranks "
-                f"{', '.join(map(str, self.axis.ranks))}. Call it on all of them, and let one rank alone use the "
-                "result: write `y = self(x)` before `if self.trainer.is_global_zero:`."
+                f"{', '.join(map(str, ranks))}. {advice}"
             ) from None
+        for rank, key in others.items():
+            told = store.get(key).decode()
+            if told != doing:
+                raise RuntimeError(f"Rank {me} {doing}, while rank {rank} {told}. All must do the same. {advice}")
         if self._met > 1:
-            store.delete_key(f"lightning_par/{self.axis.ranks}/{self._met - 1}/{me}")
+            store.delete_key(self._key(me, self._met - 1))
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"lightning_par/{self.axis.ranks}/{self.name}/{number}/{rank}"

@@ -203,3 +203,8 @@ def no_modes() -> Iterator[None]:
             return
         with _disable_current_modes():
             yield
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread, as in a hook of a tensor."""
+    return torch._C._current_graph_task_id() != -1

@@ -45,10 +45,14 @@ class Frame:
     numel: int
     flops: float = 0.0
     children: list[Call] = field(default_factory=list)
-    closed: str | None = None
+    closing: tuple[str, int] | None = None  # why it may not be opened, and after how many calls in it that showed
 
     def call(self) -> Call:
-        return Call(self.path, self.flops, self.numel, tuple(self.children), self.closed)
+        """It can't be opened where other modules of it follow on what the reason is about."""
+        closed = None
+        if self.closing is not None and any(child.numel for child in self.children[self.closing[1] :]):
+            closed = self.closing[0]
+        return Call(self.path, self.flops, self.numel, tuple(self.children), closed)
 
 
 class Analysis(Run):
@@ -90,7 +94,7 @@ class Analysis(Run):
         self.reads: list[tuple[int, str]] = []
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.buffers: dict[int, str] = {}  # ids of buffers -> their names
-        self.training = False
+        self.training, self.samples = False, 1
         self.unsized = 0  # functions so far whose result's shape depends on values
 
     # ------------------------------------------------------------------------------------------------ torch functions
@@ -108,15 +112,25 @@ class Analysis(Run):
         except _UNRUNNABLE:
             self.unsized += 1
             self.close_modules("the shape of a value in it depends on values")
-            with unset_fake_temporarily():
-
-                def real(x: Any) -> Any:
-                    return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x
-
-                result = func(*tree_map(real, args), **tree_map(real, kwargs))
-            result = tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, result)
+            result = self._run_on_ones(func, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:  # some kernels' fake versions want what real ones don't
+            inputs = tree_leaves((args, kwargs))
+            if isinstance(error, SamplesMixError) or not any(isinstance(x, FakeTensor) for x in inputs):
+                raise
+            try:
+                result = self._run_on_ones(func, args, kwargs)
+            except Exception:
+                raise error from None
         self.frames[-1].flops += flops_of(func, args, kwargs, result)
         return result
+
+    def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def real(x: Any) -> Any:
+            return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x
+
+        with unset_fake_temporarily():
+            result = func(*tree_map(real, args), **tree_map(real, kwargs))
+        return tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, result)
 
     def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
         """A buffer that training updates at each call must not be updated once a microbatch."""
@@ -215,6 +229,7 @@ class Analysis(Run):
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any, located: list[Tensor]) -> Any:
         place = user_line()
+        self.close_modules(f"it reads a value at {place}")
         if any(tag_of(self.tags, x) for x in located) or any(isinstance(x, ShardedTensor) for x in located):
             self.reads.append((len(self.events), place))
         elif not all(id(x) in self.names for x in located):
@@ -285,16 +300,24 @@ class Analysis(Run):
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except SamplesMixError as error:
+            error.unit = path
+            raise
         if self.axis is not None:
             if self.axis.sums > sums:
                 raise SamplesMixError(f"{path!r} sums over the samples of a batch")
-            if self.axis.cuts > cuts:
+            if self.axis.cuts > cuts and any(self._may_hold_samples(x) for x in tensors_in((args, kwargs))):
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
         self.units.append((path, len(self.events)))
         self._keep(path, "located", inputs, result)
         self.tail = len(self.events)
         return result
+
+    def _may_hold_samples(self, x: Tensor) -> bool:
+        """Whether a tensor that is not known to hold samples has a dim of their count."""
+        return not isinstance(x, ShardedTensor) and any(size and size % self.samples == 0 for size in x.shape)
 
     def _move_to(self, path: str) -> None:
         before = sum(called == path for called, _ in self.calls)
@@ -328,7 +351,7 @@ class Analysis(Run):
     def close_modules(self, why: str) -> None:
         """The module whose own code is running can't be taken apart."""
         for frame in reversed(self.frames[1:]):
-            frame.closed = frame.closed or why
+            frame.closing = frame.closing or (why, len(frame.children))
             if frame.numel:  # one without parameters is no unit: its code is that of the module around it
                 return
 

@@ -267,9 +267,10 @@ class Engine:
         whole: dict[Key, Tensor] = {}
         for place, name in enumerate(program.crossing[self.stages]):
             model, parts = program.values[name], [values[place] for values in frontier]
-            whole[name] = torch.cat(parts, model.sharded_dim) if isinstance(model, ShardedTensor) else parts[0]
             if isinstance(model, ShardedTensor):
-                whole[name] = _in_order(whole[name], model, program)
+                whole[name] = _in_order(torch.cat(parts, model.sharded_dim), model, program)
+            else:
+                whole[name] = _joined(parts) if name in program.summed else parts[0]
         run = StageRun(program, ready.memo, self.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
             return self._step(ready, run, True)[1]

@@ -8,8 +8,9 @@ just the values that live across the place where its stretch begins.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,6 +82,7 @@ class Program:
         layouts: tensors that depend on the batch alone and hold samples: along which dim, and by which positions.
         values: the recorded tensor of every crossing value.
         wanted: crossing values that get a gradient.
+        summed: values that the tail takes and of which each microbatch has a share.
         samples: of the batch.
         microbatches: how many it is cut into.
         result: what the step returned.
@@ -97,6 +99,7 @@ class Program:
     layouts: dict[Key, tuple[int, Positions]]
     values: dict[Key, Tensor]
     wanted: frozenset[Key]
+    summed: frozenset[Key]
     samples: int
     microbatches: int
     result: Any = None
@@ -193,6 +196,20 @@ class Run(TorchFunctionMode):
         raise NotImplementedError
 
 
+@contextlib.contextmanager
+def no_events() -> Iterator[Run | None]:
+    """What is done inside is no event of the run that is on, which is given, if there is one."""
+    run = Run.current
+    if run is None:
+        yield None
+        return
+    run.depth += 1
+    try:
+        yield run
+    finally:
+        run.depth -= 1
+
+
 class UnitCall:
     """Takes the place of a unit's call."""
 
@@ -200,9 +217,13 @@ class UnitCall:
         self.path = path
         self.module = module
         self.original = private.plain_call(module)
+        self.outside: Callable[..., Any] | None = None
+        """Takes calls while no run is on; see `lightning_par.pipeline.outside`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = Run.current
+        if run is None and self.outside is not None:
+            return self.outside(self.path, self.module, self.original, args, kwargs)
         if run is None or run.depth:
             return self.original(*args, **kwargs)
         return run.call(self.path, self.module, self.original, args, kwargs)

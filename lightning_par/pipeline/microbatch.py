@@ -16,7 +16,9 @@ from lightning_par.positions import Positions
 
 
 class SamplesMixError(RuntimeError):
-    """A function needs several microbatches at once."""
+    """A function needs several microbatches at once; ``unit`` is the module that was called as a whole there."""
+
+    unit: str | None = None
 
 
 class MicrobatchAxis(Axis):

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_par.pipeline.located import no_events
+
 _print = builtins.print
 _DEBUGGERS = ("pdb", "bdb", "cmd", "code", "IPython")
 
@@ -75,7 +77,8 @@ class Recorder:
 
     def _logged(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().clone()
+            with no_events() as run:
+                return (value if run is None else run.followed(value)).detach().clone()
         if not isinstance(value, Metric):
             return value
         known = self.names.get(id(value)) or self._in_unit(value)

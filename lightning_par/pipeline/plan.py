@@ -5,7 +5,7 @@ A pure function of the recorded calls, the number of stages and the user's wishe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +85,7 @@ def make_stage_plan(
     stages: int,
     wishes: Wishes | None = None,
     *,
+    opened: Collection[str] = (),
     asker: str = "PipelineParallelStrategy",
     module: str = "the LightningModule",
 ) -> StagePlan:
@@ -94,6 +95,7 @@ def make_stage_plan(
         root: the recorded step.
         stages: how many there shall be.
         wishes: the stage of each module name or pattern, or the names of the first modules of the stages 1, 2, ...
+        opened: names of modules that must not be called as a whole.
         asker: what needs the stages, for messages: "PipelineParallelStrategy over 4 ranks with schedule '1f1b'".
         module: what the user calls the module, for messages.
 
@@ -113,7 +115,7 @@ def make_stage_plan(
     check_wishes(wishes)
     who = Asker(asker, module, stages)
     if wishes is None:
-        calls = unit_calls(root, choose_units(root, stages))
+        calls = unit_calls(root, choose_units(root, stages, opened=opened))
         _check_count(root, calls, who)
         starts = split(calls, stages)
         places = [sum(start <= i for start in starts) - 1 for i in range(len(calls))]

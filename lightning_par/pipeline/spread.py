@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -121,45 +121,68 @@ class Spread:
         return outcome
 
     def _decide(self, step: Step, has_batch: bool) -> tuple[StagePlan, dict[str, tuple[int, ...]], Program | None]:
-        module = step.module
-        root = survey(step) if has_batch else _static(module)
+        root = survey(step) if has_batch else _static(step.module)
+        plan, homes = self._plan(step.module, root, ())
+        if not has_batch:
+            return plan, homes, None
+        wanted = self._wanted(step)
+        opened: list[str] = []
+        program, reason = self._try(step, homes, wanted)
+        while isinstance(reason, SamplesMixError) and (unit := reason.unit) is not None and unit not in opened:
+            # What the module does with the whole batch's masks may be harmless where it is seen.
+            opened.append(unit)
+            again, again_homes = self._plan(step.module, root, opened)
+            if again.calls == plan.calls:
+                break
+            plan, homes = again, again_homes
+            program, reason = self._try(step, homes, wanted)
+        if program is None:
+            self._take_one(step, reason)
+            program = study(step, homes, self.stages, 1)
+        direct = {step.module.get_parameter(name) for name in program.uses if name not in homes}
+        unused = {
+            path
+            for path in homes
+            if path not in plan.units and direct & {*step.module.get_submodule(path).parameters(recurse=False)}
+        }
+        return plan, {path: at for path, at in homes.items() if path not in unused}, program
+
+    def _plan(self, module: nn.Module, root: Call, opened: Sequence[str]) -> tuple[StagePlan, dict[str, tuple[int, ...]]]:
         asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
-        plan = make_stage_plan(root, self.stages, self.settings.stages, asker=asker, module=type(module).__name__)
+        name, wishes = type(module).__name__, self.settings.stages
+        plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)
         homes: dict[str, tuple[int, ...]] = {}
         for path, stage in plan.calls:
             homes[path] = (*homes.get(path, ()), stage)
-        uncalled = _uncalled(module, homes)
-        program = self._study(step, {**homes, **uncalled}) if has_batch else None
-        if program is not None:
-            direct = {module.get_parameter(name) for name in program.uses if name not in homes}
-            uncalled = {
-                path: at
-                for path, at in uncalled.items()
-                if not direct & {*module.get_submodule(path).parameters(recurse=False)}
-            }
-        return plan, {**homes, **uncalled}, program
+        return plan, {**homes, **_uncalled(module, homes)}
 
-    def _study(self, step: Step, homes: Mapping[str, tuple[int, ...]]) -> Program:
-        """The program of the first batch, which decides how many microbatches there are."""
+    def _wanted(self, step: Step) -> int:
+        """How many microbatches the first batch, of at least one sample, is cut into if its samples allow it."""
+        asked, samples = self.settings.microbatches, max(1, step.samples)
+        self.microbatches = asked if isinstance(asked, int) else self._automatic(samples)
+        return min(self.microbatches, samples)
+
+    def _try(self, step: Step, homes: dict[str, tuple[int, ...]], wanted: int) -> tuple[Program | None, Exception | None]:
+        try:
+            return study(step, homes, self.stages, wanted), None
+        except SamplesMixError as error:
+            return None, error
+
+    def _take_one(self, step: Step, reason: Exception | None) -> None:
+        """Run the batch whole.
+
+        Raises:
+            ValueError: the user asked for another count, and it is a training step.
+        """
         asked = self.settings.microbatches
-        samples = max(1, step.samples)
-        wanted = asked if isinstance(asked, int) else self._automatic(samples)
-        self.microbatches = wanted
-        if min(wanted, samples) > 1:
-            try:
-                return study(step, dict(homes), self.stages, min(wanted, samples))
-            except SamplesMixError as error:
-                if isinstance(asked, int) and step.grad:
-                    raise ValueError(
-                        f"microbatches={asked}: the samples of a batch need one another: {error}. Cut apart they would "
-                        "train another model. Write microbatches='auto', which takes 1 here."
-                    ) from error
-                self.reason = f"samples need one another: {error}"
-        elif not isinstance(asked, int):
-            self.reason = f"a batch has {samples} sample{'s' * (samples > 1)}"
+        if isinstance(asked, int) and asked > 1 and step.grad:
+            raise ValueError(
+                f"microbatches={asked}: the samples of a batch need one another: {reason}. Cut apart they would train "
+                "another model. Write microbatches='auto', which takes 1 here."
+            )
+        self.reason = f"samples need one another: {reason}"
         if step.grad:
             self.microbatches = 1
-        return study(step, dict(homes), self.stages, 1)
 
     def _automatic(self, samples: int) -> int:
         name, ranks = self.settings.schedule, self.axis.size

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from lightning_par.elementwise import refuse_joint_updates
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
+from lightning_par.meeting import Meeting
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.engine import Engine
+from lightning_par.pipeline.outside import Outside
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.study import Step
@@ -67,6 +73,7 @@ class PipelineParallelMixin(StrategyMixin):
         self.data_parallel_size: Size = data_parallel_size
         self._spread: Spread | None = None
         self._engine: Engine | None = None
+        self._outside: Outside | None = None
 
     @property
     def engine(self) -> Engine | None:
@@ -103,6 +110,9 @@ class PipelineParallelMixin(StrategyMixin):
             timeout = self.timeout or timedelta(minutes=30)
             self._spread = Spread(self.groups, self.settings, timeout)
             self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
+            axis = self.groups.pipeline
+            meeting = Meeting(axis, self.timeout, f"pipeline {self._run}")
+            self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -112,6 +122,19 @@ class PipelineParallelMixin(StrategyMixin):
                     "LBFGS runs the step several times for one update and looks at all gradients at once, which the "
                     "stages of a pipeline do not share. Use TensorParallelStrategy, or another optimizer."
                 )
+            refuse_joint_updates(optimizer)
+
+    def _adopt_optimizers(self) -> None:
+        super()._adopt_optimizers()
+        if self._outside is not None:
+            for optimizer in self.optimizers:
+                self._outside.adopt(optimizer)
+
+    def teardown(self) -> None:
+        if self._outside is not None:
+            self._outside.close()
+        self._outside = None
+        super().teardown()
 
     def _counting(self) -> Once | None:
         if self._spread is None or self.lightning_module is None:
@@ -125,6 +148,23 @@ class PipelineParallelMixin(StrategyMixin):
         self._spread = self._engine = None
 
     # ----------------------------------------------------------------------------------------------------------- steps
+
+    @contextmanager
+    def _draws(self, step: int) -> Generator[None, None, None]:
+        with super()._draws(step), nullcontext() if self._outside is None else self._outside.step():
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._forget_gradients()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        if self._outside is not None:
+            self._outside.forget_gradients()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._engine is None or self._spread is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +173,9 @@ class _Traced:
 
 
 def _intercept(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ...]], traced: bool) -> None:
+    for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
+        for name in ("update", "forward"):
+            vars(metric)[name] = MetricCall(metric, getattr(metric, name))
     for path, module in copy.named_modules():
         module.__dict__.pop("_compiled_call_impl", None)
         if _is_metric(module):
@@ -182,6 +185,15 @@ def _intercept(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ..
             private.set_call(module, UnitCall(path, module))
         elif traced and path:
             private.set_call(module, _Traced(path, module, run))
+
+
+def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
+    """Metrics in lists and dicts of the module's."""
+    for name, value in vars(module).items():
+        if name not in ("_modules", "_parameters", "_buffers") and isinstance(value, (list, tuple, dict)):
+            for x in value.values() if isinstance(value, dict) else value:
+                if isinstance(x, nn.Module) and _is_metric(x):
+                    yield x
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -270,6 +282,7 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
     loss = loss_in(result)
     return Program(
         events=run.events,
+        summed=_summed(run, {key: values[key] for key in crossing[-1]}),
         starts=starts,
         tail=run.tail,
         crossing=crossing,
@@ -284,6 +297,14 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
         uses=uses,
         calls=run.calls,
     )
+
+
+def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
+    """Which of the ``values`` that go to the tail are shares of a sum over samples."""
+    for key, x in values.items():
+        if tag_of(run.tags, x) == Share.MIXED:
+            raise SamplesMixError(f"{run.events[key[0]].place}: something is made of a sum over the samples of a batch")
+    return frozenset(key for key, x in values.items() if tag_of(run.tags, x) == Share.SHARE)
 
 
 def _refuse_reads(run: Analysis, last: int) -> None:

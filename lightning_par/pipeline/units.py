@@ -74,7 +74,9 @@ def unit_calls(root: Call, units: Collection[str]) -> list[UnitCall]:
     return found
 
 
-def choose_units(root: Call, stages: int, required: Collection[str] = ()) -> tuple[str, ...]:
+def choose_units(
+    root: Call, stages: int, required: Collection[str] = (), opened: Collection[str] = ()
+) -> tuple[str, ...]:
     """The modules to be called as a whole, in execution order.
 
     A container is opened while there are fewer units than ``stages``, or where the stages come out uneven and opening
@@ -85,6 +87,7 @@ def choose_units(root: Call, stages: int, required: Collection[str] = ()) -> tup
         root: the recorded step.
         stages: into how many stages the units will be split.
         required: names of modules that must not lie within a unit.
+        opened: names of modules that must not be units.
 
     Raises:
         ValueError: one of ``required`` lies in a module that can't be opened.
@@ -98,11 +101,12 @@ def choose_units(root: Call, stages: int, required: Collection[str] = ()) -> tup
     tree = _Tree(root)
     if required:
         return tree.units(_open_around(tree, required))
-    opened = tree.settled({""})
+    must = tree.settled({"", *opened})
+    opened = must
     while len(units := tree.units(opened)) < stages and (can := [unit for unit in units if tree.can_open(unit)]):
         opened = tree.opened_deeply(opened, max(can, key=tree.flops.__getitem__))
     if len(units) >= stages:
-        opened = _close_again(tree, _even_out(tree, opened, stages), stages)
+        opened = _close_again(tree, _even_out(tree, opened, stages), stages, must)
     return tree.units(opened)
 
 
@@ -172,29 +176,36 @@ def _open_around(tree: _Tree, required: Collection[str]) -> frozenset[str]:
 
 def _even_out(tree: _Tree, opened: frozenset[str], stages: int) -> frozenset[str]:
     """Open what makes the slowest stage faster, as long as it is far slower than the mean."""
-    while True:
-        calls = unit_calls(tree.root, tree.units(opened))
+    best = _bottleneck(tree, opened, stages)
+    ahead = opened  # a container may have to be opened twice or more before that helps
+    mean = sum(costs_of(unit_calls(tree.root, tree.units(opened)))) / stages
+    while best > UNEVEN * mean:
+        calls = unit_calls(tree.root, tree.units(ahead))
         costs = costs_of(calls)
-        slowest = bottleneck(costs, stages)
-        if slowest <= UNEVEN * sum(costs) / stages:
-            return opened
         bounds = [*split(calls, stages), len(calls)]
         runs = [range(start, end) for start, end in zip(bounds, bounds[1:])]
         run = max(runs, key=lambda run: sum(costs[i] for i in run))
         can = dict.fromkeys(calls[i].path for i in run if tree.can_open(calls[i].path))
-        tries = [tree.opened_deeply(opened, path) for path in sorted(can, key=lambda path: -tree.flops[path])]
-        if can:
-            # Equal blocks are opened together: one alone does not help where several stages are the slowest.
-            most = max(tree.flops[path] for path in can)
-            alike = [u for u in tree.units(opened) if tree.can_open(u) and tree.flops[u] >= WORTH * most]
-            tries.append(tree.opened_deeply(opened, *alike))
-        reached = [bottleneck(costs_of(unit_calls(tree.root, tree.units(one))), stages) for one in tries]
-        if not reached or min(reached) >= WORTH * slowest:
+        if not can:
             return opened
-        opened = tries[reached.index(min(reached))]
+        tries = [tree.opened_deeply(ahead, path) for path in sorted(can, key=lambda path: -tree.flops[path])]
+        # Equal blocks are opened together: one alone does not help where several stages are the slowest.
+        most = max(tree.flops[path] for path in can)
+        alike = [u for u in tree.units(ahead) if tree.can_open(u) and tree.flops[u] >= WORTH * most]
+        tries.append(tree.opened_deeply(ahead, *alike))
+        reached = [_bottleneck(tree, one, stages) for one in tries]
+        ahead = tries[reached.index(min(reached))]
+        if min(reached) < WORTH * best:
+            opened, best = ahead, min(reached)
+    return opened
 
 
-def _close_again(tree: _Tree, opened: frozenset[str], stages: int) -> frozenset[str]:
+def _bottleneck(tree: _Tree, opened: Collection[str], stages: int) -> float:
+    """The cost of the slowest stage."""
+    return bottleneck(costs_of(unit_calls(tree.root, tree.units(opened))), stages)
+
+
+def _close_again(tree: _Tree, opened: frozenset[str], stages: int, kept: Collection[str]) -> frozenset[str]:
     """Make a unit of each container that came to lie within one stage, the outermost first."""
     units = tree.units(opened)
     starts = split(unit_calls(tree.root, units), stages)
@@ -212,7 +223,7 @@ def _close_again(tree: _Tree, opened: frozenset[str], stages: int) -> frozenset[
             stages_of[call.path].update(sum(start <= i for start in starts) for i in range(begin, seen))
 
     visit(tree.root)
-    for path in sorted(opened - {""}, key=lambda path: -len(tree.inside[path])):
+    for path in sorted(opened - {"", *kept}, key=lambda path: -len(tree.inside[path])):
         fewer = opened - {path}
         if len(stages_of[path]) == 1 and tree.settled(fewer) == fewer and len(tree.units(fewer)) >= stages:
             opened = fewer

@@ -1,0 +1,226 @@
+"""Gradients that other ranks hold, for user code between two steps: read anywhere, they are one device's.
+
+While no step runs, ``p.grad`` of a parameter that lives on some ranks alone is a `Gradient` on every rank. Writing to
+it writes where it is. Reading it sends it, so that all ranks go on with the same values; they meet before. Norms that
+``torch.nn.utils`` clips by travel as one number each, in one all-reduce. Optimizers and our own code see the plain
+gradient where it is, and None elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.comm import Axis
+from lightning_par.meeting import Meeting
+from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.pipeline.gradient import Gradient
+from lightning_par.pipeline.weights import Placement
+from lightning_par.view import ShardedTensor
+
+_INNER = ("lightning_par.", "torch.")
+_GRAD: Any = torch.Tensor.grad
+_ADVICE = "Do it in code that all ranks run, and let one rank alone log the result."
+
+
+class JointGradients:
+    """Shows user code the gradients of all stages.
+
+    Args:
+        module: spread by `lightning_par.pipeline.weights.send_away`.
+        placement: who holds what.
+        axis: the pipeline axis.
+        meeting: of the axis' ranks.
+
+    Example::
+
+        gradients = JointGradients(module, placement, groups.pipeline, Meeting(groups.pipeline, None))
+        with gradients.plain():
+            module.training_step(batch, 0)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # of all stages, on all ranks
+        gradients.close()
+    """
+
+    def __init__(self, module: nn.Module, placement: Placement, axis: Axis, meeting: Meeting) -> None:
+        self.axis, self.meeting = axis, meeting
+        self.sources: dict[str, int] = {}  # of spread parameters: who sends the gradient
+        self._parameters: dict[str, Tensor] = {}
+        for name, p in module.named_parameters():
+            if len(placement.of(name, axis.size)) < axis.size and not isinstance(p, ShardedTensor):
+                self.sources[name] = placement.first(name)
+                self._parameters[name] = p
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._classes: dict[type, type] = {}
+        self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
+        self._plain = 0
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._show()
+
+    def close(self) -> None:
+        """Let every parameter and optimizer be what it was. No communication."""
+        self._hide()
+        for undo in self._undo.values():
+            undo()
+        self._undo.clear()
+
+    def forget(self) -> None:
+        """To be called on all ranks where gradients may have come or gone."""
+        self._known = None
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Inside, all code sees the plain gradients of this rank."""
+        self._plain += 1
+        self._hide()
+        try:
+            yield
+        finally:
+            self._plain -= 1
+            self.forget()
+            if not self._plain:
+                self._show()
+
+    def adopt(self, optimizer: Any) -> None:
+        """Let the steps of ``optimizer`` see plain gradients, but for its closure, in which hooks of the user's run."""
+        if id(optimizer) in self._undo:
+            return
+        before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+        step, zero_grad = optimizer.step, optimizer.zero_grad
+
+        def plain_step(_: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            with self.plain():
+                return step(**kwargs) if closure is None else step(lambda: self._shown(closure), **kwargs)
+
+        def forgetting(*args: Any, **kwargs: Any) -> Any:
+            self.forget()
+            return zero_grad(*args, **kwargs)
+
+        marks = {key: value for key, value in getattr(step, "__dict__", {}).items() if key.startswith("_wrapped")}
+        vars(plain_step).update(marks)
+        optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
+        self._undo[id(optimizer)] = lambda: _put_back(optimizer, before)
+
+    def of(self, parameter: Tensor, held: Tensor | None) -> Tensor | None:
+        """The gradient as user code sees it; ``held`` is this rank's."""
+        name = self._names[id(parameter)]
+        if name not in self.known():
+            return None
+        if held is None and self.sources[name] == self.axis.rank:
+            raise RuntimeError(f"The gradient of {name!r} was removed on pipeline rank {self.axis.rank} alone.")
+        return Gradient(self, name, parameter, held)
+
+    def put(self, parameter: Tensor, value: Tensor | None, here: bool) -> None:
+        """``parameter.grad = value`` in user code; ``here`` says whether this rank holds the parameter."""
+        name = self._names[id(parameter)]
+        if self._known is not None:
+            self._known = self._known - {name} if value is None else self._known | {name}
+        if isinstance(value, Gradient):
+            value = value.here if value.of == name else value.whole()
+        if here:
+            _GRAD.__set__(parameter, value)
+
+    def known(self) -> set[str]:
+        """The names of the parameters that have a gradient, on any rank."""
+        if self._known is None:
+            self.meet("looked which parameters have gradients")
+            first = [name for name, source in self.sources.items() if source == self.axis.rank]
+            mine = [name for name in first if _held(self._parameters[name]) is not None]
+            self._known = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
+        return self._known
+
+    def meet(self, doing: str) -> None:
+        """Wait for the other ranks, which must do the same."""
+        self.meeting(doing, _ADVICE)
+
+    def _shown(self, closure: Callable[[], Any]) -> Any:
+        before, self._plain = self._plain, 0
+        self._show()
+        try:
+            return closure()
+        finally:
+            self._plain = before
+            self._hide()
+
+    def _show(self) -> None:
+        for p in self._parameters.values():
+            p.__class__ = self._joint(type(p))
+
+    def _hide(self) -> None:
+        for p in self._parameters.values():
+            if isinstance(p, _Joint):
+                p.__class__ = p._plain
+
+    def _joint(self, kind: type) -> type:
+        if issubclass(kind, _Joint):
+            return kind
+        if kind not in self._classes:
+            content = {"_gradients": self, "_plain": kind, "__module__": kind.__module__}
+            self._classes[kind] = types.new_class(
+                kind.__name__, (_Joint, kind), {}, lambda space: space.update(content)
+            )
+        return self._classes[kind]
+
+
+class _Joint:
+    """What the class of a spread parameter begins with while user code may read its gradient."""
+
+    _gradients: ClassVar[JointGradients]
+    _plain: ClassVar[Any]
+
+    @property
+    def grad(self) -> Tensor | None:
+        held = _held(self)
+        return self._gradients.of(_tensor(self), held) if _for_user(sys._getframe(1)) else held
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if _for_user(sys._getframe(1)):
+            self._gradients.put(_tensor(self), value, not is_elsewhere(self))
+        else:
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self._plain.__deepcopy__(self, memo)
+        if isinstance(copied, _Joint):
+            copied.__class__ = self._plain
+        return copied
+
+
+def _for_user(frame: types.FrameType) -> bool:
+    """Whether the code that runs in ``frame`` is to see the gradients of all stages."""
+    if private.in_backward():  # hooks of a parameter run where it is
+        return False
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith(_INNER):
+        return True
+    zeroes = module == "torch.nn.modules.module" and frame.f_code.co_name == "zero_grad"
+    return zeroes or module == "torch.nn.utils.clip_grad"
+
+
+def _held(parameter: Any) -> Tensor | None:
+    grad: Tensor | None = _GRAD.__get__(parameter)
+    return grad
+
+
+def _tensor(parameter: Any) -> Tensor:
+    assert isinstance(parameter, Tensor)
+    return parameter
+
+
+def _put_back(optimizer: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        vars(optimizer).pop(name, None)
+        if value is not None:
+            setattr(optimizer, name, value)
