@@ -125,7 +125,7 @@ class _Norm(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = map_tensors(_known, (args, kwargs or {}))
         return func(*args, **kwargs)
 
