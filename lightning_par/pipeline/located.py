@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -45,7 +44,7 @@ class Event:
     """One torch function, or one call of a unit.
 
     Attributes:
-        func: the function, or the unit's FQN.
+        func: the function, or the unit's FQN, or ``("metric", method)``.
         kind: ``"batch"`` if it sees the batch alone, ``"located"`` if it sees parameters, ``"read"`` if it turns a
             located value into a Python number.
         inputs: the located values that it takes, in order.
@@ -68,6 +67,10 @@ class Event:
     cuts: bool = False
     unsized: bool = False
     writes: bool = False
+
+
+def is_metric_call(event: Event) -> bool:
+    return isinstance(event.func, tuple)
 
 
 @dataclass
@@ -191,8 +194,8 @@ class Run(TorchFunctionMode):
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A metric is called or updated at container level."""
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A metric's ``method`` is called at container level."""
         raise NotImplementedError
 
 
@@ -220,6 +223,12 @@ class UnitCall:
         self.outside: Callable[..., Any] | None = None
         """Takes calls while no run is on; see `lightning_par.pipeline.outside`."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the module is called as it is
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return type(None), ()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = Run.current
         if run is None and self.outside is not None:
@@ -245,12 +254,13 @@ def release_units(module: nn.Module) -> None:
 
 
 class MetricCall:
-    """Takes the place of a metric's call or update, which is one event."""
+    """Takes the place of a metric's method, whose call is one event."""
 
-    def __init__(self, metric: Any, original: Callable[..., Any]) -> None:
+    def __init__(self, metric: Any, method: str) -> None:
         self.metric = metric
-        self.original = original
-        functools.update_wrapper(self, original)
+        self.method = method
+        self.original = getattr(metric, method)
+        functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = Run.current
@@ -258,12 +268,6 @@ class MetricCall:
             return self.original(*args, **kwargs)
         run.depth += 1
         try:
-            return run.metric(self.metric, self.original, run.followed(args), run.followed(kwargs))
+            return run.metric(self.metric, self.method, self.original, run.followed(args), run.followed(kwargs))
         finally:
             run.depth -= 1
-
-
-def metric_placeholder(metric: Any) -> Any:
-    """What a metric's call returns where it is not really called."""
-    zero = torch.zeros(())
-    return dict.fromkeys(metric.keys(), zero) if isinstance(metric, nn.ModuleDict) else zero
