@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.pipeline.located import READS, Event, Key, Run, is_located, metric_placeholder
+from lightning_par.pipeline.located import READS, Event, Key, Run, is_located
+from lightning_par.pipeline.metrics import value_like
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.placeholders import read_placeholder
 from lightning_par.pipeline.runs import cut_to, written_into
@@ -333,11 +334,12 @@ class Analysis(Run):
             self.stage += 1
             self.starts.append(len(self.events))
 
-    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._keep("metric", "located", tensors_in((args, kwargs)), None)
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = map_tensors(self.mode.from_tensor, value_like(metric, method, args, kwargs))
+        self._keep(("metric", method), "located", tensors_in((args, kwargs)), result)
         self.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
-        self.tags[id(metric)] = Share.MIXED
-        return metric_placeholder(metric)
+        self.tags.update((id(x), Share.MIXED) for x in tensors_in(result))
+        return result
 
     def enter_module(self, path: str, numel: int) -> None:
         self.frames.append(Frame(path, numel))

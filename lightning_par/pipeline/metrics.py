@@ -16,7 +16,7 @@ from lightning_par import private
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 
 Around = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-_METHODS = ("forward", "update", "compute")
+METHODS = ("forward", "update", "compute")
 
 
 @contextlib.contextmanager
@@ -30,8 +30,8 @@ def calling(
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     depth = [0]
     for name, metric in metrics.items():
-        saved.append((metric, {key: vars(metric)[key] for key in _METHODS if key in vars(metric)}))
-        for method in _METHODS:
+        saved.append((metric, {key: vars(metric)[key] for key in METHODS if key in vars(metric)}))
+        for method in METHODS:
             own = getattr(metric, method)
             call = own if instead is None else instead(metric, method)
             vars(metric)[method] = _outermost(f"{name}.{method}", metric, own, call, around, depth)
@@ -39,7 +39,7 @@ def calling(
         yield
     finally:
         for metric, methods in saved:
-            for method in _METHODS:
+            for method in METHODS:
                 vars(metric).pop(method, None)
             vars(metric).update(methods)
 
@@ -78,11 +78,17 @@ class StandIns:
             trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
             with private.no_modes():
                 if key not in self._known:
-                    self._known[key] = _found(metric, method, args, kwargs)
+                    self._known[key] = value_like(metric, method, args, kwargs)
                 value = map_tensors(torch.clone, self._known[key])
                 return map_tensors(lambda x: _untrained(x, type(metric).__name__), value) if trained else value
 
         return stand_in
+
+
+def value_like(metric: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+    """What the metric's ``method`` would return, of zeros: a value of the same structure, shapes and dtypes."""
+    with private.no_modes():
+        return None if method == "update" else _found(metric, method, args, kwargs)
 
 
 def _found(metric: nn.Module, method: str, args: Any, kwargs: Any) -> Any:

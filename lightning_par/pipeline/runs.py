@@ -16,7 +16,6 @@ from lightning_par.pipeline.located import (
     Program,
     Run,
     StageDoneError,
-    metric_placeholder,
 )
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.structure import map_tensors, tensors_in
@@ -74,9 +73,8 @@ class DryRun(Run):
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._next(path, args, kwargs)[1].result
 
-    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._next("metric", args, kwargs)
-        return metric_placeholder(metric)
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._next(("metric", method), args, kwargs)[1].result
 
     def finish(self) -> None:
         if self.count != len(self.program.events):
@@ -169,10 +167,10 @@ class StageRun(Run):
             result = original(*self._local(self._inputs(args, True)), **self._local(self._inputs(kwargs, True)))
         return self._made(index, self._as_recorded(path, result, record), record)
 
-    def metric(self, metric: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._next("metric")
-        if not self.tells:
-            return metric_placeholder(metric)
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        record = self._next(("metric", method))[1]
+        if not self.tells and record is not None:
+            return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
         return original(*self._present(args), **self._present(kwargs))
 
     def _from_before(self, index: int, record: Event) -> Any:

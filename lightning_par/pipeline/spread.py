@@ -223,9 +223,7 @@ def _around(name: str, metric: nn.Module, call: Callable[..., Any], args: Any, k
         return call(*args, **kwargs)
     run.depth += 1
     try:
-        if name.endswith(".compute"):
-            return call(*args, **kwargs)
-        return run.metric(metric, call, run.followed(args), run.followed(kwargs))
+        return run.metric(metric, name.rpartition(".")[2], call, run.followed(args), run.followed(kwargs))
     finally:
         run.depth -= 1
 

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_par import generators, intercept, private
 from lightning_par.copying import stand_in
 from lightning_par.pipeline.analysis import Analysis, Layouts
-from lightning_par.pipeline.located import Event, Key, MetricCall, Program, UnitCall
+from lightning_par.pipeline.located import Event, Key, MetricCall, Program, UnitCall, is_metric_call
+from lightning_par.pipeline.metrics import METHODS
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.placeholders import AbsentNumber
 from lightning_par.pipeline.shares import Share, tag_of
@@ -174,13 +175,11 @@ class _Traced:
 
 def _intercept(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ...]], traced: bool) -> None:
     for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
-        for name in ("update", "forward"):
-            vars(metric)[name] = MetricCall(metric, getattr(metric, name))
+        _listen_to_metric(metric)
     for path, module in copy.named_modules():
         module.__dict__.pop("_compiled_call_impl", None)
         if _is_metric(module):
-            for name in ("update", "forward"):
-                vars(module)[name] = MetricCall(module, getattr(module, name))
+            _listen_to_metric(module)
         elif path in homes:
             private.set_call(module, UnitCall(path, module))
         elif traced and path:
@@ -188,6 +187,10 @@ def _intercept(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ..
 
 
 def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
+def _listen_to_metric(metric: nn.Module) -> None:
+    vars(metric).update({name: MetricCall(metric, name) for name in METHODS})
+
+
     """Metrics in lists and dicts of the module's."""
     for name, value in vars(module).items():
         if name not in ("_modules", "_parameters", "_buffers") and isinstance(value, (list, tuple, dict)):
@@ -275,6 +278,8 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
     last_use.update((run.keys[id(x)], float("inf")) for x in run.effects if id(x) in run.keys)
     cuts = (*starts, run.tail)
     crossing = tuple(
+    measured = _measured(run)
+    last_use = {key: last for key, last in last_use.items() if key not in measured}
         tuple(sorted(key for key, last in last_use.items() if key[0] < cut <= last)) if cut else () for cut in cuts
     )
     crossing = ((), *crossing[1:])
@@ -293,13 +298,26 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
         microbatches=microbatches,
         result=result,
         loss_is_share=_is_share(run, loss),
-        plain_effects=not run.reads and all(_joins(run, x) for x in run.effects) and not _has_metrics(run.events),
+        plain_effects=not (run.reads or run.changes_state or _has_metrics(run.events))
+        and all(_joins(run, x) for x in run.effects),
         uses=uses,
         calls=run.calls,
     )
 
 
 def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
+def _measured(run: Analysis) -> set[Key]:
+    """The values that metrics gave: they are computed where they are asked for, on the last stage."""
+    calls = {index for index, event in enumerate(run.events) if is_metric_call(event)}
+    for event in run.events[: run.tail]:
+        if any(index in calls for index, _ in event.inputs):
+            raise ValueError(
+                f"{event.place}: the value of a metric is used here, before the last module is called. In a pipeline "
+                "metrics are updated on the last stage: use their values behind the last module."
+            )
+    return {key for key in run.keys.values() if key[0] in calls}
+
+
     """Which of the ``values`` that go to the tail are shares of a sum over samples."""
     for key, x in values.items():
         if tag_of(run.tags, x) == Share.MIXED:
@@ -325,7 +343,7 @@ def _refuse_reads(run: Analysis, last: int) -> None:
 
 
 def _has_metrics(events: list[Event]) -> bool:
-    return any(event.func == "metric" for event in events)
+    return any(is_metric_call(event) for event in events)
 
 
 def _joins(run: Analysis, x: Tensor) -> bool:
