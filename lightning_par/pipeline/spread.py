@@ -130,6 +130,8 @@ class Spread:
         program, reason = self._try(step, homes, wanted)
         while isinstance(reason, SamplesMixError) and (unit := reason.unit) is not None and unit not in opened:
             # What the module does with the whole batch's masks may be harmless where it is seen.
+            if not any(True for _ in step.module.get_submodule(unit).children()):
+                break  # nothing in it to see
             opened.append(unit)
             again, again_homes = self._plan(step.module, root, opened)
             if again.calls == plan.calls:
