@@ -127,6 +127,11 @@ def _replaced(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> Iter
         attributes.update(before)
 
 
+def hushed() -> contextlib.AbstractContextManager[None]:
+    """What is printed to the standard output inside is dropped."""
+    return _printing(_nothing, _nothing)
+
+
 @contextlib.contextmanager
 def _printing(to_stdout: Callable[..., Any], elsewhere: Callable[..., Any]) -> Iterator[None]:
     """``print`` is ``to_stdout``, or ``elsewhere`` where a file is given; a debugger's prompt is left alone."""

@@ -17,6 +17,7 @@ from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.located import Event, Key, MetricCall, Program, UnitCall, is_metric_call
 from lightning_par.pipeline.metrics import METHODS
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.outputs import hushed
 from lightning_par.pipeline.placeholders import AbsentNumber
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.structure import map_tensors, tensors_in
@@ -105,7 +106,7 @@ def _analyse(
     AbsentNumber.cut = axis is not None
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), quiet(), grad, step.context(), run:
+        with generators.kept(), quiet(), hushed(), grad, step.context(), run:
             streams.begin_step(0, 0)
             result = getattr(copy, step.name)(batch, *step.rest)
     finally:
