@@ -26,7 +26,7 @@ from lightning_par.pipeline.located import READS, Event, Key, Run, is_located
 from lightning_par.pipeline.metrics import value_like
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.placeholders import read_placeholder
-from lightning_par.pipeline.runs import cut_to, written_into
+from lightning_par.pipeline.runs import cut_to, touches_state, written_into
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.units import Call
@@ -94,6 +94,8 @@ class Analysis(Run):
         self.frames = [Frame("", 0)]
         self.reads: list[tuple[int, str]] = []
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
+        self.views: set[int] = set()  # ids of tensors of the module, or of views of them
+        self.changes_state = False  # whether the step writes into tensors of the module
         self.buffers: dict[int, str] = {}  # ids of buffers -> their names
         self.training, self.samples = False, 1
         self.unsized = 0  # functions so far whose result's shape depends on values
@@ -222,11 +224,24 @@ class Analysis(Run):
             result = func(*args, **kwargs)
         index = len(self.events)
         tensors = tensors_in(result)
+        if touches_state(func, args, kwargs, result, self.is_state):
+            self.views.update(id(x) for x in tensors)
+            self.changes_state |= writes(name)
         self.events.append(Event(func, "batch", (), None, user_line(), self.stage))
         self.shapes.append([(index, *x.shape) for x in tensors])
         self.batch_keys.update((id(x), (index, n)) for n, x in enumerate(tensors))
         self.kept.append(result)
         return result
+
+    def is_state(self, x: Tensor) -> bool:
+        """Whether the module held it before the step, or it is a view of such a tensor; of what no model is in."""
+        return id(x) not in self.batch_keys or id(x) in self.views
+
+    def finish(self) -> None:
+        """After the step: what it wrote into tensors of the module counts as used at its end."""
+        written = [value for target, value in self.written.values() if self.is_state(target)]
+        self.effects += written
+        self.changes_state |= bool(written)
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any, located: list[Tensor]) -> Any:
         place = user_line()

@@ -16,7 +16,7 @@ from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.effects import Effects, apply, merged
-from lightning_par.pipeline.located import ChangedError, Key, Program, Run, StageDoneError
+from lightning_par.pipeline.located import ChangedError, Key, Program, StageDoneError
 from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.runs import DryRun, Memo, StageRun, share_of
@@ -244,7 +244,7 @@ class Engine:
                 crossing.held[stage, microbatch].outputs = [loss if scale * share == 1.0 else loss * (scale * share)]
         return run, effects
 
-    def _step(self, ready: Prepared, run: Run, counts: bool) -> tuple[Any, Effects]:
+    def _step(self, ready: Prepared, run: StageRun, counts: bool) -> tuple[Any, Effects]:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""
         step, result = ready.step, None
         effects: Effects = Effects()
@@ -257,6 +257,7 @@ class Engine:
             except StageDoneError:
                 pass
             if counts and found is not None:
+                run.write_back()
                 effects = found
                 effects.result = result
         return result, effects
@@ -279,7 +280,12 @@ class Engine:
 def _without_graphs(effects: Effects) -> Effects:
     """A graph that they hold would keep the microbatch's activations until the end of the step."""
     found: dict[int, Tensor] = {}
-    return merged([effects], lambda parts: found.setdefault(id(parts[0]), parts[0].detach()))
+
+    def detached(parts: list[Tensor]) -> Tensor:
+        (x,) = parts
+        return found.setdefault(id(x), x.detach()) if x.requires_grad else x
+
+    return merged([effects], detached)
 
 
 def _in_order(x: Tensor, model: ShardedTensor, program: Program) -> Tensor:
@@ -289,6 +295,8 @@ def _in_order(x: Tensor, model: ShardedTensor, program: Program) -> Tensor:
 
 
 def _joined(parts: list[Any]) -> Any:
+    if all(x is parts[0] for x in parts):
+        return parts[0]  # of the batch alone
     if isinstance(parts[0], ShardedTensor):
         first = parts[0]
         whole = torch.cat([part.local for part in parts], first.sharded_dim)

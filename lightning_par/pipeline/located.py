@@ -188,6 +188,10 @@ class Run(TorchFunctionMode):
             return value
         return map_tensors(lambda x: self.written[id(x)][1] if id(x) in self.written else x, value)
 
+    def copied(self, x: Tensor) -> Tensor:
+        """``x`` as it is now."""
+        return x.detach().clone()
+
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 

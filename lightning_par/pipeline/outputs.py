@@ -78,7 +78,7 @@ class Recorder:
     def _logged(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             with no_events() as run:
-                return (value if run is None else run.followed(value)).detach().clone()
+                return value.detach().clone() if run is None else run.copied(run.followed(value))
         if not isinstance(value, Metric):
             return value
         known = self.names.get(id(value)) or self._in_unit(value)

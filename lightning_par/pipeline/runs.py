@@ -20,16 +20,59 @@ from lightning_par.pipeline.located import (
 )
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.rules.table import user_line
+from lightning_par.rules.table import user_line, writes
 from lightning_par.view import ShardedTensor
 
 
 class Memo:
-    """What depends on the batch alone: computed once a step, the same objects in every run of it."""
+    """What depends on the batch alone: computed once a step, the same objects in every run of it.
+
+    But a function that writes into a tensor of the module's, or returns a view of one, runs in every run of the step:
+    each has copies of the module's tensors.
+    """
 
     def __init__(self, batch: Any) -> None:
         self.results: dict[int, Any] = {}
         self.keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
+        self.anew: dict[int, Tensor | None] = {}  # events that run every time: where they write, the generator before
+        self._views: dict[int, Any] = {}  # of the module's tensors, by id
+        self._copies: dict[int, Tensor] = {}
+
+    def compute(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """The first run's result."""
+        before = torch.get_rng_state() if writes(getattr(func, "__name__", "")) else None
+        result = func(*args, **kwargs)
+        if not touches_state(func, args, kwargs, result, self.is_state):
+            return self.keep(event, result)
+        self.anew[event] = before
+        return self._state(event, result)
+
+    def again(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an event in a later run."""
+        if event not in self.anew:
+            return self.results[event] if event in self.results else self.keep(event, func(*args, **kwargs))
+        before, now = self.anew[event], torch.get_rng_state()
+        if before is not None:
+            torch.set_rng_state(before)
+        try:
+            return self._state(event, func(*args, **kwargs))
+        finally:
+            if before is not None:
+                torch.set_rng_state(now)
+
+    def _state(self, event: int, result: Any) -> Any:
+        for n, x in enumerate(tensors_in(result)):
+            self._views[id(x)] = x
+            self.keys[id(x)] = (event, n)
+        return result
+
+    def copied(self, x: Tensor) -> Tensor | None:
+        """The one copy of a tensor of the batch alone, None of others."""
+        return None if self.is_state(x) else self._copies.setdefault(id(x), x.detach().clone())
+
+    def is_state(self, x: Tensor) -> bool:
+        """Whether the module held it before the step, or it is a view of such a tensor."""
+        return id(x) not in self.keys or id(x) in self._views
 
     def keep(self, event: int, result: Any) -> Any:
         self.results[event] = result
@@ -66,7 +109,7 @@ class DryRun(Run):
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         index, record = self._next(func, args, kwargs)
         if record.kind == "batch":
-            return self.memo.keep(index, func(*args, **kwargs))
+            return self.memo.compute(index, func, args, kwargs)
         if record.writes:
             return written_into(self, args[0], record.result, func)
         return record.result
@@ -119,6 +162,17 @@ class StageRun(Run):
         self.names: dict[int, Key] = {}  # of absent tensors
         self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
 
+    def copied(self, x: Tensor) -> Tensor:
+        copy = self.memo.copied(x)
+        return super().copied(x) if copy is None else copy
+
+    def write_back(self) -> None:
+        """Values of the model that the step wrote into tensors of the module get there."""
+        with torch.no_grad():
+            for target, value in self.written.values():
+                if self.memo.is_state(target):
+                    target.copy_(value)
+
     def outputs(self) -> list[Tensor]:
         """What the next stage needs, after the run."""
         return [self.got[key] for key in self.program.crossing[self.stage + 1]]
@@ -143,9 +197,7 @@ class StageRun(Run):
         if record is None:
             return func(*self._present(args), **self._present(kwargs))
         if record.kind == "batch":
-            if index not in self.memo.results:
-                self.memo.keep(index, func(*args, **kwargs))
-            return self.memo.results[index]
+            return self.memo.again(index, func, args, kwargs)
         if index < self.first:
             value = self._from_before(index, record)
             return written_into(self, args[0], value, func) if record.writes else value
@@ -263,6 +315,17 @@ class StageRun(Run):
             if self.names:  # user code may still hold the absent tensor that was written into
                 self.names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
         return result
+
+
+def touches_state(func: Any, args: Any, kwargs: Any, result: Any, is_state: Callable[[Tensor], bool]) -> bool:
+    """Whether a function of the batch alone writes into a tensor of the module's, or returns it or a view of it."""
+    own = [x for x in tensors_in((args, kwargs)) if is_state(x)]
+    if not own:
+        return False
+    if writes(getattr(func, "__name__", "")) and any(x is args[0] for x in own):
+        return True
+    storages = {x.untyped_storage().data_ptr() for x in own} - {0}
+    return any(x.untyped_storage().data_ptr() in storages for x in tensors_in(result))
 
 
 def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:

@@ -115,6 +115,7 @@ def _analyse(
     run.kept.append(result)
     run.effects += tensors_in(run.followed(result))
     run.effects += _held(copy, homes, run)
+    run.finish()
     return run, run.followed(result)
 
 
@@ -187,11 +188,11 @@ def _intercept(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ..
             private.set_call(module, _Traced(path, module, run))
 
 
-def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
 def _listen_to_metric(metric: nn.Module) -> None:
     vars(metric).update({name: MetricCall(metric, name) for name in METHODS})
 
 
+def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
     """Metrics in lists and dicts of the module's."""
     for name, value in vars(module).items():
         if name not in ("_modules", "_parameters", "_buffers") and isinstance(value, (list, tuple, dict)):
@@ -237,13 +238,16 @@ def _layouts(step: Step, homes: Mapping[str, tuple[int, ...]]) -> Layouts:
     whole, _ = _analyse(step, homes, None, {})
     # One more, not one less: BatchNorm takes no single sample.
     more = Step(**{**vars(step), "batch": map_tensors(lambda x: _one_more(x, samples), step.batch)})
-    larger, _ = _analyse(more, homes, None, {})
+    try:
+        larger, _ = _analyse(more, homes, None, {})
+    except Exception:  # a step may count on its batch size
+        larger = None
     layouts: Layouts = {}
     positions = Positions.even
     for n, x in enumerate(tensors_in(step.batch)):
         if x.ndim and x.shape[0] == samples:
             layouts[-1, n] = (0, positions(samples, 1))
-    if [e.func for e in whole.events] != [e.func for e in larger.events]:
+    if larger is None or [e.func for e in whole.events] != [e.func for e in larger.events]:
         return layouts
     for some, many in zip(whole.shapes, larger.shapes, strict=True):
         for n, (a, b) in enumerate(zip(some, many)):
@@ -278,9 +282,9 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
         last_use.update(dict.fromkeys(event.inputs, float(index)))
     last_use.update((run.keys[id(x)], float("inf")) for x in run.effects if id(x) in run.keys)
     cuts = (*starts, run.tail)
-    crossing = tuple(
     measured = _measured(run)
     last_use = {key: last for key, last in last_use.items() if key not in measured}
+    crossing = tuple(
         tuple(sorted(key for key, last in last_use.items() if key[0] < cut <= last)) if cut else () for cut in cuts
     )
     crossing = ((), *crossing[1:])
@@ -306,7 +310,6 @@ def _program(step: Step, run: Analysis, result: Any, stages: int, microbatches: 
     )
 
 
-def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
 def _measured(run: Analysis) -> set[Key]:
     """The values that metrics gave: they are computed where they are asked for, on the last stage."""
     calls = {index for index, event in enumerate(run.events) if is_metric_call(event)}
@@ -319,6 +322,7 @@ def _measured(run: Analysis) -> set[Key]:
     return {key for key in run.keys.values() if key[0] in calls}
 
 
+def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
     """Which of the ``values`` that go to the tail are shares of a sum over samples."""
     for key, x in values.items():
         if tag_of(run.tags, x) == Share.MIXED:
@@ -349,7 +353,7 @@ def _has_metrics(events: list[Event]) -> bool:
 
 def _joins(run: Analysis, x: Tensor) -> bool:
     if id(x) not in run.keys:
-        return True
+        return not run.is_state(x)
     tag = tag_of(run.tags, x)
     return tag == Share.SHARE or (isinstance(x, ShardedTensor) and tag is None)
 
