@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightning_par.pipeline.backward import SplitBackward, backward
@@ -16,7 +15,6 @@ from lightning_par.pipeline.runs import local_shape
 from lightning_par.pipeline.schedule import Schedule
 from lightning_par.view import ShardedTensor
 
-Kind = str
 _MOST_VALUES = 4096  # that cross one boundary; keeps tags apart
 
 
@@ -33,32 +31,34 @@ class Crossing:
     """Moves the values of one step between the stages of this rank and its neighbours.
 
     Args:
-        program: says which values cross where.
+        programs: of each microbatch: say which values cross where.
         schedule: says which rank has which stage.
         rank: this rank's index along the pipeline axis.
         messenger: sends and receives.
-        axes: of each microbatch; None where the batch is not cut.
+        axes: of each microbatch; None where its program knows nothing of other microbatches.
+        grad: whether backwards follow.
     """
 
     def __init__(
         self,
-        program: Program,
+        programs: list[Program],
         schedule: Schedule,
         rank: int,
         messenger: Messenger,
         axes: list[MicrobatchAxis | None],
         grad: bool,
     ) -> None:
-        self.program, self.schedule, self.rank, self.messenger = program, schedule, rank, messenger
+        self.programs, self.schedule, self.rank, self.messenger = programs, schedule, rank, messenger
         self.axes, self.grad = axes, grad
         self.held: dict[tuple[int, int], Held] = {}
         self._near: dict[tuple[str, int, int], list[Tensor]] = {}  # between two stages of this rank
 
-    def _keys(self, stage: int) -> tuple[Key, ...]:
-        return self.program.crossing[stage]
+    def _keys(self, stage: int, microbatch: int) -> tuple[Key, ...]:
+        return self.programs[microbatch].crossing[stage]
 
-    def _wanted(self, stage: int) -> list[Key]:
-        return [key for key in self._keys(stage) if key in self.program.wanted] if self.grad else []
+    def _wanted(self, stage: int, microbatch: int) -> list[Key]:
+        wanted = self.programs[microbatch].wanted if self.grad else frozenset()
+        return [key for key in self._keys(stage, microbatch) if key in wanted]
 
     def _tag(self, stage: int, microbatch: int, place: int) -> int:
         return (stage * len(self.axes) + microbatch) * _MOST_VALUES + place
@@ -67,12 +67,10 @@ class Crossing:
         """Begin to receive what ``stage`` needs; the callable gives a value as the step meets it."""
         axis = self.axes[microbatch]
         held = self.held[stage, microbatch] = Held()
-        keys, wanted = self._keys(stage), set(self._wanted(stage))
+        keys, wanted = self._keys(stage, microbatch), set(self._wanted(stage, microbatch))
         waits = self._start("forward", stage, microbatch, keys, stage - 1) if stage else []
-        arrived: dict[Key, Tensor] = {}
-        if not axis_of_tail(self.program, stage):
-            for key, wait in zip(keys, waits, strict=True):
-                arrived[key] = wait()
+        arrived = {key: wait() for key, wait in zip(keys, waits, strict=True)}
+        values = self.programs[microbatch].values
         for key in keys:
             if key in wanted:
                 arrived[key] = arrived[key].detach().requires_grad_()
@@ -81,7 +79,7 @@ class Crossing:
         def value(key: Key) -> Tensor:
             x = arrived[key]
             x = x.view_as(x) if x.requires_grad else x  # not a leaf: user code may write into it
-            return wrapped(x, self.program.values[key], axis)
+            return wrapped(x, values[key], axis)
 
         return value
 
@@ -91,7 +89,7 @@ class Crossing:
         near = self._near.pop((kind, stage, microbatch), None)
         if near is not None:
             return [lambda x=x: x for x in near]  # type: ignore[misc]
-        models = [self.program.values[key] for key in keys]
+        models = [self.programs[microbatch].values[key] for key in keys]
         axis = self.axes[microbatch]
         peer = self.schedule.rank_of(source)
         return [
@@ -107,8 +105,8 @@ class Crossing:
 
     def hand_on(self, stage: int, microbatch: int, values: list[Tensor]) -> None:
         """Give what the stage behind ``stage`` needs to it."""
-        keys = self._keys(stage + 1)
-        wanted = set(self._wanted(stage + 1))
+        keys = self._keys(stage + 1, microbatch)
+        wanted = set(self._wanted(stage + 1, microbatch))
         plain = [x.local if isinstance(x, ShardedTensor) else x for x in values]
         self._check(keys, plain, microbatch)
         held = self.held[stage, microbatch]
@@ -118,11 +116,11 @@ class Crossing:
     def _check(self, keys: tuple[Key, ...], values: list[Tensor], microbatch: int) -> None:
         """The receiver waits for just what the program says: anything else would never arrive."""
         for key, x in zip(keys, values, strict=True):
-            model = self.program.values[key]
+            model = self.programs[microbatch].values[key]
             expected = local_shape(model, self.axes[microbatch])
             if tuple(x.shape) != expected or x.dtype != model.dtype:
                 raise ElsewhereError(
-                    f"{self.program.events[key[0]].place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the "
+                    f"{self.programs[microbatch].events[key[0]].place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the "
                     f"next stage of the pipeline, where {expected}, {model.dtype} was expected from a trial run on "
                     "this batch. What shape a value has must depend on the batch's shapes alone."
                 )
@@ -133,14 +131,14 @@ class Crossing:
             self._near[kind, stage, microbatch] = values
             return
         for place, (key, x) in enumerate(zip(keys, values, strict=True)):
-            order = _order(self.program.values[key])
+            order = _order(self.programs[microbatch].values[key])
             self.messenger.send(x.permute(order), peer, kind, self._tag(stage, microbatch, place))  # type: ignore[arg-type]
 
     def gradients_of(self, stage: int, microbatch: int) -> list[Tensor | None]:
         """Of the stage's outputs: from the stage behind it, or None for the loss."""
-        if stage == self.program.stages - 1:
+        if stage == self.programs[microbatch].stages - 1:
             return [None] * len(self.held[stage, microbatch].outputs)
-        keys = self._wanted(stage + 1)
+        keys = self._wanted(stage + 1, microbatch)
         return [wait() for wait in self._start("backward", stage + 1, microbatch, keys, stage + 1)]
 
     def backward(self, op: str, stage: int, microbatch: int) -> None:
@@ -162,11 +160,7 @@ class Crossing:
             del self.held[stage, microbatch]
         held.outputs = []
         if stage:
-            self._send("backward", stage, microbatch, self._wanted(stage), leaves, stage - 1)
-
-
-def axis_of_tail(program: Program, stage: int) -> bool:
-    return stage >= program.stages
+            self._send("backward", stage, microbatch, self._wanted(stage, microbatch), leaves, stage - 1)
 
 
 def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
@@ -189,6 +183,3 @@ def _laid_out(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
 def _in_order(wait: Callable[[], Tensor], order: list[int]) -> Callable[[], Tensor]:
     back = [order.index(d) for d in range(len(order))]
     return lambda: wait().permute(back)
-
-
-__all__ = ["Crossing", "Held", "torch", "wrapped"]

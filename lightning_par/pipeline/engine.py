@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.effects import Effects, apply, merged
-from lightning_par.pipeline.located import ChangedError, Key, Program, StageDoneError
+from lightning_par.pipeline.located import ChangedError, Key, Program, Run, StageDoneError
 from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.runs import DryRun, Memo, StageRun, share_of
@@ -25,21 +25,53 @@ from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.study import Step, loss_in, study
 from lightning_par.pipeline.watch import Watch
+from lightning_par.positions import Positions
 from lightning_par.view import ShardedTensor
 
 MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
 
 
 @dataclass
-class Prepared:
-    """A step about to run: its program, what depends on the batch alone, and where random numbers stand before it."""
+class Part:
+    """What is known of one microbatch before it runs.
+
+    Attributes:
+        step: with the whole batch, or with the microbatch where that is trained as a batch of its own.
+        program: of the step.
+        memo: what depends on the batch alone.
+        before: where the generators of numpy and `random` stand before it.
+        axis: the microbatch's place among the others; None where the step sees no others.
+        share: by which its loss counts.
+    """
 
     step: Step
     program: Program
     memo: Memo
     before: tuple[Any, Any]
+    axis: MicrobatchAxis | None = None
+    share: float = 1.0
+
+
+@dataclass
+class Prepared:
+    """A step about to run: its microbatches, and where random numbers stand after it."""
+
+    parts: list[Part]
     after: tuple[Any, ...]
-    axes: list[MicrobatchAxis | None]
+    coupled: bool = False
+
+    @property
+    def step(self) -> Step:
+        return self.parts[0].step
+
+    @property
+    def program(self) -> Program:
+        return self.parts[0].program
+
+    @property
+    def cut(self) -> bool:
+        """Whether the step sees the whole batch, of which each run computes a part."""
+        return len(self.parts) > 1 and not self.coupled
 
 
 @dataclass
@@ -70,6 +102,7 @@ class Engine:
     refused: dict[Any, str] = field(default_factory=dict)
 
     holds: Callable[[str], tuple[int, ...]] | None = None
+    coupled: bool = False  # whether a training step's microbatches are batches of their own
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
@@ -86,8 +119,8 @@ class Engine:
         Returns:
             What the step returned; the loss in it has the gradients behind it.
         """
-        ready = self.prepare(step, microbatches)
-        schedule = make_schedule(self.schedule, self.axis.size, len(ready.axes), self.stages)
+        ready = self.prepare_apart(step, microbatches) if self.coupled else self.prepare(step, microbatches)
+        schedule = make_schedule(self.schedule, self.axis.size, len(ready.parts), self.stages)
         with gradients_apart(parameters):
             effects = self._run(ready, schedule, scale, key)
             found = {p: p.grad for p in parameters}
@@ -102,7 +135,7 @@ class Engine:
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
         ready = self.prepare(step, microbatches)
-        schedule = make_forward_schedule(self.placement, len(ready.axes))
+        schedule = make_forward_schedule(self.placement, len(ready.parts))
         return self._settle(ready, self._run(ready, schedule, 1.0, key))
 
     def _settle(self, ready: Prepared, effects: Effects) -> Any:
@@ -143,6 +176,22 @@ class Engine:
 
     _fresh: Program | None = None
     _change = ""
+
+    def prepare_apart(self, step: Step, microbatches: int) -> Prepared:
+        """As `prepare`, with each microbatch a batch of its own, whose loss counts by its share of the samples."""
+        samples = step.samples
+        count = max(1, min(microbatches, samples))
+        parts: list[Part] = []
+        for own in (Positions.even(samples, count).indices(i) for i in range(count)):
+            low, high = int(own[0]), int(own[-1]) + 1
+
+            def cut(x: Tensor, low: int = low, high: int = high) -> Tensor:
+                return x[low:high] if x.ndim and x.shape[0] == samples else x
+
+            (part,) = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1).parts
+            part.share = len(own) / samples
+            parts.append(part)
+        return Prepared(parts, generators.global_state(), coupled=len(parts) > 1)
 
     def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
         """Add a program to ``known``; returns the count of microbatches that it is for."""
@@ -188,15 +237,19 @@ class Engine:
             self._change = str(error)
             return None
         self._fresh = None
-        axes: list[MicrobatchAxis | None] = [None]
-        if program.microbatches > 1:
-            axes = [MicrobatchAxis(program.microbatches, i) for i in range(program.microbatches)]
-        return Prepared(step, program, memo, (start[2], start[3]), generators.global_state(), axes)
+        before, count = (start[2], start[3]), program.microbatches
+        parts = [Part(step, program, memo, before)]
+        if count > 1:
+            axes = [MicrobatchAxis(count, i) for i in range(count)]
+            shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
+            parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
+        return Prepared(parts, generators.global_state())
 
     # ---------------------------------------------------------------------------------------------------- while it runs
 
     def _run(self, ready: Prepared, schedule: Schedule, scale: float, key: tuple[int, ...]) -> Effects:
-        crossing = Crossing(ready.program, schedule, self.axis.rank, self.messenger, ready.axes, schedule.trains)
+        programs, axes = [part.program for part in ready.parts], [part.axis for part in ready.parts]
+        crossing = Crossing(programs, schedule, self.axis.rank, self.messenger, axes, schedule.trains)
         told: list[Effects] = []
         frontier: list[list[Tensor]] = []
         self.messenger.timed = self.trace is not None
@@ -205,8 +258,8 @@ class Engine:
             if action.op == "F":
                 run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
                 if action.stage == self.stages - 1:
-                    told.append(_without_graphs(effects) if len(ready.axes) > 1 else effects)
-                    if len(ready.axes) > 1 and not self._joins(ready, schedule):
+                    told.append(_without_graphs(effects) if len(ready.parts) > 1 else effects)
+                    if ready.cut and not self._joins(ready, schedule):
                         frontier.append([_local(run.got[k]).detach() for k in ready.program.crossing[self.stages]])
                 del run, effects  # they hold the microbatch's graph, which its backward frees
             else:
@@ -216,8 +269,11 @@ class Engine:
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
         if not self.last:
             return Effects()
-        if len(ready.axes) == 1:
+        if len(ready.parts) == 1:
             return told[0]
+        if ready.coupled:
+            shares = [part.share for part in ready.parts]
+            return merged(told, lambda parts: _averaged(parts, shares))
         if self._joins(ready, schedule):
             return merged(told, lambda parts: _joined(parts))
         return self._tail(ready, frontier, key)
@@ -228,28 +284,29 @@ class Engine:
     def _forward(
         self, ready: Prepared, crossing: Crossing, stage: int, microbatch: int, scale: float, key: tuple[int, ...]
     ) -> tuple[StageRun, Effects]:
-        step, program, axis = ready.step, ready.program, ready.axes[microbatch]
+        part = ready.parts[microbatch]
+        step, program, axis = part.step, part.program, part.axis
         last = stage == self.stages - 1
         joins = step.grad and program.plain_effects
         counts = last and (axis is None or joins)
         receive = crossing.receive(stage, microbatch)
-        run = StageRun(program, ready.memo, stage, axis, receive, counts, (*key, microbatch))
-        result, effects = self._step(ready, run, counts)
+        run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch))
+        result, effects = self._step(part, run, counts)
         if not last:
             crossing.hand_on(stage, microbatch, run.outputs())
         elif step.grad:
             loss = loss_in(result)
             if loss is not None and loss.requires_grad:
-                share = 1.0 if axis is None or program.loss_is_share else share_of(program, axis)
-                crossing.held[stage, microbatch].outputs = [loss if scale * share == 1.0 else loss * (scale * share)]
+                factor = scale * part.share
+                crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
         return run, effects
 
-    def _step(self, ready: Prepared, run: StageRun, counts: bool) -> tuple[Any, Effects]:
+    def _step(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""
-        step, result = ready.step, None
+        step, result = part.step, None
         effects: Effects = Effects()
-        random.setstate(ready.before[1])
-        np.random.set_state(ready.before[0])
+        random.setstate(part.before[1])
+        np.random.set_state(part.before[0])
         with self.watch.told() if counts else self.watch.undone() as found:
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
@@ -272,9 +329,10 @@ class Engine:
                 whole[name] = _in_order(torch.cat(parts, model.sharded_dim), model, program)
             else:
                 whole[name] = _joined(parts) if name in program.summed else parts[0]
-        run = StageRun(program, ready.memo, self.stages, None, whole.__getitem__, True, key)
+        part = ready.parts[0]
+        run = StageRun(program, part.memo, self.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
-            return self._step(ready, run, True)[1]
+            return self._step(part, run, True)[1]
 
 
 def _without_graphs(effects: Effects) -> Effects:
@@ -292,6 +350,15 @@ def _in_order(x: Tensor, model: ShardedTensor, program: Program) -> Tensor:
     """Microbatches one after another, put where their samples lie in a dim that is not cut into runs."""
     order = model.positions.restore(program.microbatches, x.device)
     return x if order is None else x.index_select(model.sharded_dim, order)
+
+
+def _averaged(parts: list[Any], shares: list[float]) -> Any:
+    """Of batches of their own: numbers averaged by their shares of the samples, others one after another."""
+    if parts[0].ndim == 0:
+        mean = sum(part.detach() * share for part, share in zip(parts, shares, strict=True))
+        return torch.as_tensor(mean).to(parts[0].dtype)
+    alike = all(part.shape[1:] == parts[0].shape[1:] for part in parts)
+    return torch.cat([part.detach() for part in parts]) if alike else parts[-1]
 
 
 def _joined(parts: list[Any]) -> Any:

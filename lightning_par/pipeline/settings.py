@@ -17,6 +17,8 @@ class Settings:
         schedule: its name.
         microbatches: into how many a batch is cut, or ``"auto"``.
         stages: the stage of each module, or cut points, or None.
+        allow_batch_coupling: whether microbatches may be trained as batches of their own where samples need one
+            another.
         asker: the strategy's name, for messages.
 
     Raises:
@@ -27,6 +29,7 @@ class Settings:
     schedule: str = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
     stages: Wishes | None = None
+    allow_batch_coupling: bool = False
     asker: str = "PipelineParallelStrategy"
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ class Spread:
         self.placement = Placement({})
         self.microbatches = 1
         self.reason: str | None = None
+        self.coupled = False
         self.engine: Engine | None = None
         self.plan: StagePlan | None = None
 
@@ -93,6 +94,7 @@ class Spread:
             return {p: summed[names[p]] for p in grads}
 
         self.engine = Engine(module, self.axis, device, self.settings.schedule, self.at, homes, watch, finish)
+        self.engine.coupled = self.coupled
         self.engine.holds = lambda name: self.placement.of(name, self.axis.size)
         return self.engine
 
@@ -178,9 +180,13 @@ class Spread:
         """
         asked = self.settings.microbatches
         if isinstance(asked, int) and asked > 1 and step.grad:
+            if self.settings.allow_batch_coupling:
+                self.coupled, self.reason = True, f"each a batch of its own, though {reason}"
+                return
             raise ValueError(
                 f"microbatches={asked}: the samples of a batch need one another: {reason}. Cut apart they would train "
-                "another model. Write microbatches='auto', which takes 1 here."
+                "another model. Write microbatches='auto', which takes 1 here, or allow_batch_coupling=True if each "
+                "microbatch may be a batch of its own."
             )
         self.reason = f"samples need one another: {reason}"
         if step.grad:

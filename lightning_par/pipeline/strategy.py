@@ -40,6 +40,8 @@ class PipelineParallelMixin(StrategyMixin):
             or 1 where samples need one another, as in BatchNorm.
         stages: Where the balanced cut is not wanted: module names or patterns to stages, as ``{"encoder.*": 0,
             "head": 1}``, or the names of the modules with which the stages after the first begin.
+        allow_batch_coupling: Where samples need one another, train each of ``microbatches`` as a batch of its own, which is
+            not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
@@ -63,11 +65,12 @@ class PipelineParallelMixin(StrategyMixin):
         schedule: ScheduleName = "1f1b",
         microbatches: int | Literal["auto"] = "auto",
         stages: dict[str, int] | list[str] | None = None,
+        allow_batch_coupling: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
-        self.settings = Settings(schedule, microbatches, stages)
+        self.settings = Settings(schedule, microbatches, stages, allow_batch_coupling)
         super().__init__(process_group_backend, timeout, start_method)
         self.pipeline_parallel_size: Size = pipeline_parallel_size
         self.data_parallel_size: Size = data_parallel_size
@@ -156,7 +159,8 @@ class PipelineParallelMixin(StrategyMixin):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._forget_gradients()
+        if closure_loss.requires_grad:
+            closure_loss.register_hook(lambda _: self._forget_gradients())
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)

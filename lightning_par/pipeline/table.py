@@ -94,7 +94,7 @@ def _bubble_line(plan: StagePlan, schedule: Schedule) -> str:
     weights = [stage.share * schedule.stages for stage in plan.stages]
     costs = [{op: cost * weight for op, cost in UNIT_COST.items()} for weight in weights]
     real = bubble(simulate(schedule, costs), schedule.ranks)
-    rest = "" if f"{real:.1%}" == f"{even:.1%}" else f", {even:.1%} were all stages equal"
+    rest = "" if abs(real - even) < 0.005 else f", {even:.1%} were all stages equal"
     return f"Predicted bubble: {real:.1%} of a step{rest}."
 
 
