@@ -2,6 +2,7 @@
 
     python examples/digits.py fit
     python examples/digits.py fit --trainer.strategy=tensor_parallel --trainer.devices=2
+    python examples/digits.py fit --trainer.strategy=pipeline_parallel --trainer.devices=2
 
 The strategy is all that changes between one device and many: nothing below knows about parallelism.
 """

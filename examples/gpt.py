@@ -2,6 +2,7 @@
 
     python examples/gpt.py fit
     python examples/gpt.py fit --trainer.strategy=tensor_parallel --trainer.devices=2
+    python examples/gpt.py fit --trainer.strategy=pipeline_parallel --trainer.devices=2
 
 The strategy is all that changes between one device and many: nothing below knows about parallelism. Other things to
 try: ``--model.mlp=swiglu --model.norm=rmsnorm``, ``--model.tied=false``, ``--trainer.precision=bf16-mixed``, and
