@@ -1,0 +1,212 @@
+"""Between the steps of a pipeline: gradients and calls of the module are one device's on all ranks, or an error."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from lightning_par import PipelineParallelStrategy
+from lightning_par.elementwise import acts_apart
+from tests.pool import Pool, RanksFailedError
+from tests.test_optimizers import OPTIMIZERS, Global, Net
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, size)
+        self.norm = nn.BatchNorm1d(size)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, how: Any = None) -> Tensor:
+        if how == "wrong":
+            raise KeyError(how)
+        if how == "write":
+            x.add_(1.0)
+        x = self.norm(self.linear(x))
+        return torch.tanh(x if how == "train" else self.dropout(x))
+
+
+class Model(L.LightningModule):
+    """What its hooks see is kept in ``seen``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4) for _ in range(3))
+        self.unused = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch, "train")
+        return self.head(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def see(self, name: str, value: Any) -> None:
+        self.seen[f"{self.trainer.global_step} {name}"] = value
+
+
+class Reads(Model):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.see("before zero", [name for name, p in self.named_parameters() if p.grad is not None])
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.see("zeroed", [name for name, p in self.named_parameters() if p.grad is not None])
+
+    def on_after_backward(self) -> None:
+        named = {name: p for name, p in self.named_parameters() if p.grad is not None}
+        self.see("largest", {name: p.grad.abs().max() for name, p in named.items() if p.grad is not None})
+        self.see("flat", torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]))
+        self.see("printed", f"{named['head.bias'].grad}")
+        for p in named.values():
+            assert p.grad is not None
+            p.grad += torch.randn(p.shape)
+            p.grad[0] *= 2
+            p.grad.flatten()[-1:].neg_()
+            p.grad = p.grad.clamp(-1, 1) if p.ndim == 1 else p.grad
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.see("foreach", get_total_norm(grads, foreach=True))
+        self.see("inf", clip_grad_norm_(self.blocks[2].parameters(), 0.5, float("inf")))
+        clip_grad_value_(self.parameters(), 0.4)
+        clip_grad_value_(self.head.parameters(), 0.3, foreach=True)
+        self.see("norm", clip_grad_norm_(self.parameters(), 0.1))
+        self.see("clipped", clip_grad_norm_(self.parameters(), 0.1, foreach=True))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("after", [torch.linalg.norm(p.grad) for p in self.parameters() if p.grad is not None])
+        self.zero_grad()
+        self.see("none", [name for name, p in self.named_parameters() if p.grad is not None])
+
+
+class Calls(Model):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():  # in training mode: dropout draws, statistics move
+            self.see("dropout", self(X))
+            self.see("drawn", torch.rand(1))
+        x, y = X.clone(), self(X)
+        y.sum().item()
+        self.see("graph", y.requires_grad)
+        self.see("written", self.blocks[0](x, how="write").detach())
+        self.see("into", x)
+
+    def on_validation_epoch_end(self) -> None:
+        x = X
+        for _ in range(3):  # goes where its values lead
+            x = torch.cat([x, self.blocks[1](x)])[x.mean().round().long().abs() :]
+        self.see("loop", x)
+
+    def on_train_end(self) -> None:
+        self.see("statistics", self(X).detach())
+
+
+class Wrong(Model):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, call in {
+            "backward": lambda: self(X).sum().backward(),
+            "raises": lambda: [block(X, how="wrong") for block in self.blocks],
+            "object": lambda: [block(X, how=how) for block in self.blocks for how in (nn.Linear, object())],
+        }.items():
+            try:
+                call()
+            except Exception as error:
+                self.see(name, f"{type(error).__name__}: {error}")
+
+
+class Alone(Model):
+    """The first rank alone does what needs all."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self(X)
+
+
+class Joint(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Global(self.parameters())
+
+
+KINDS = {kind.__name__: kind for kind in (Reads, Calls, Wrong, Alone, Joint)}
+
+
+def fit(name: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    L.seed_everything(0, verbose=False)
+    strategy: Any = "auto" if layout is None else PipelineParallelStrategy(**layout)
+    devices = 1 if layout is None else layout["pipeline_parallel_size"]
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, precision="64-true", num_sanity_val_steps=0,
+    )  # fmt: skip
+    module = KINDS[name]()
+    data = torch.utils.data.DataLoader(torch.randn(6, 4, dtype=torch.float64), batch_size=3)
+    try:
+        trainer.fit(module, data, data if name == "Calls" else None)
+    except ValueError as error:
+        return {"refused": str(error)}
+    module.seen["state"] = module.state_dict()
+    module.seen["after fit"] = module.eval()(X).detach()
+    return module.seen
+
+
+def agree(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(agree(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(agree, a, b))
+    if isinstance(a, Tensor):
+        return type(b) is Tensor and a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", ["Reads", "Calls"])
+def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
+    (expected,) = pool.run(1, fit, name)
+    assert len(expected) > 8
+    for seen in pool.run(2, fit, name, dict(pipeline_parallel_size=2, schedule="gpipe")):
+        assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
+
+
+def test_what_can_not_be_carried_out_is_refused_on_all_ranks(pool: Pool) -> None:
+    layout = dict(pipeline_parallel_size=2)
+    for seen in pool.run(2, fit, "Wrong", layout):
+        assert "What a module of a pipeline returns outside a step has no gradients" in seen["1 backward"]
+        assert "wrong" in seen["1 raises"]
+        assert "is called outside a step with an object of type object" in seen["1 object"]
+    for seen in pool.run(2, fit, "Joint", layout):
+        assert seen["refused"].startswith("Global's update of one parameter depends on the gradients of others")
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, fit, "Alone", dict(pipeline_parallel_size=2, timeout=timedelta(seconds=3)))
+    report = failed.value.reports[0]
+    assert "outside a step with tensors of shape (3, 4), and waited 3 s for rank 1" in report
+
+
+def test_optimizers_that_need_all_gradients_are_found_out() -> None:
+    net = Net("adamw").double()
+    matrices, sparse = Net("muon", matrices=True).double(), Net("sparse_adam", sparse=True).double()
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        made = make({"muon": matrices, "sparse_adam": sparse}.get(name, net))
+        optimizer = made[0][0] if isinstance(made, tuple) else made["optimizer"] if isinstance(made, dict) else made
+        found[name] = {acts_apart(optimizer, group) for group in optimizer.param_groups}
+    assert {name: apart for name, apart in found.items() if apart != {True}} == {
+        "lbfgs": {None},
+        "lbfgs_wolfe": {None},
+        "global": {False},
+    }
