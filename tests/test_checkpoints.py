@@ -21,18 +21,23 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCh
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import TensorParallelStrategy, state
+from lightning_par import PipelineParallelStrategy, TensorParallelStrategy, state
 from tests.differences import differences
 from tests.pool import Pool, RanksFailedError
 
-LAYOUTS: dict[str, dict[str, int] | None] = {
+LAYOUTS: dict[str, dict[str, Any] | None] = {
     "one": None,
     "tp2": dict(tensor_parallel_size=2),
     "tp4": dict(tensor_parallel_size=4),
     "dp2-tp2": dict(tensor_parallel_size=2, data_parallel_size=2),
+    "pp2": dict(pipeline_parallel_size=2, microbatches=2),
+    "pp2-whole": dict(pipeline_parallel_size=2, microbatches=1),
+    "pp4": dict(pipeline_parallel_size=4, microbatches=4),
+    "zbv": dict(schedule="zbv", microbatches=2),
+    "dp2-pp2": dict(pipeline_parallel_size=2, data_parallel_size=2, microbatches=2),
 }
 BATCHES = 3  # in an epoch
-RANKS = {"one": 1, "tp2": 2, "tp4": 4, "dp2-tp2": 4}
+RANKS = {"one": 1, "tp2": 2, "tp4": 4, "dp2-tp2": 4, "pp2": 2, "pp2-whole": 2, "pp4": 4, "zbv": 2, "dp2-pp2": 4}
 
 
 class Choice:
@@ -147,8 +152,9 @@ def data(words: int = 11) -> DataLoader[Tensor]:
 def trainer_for(layout: str, folder: str | Path, **options: Any) -> Trainer:
     """Every replica takes the same batches, so that each layout has the same one device to equal."""
     strategy: dict[str, Any] = {}
-    if LAYOUTS[layout] is not None:
-        strategy = dict(strategy=TensorParallelStrategy(**LAYOUTS[layout]))  # type: ignore[arg-type]
+    if (sizes := LAYOUTS[layout]) is not None:
+        kind: Any = PipelineParallelStrategy if "microbatches" in sizes else TensorParallelStrategy
+        strategy = dict(strategy=kind(**sizes))
     defaults: dict[str, Any] = dict(
         max_epochs=1,
         precision=None if "plugins" in options else "64-true",
