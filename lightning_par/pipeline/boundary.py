@@ -11,8 +11,8 @@ from lightning_par.pipeline.backward import SplitBackward, backward
 from lightning_par.pipeline.located import ElsewhereError, Key, Program
 from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import MicrobatchAxis
-from lightning_par.pipeline.runs import local_shape
 from lightning_par.pipeline.schedule import Schedule
+from lightning_par.pipeline.values import local_shape
 from lightning_par.view import ShardedTensor
 
 _MOST_VALUES = 4096  # that cross one boundary; keeps tags apart
@@ -119,10 +119,11 @@ class Crossing:
             model = self.programs[microbatch].values[key]
             expected = local_shape(model, self.axes[microbatch])
             if tuple(x.shape) != expected or x.dtype != model.dtype:
+                place = self.programs[microbatch].events[key[0]].place
                 raise ElsewhereError(
-                    f"{self.programs[microbatch].events[key[0]].place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the "
-                    f"next stage of the pipeline, where {expected}, {model.dtype} was expected from a trial run on "
-                    "this batch. What shape a value has must depend on the batch's shapes alone."
+                    f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the next stage of the pipeline, where "
+                    f"{expected}, {model.dtype} was expected from a trial run on this batch. What shape a value has must "
+                    "depend on the batch's shapes alone."
                 )
 
     def _send(self, kind: str, stage: int, microbatch: int, keys: list[Key], values: list[Tensor], to: int) -> None:
@@ -173,7 +174,8 @@ def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
 def _order(model: Tensor) -> list[int]:
     """The dims from the one with the largest stride on: the order in which the elements lie in memory."""
     local: Tensor = model.local if isinstance(model, ShardedTensor) else model
-    return sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
+    strides: tuple[int, ...] = local.stride()
+    return sorted(range(local.ndim), key=lambda d: (-strides[d], d))
 
 
 def _laid_out(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The tensor that another rank holds: all that is known of it without its values.
 
-It has the shape, dtype and device that it would have here, and no memory. Moving, copying and casting it give another
-one; writing to it does nothing here, since the ranks that hold it write the same; reading its values raises.
+It has the shape, dtype and device that it would have here, and no memory. Moving, copying, casting it and functions of
+single entries give another one; writing to it does nothing here, since the ranks that hold it write the same; reading
+its values raises.
 """
 
 from __future__ import annotations
@@ -112,8 +113,16 @@ class Elsewhere(torch.Tensor):
             return _write_those_here(func, args, kwargs)
         if isinstance(x, Elsewhere) and _writes_to_first_alone(func):
             return _write(func, x, args, kwargs)
-        held = next(y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
-        raise ElsewhereError(_message(held, name.removeprefix("aten::")))
+        those = [y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere)]
+        if (
+            torch.Tag.pointwise in func.tags
+            and not func._schema.is_mutable
+            and len({y._origin.holders for y in those}) == 1
+        ):
+            return _computed(func, args, kwargs, those[0]._origin)
+        if name == "aten::equal" and (x.shape != args[1].shape or len(those) == 2):
+            return x.shape == args[1].shape and those[0]._origin is those[1]._origin
+        raise ElsewhereError(_message(those[0], name.removeprefix("aten::")))
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -174,6 +183,19 @@ def _flat(value: Any) -> Iterable[Any]:
         yield from _flat(tuple(value.values()))
     else:
         yield value
+
+
+def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
+    """What a function of single entries returns where its arguments are."""
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return type(value)(map(meta, value)) if type(value) in (list, tuple) else value
+
+    result = func(*map(meta, args), **{key: meta(value) for key, value in kwargs.items()})
+    device = next(y.device for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
+    return Elsewhere(result.shape, result.dtype, device, replace(origin))
 
 
 def _writes_to_first_alone(func: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,62 +16,16 @@ from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.effects import Effects, apply, merged
-from lightning_par.pipeline.located import ChangedError, Key, Program, Run, StageDoneError
+from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
+from lightning_par.pipeline.located import Key, StageDoneError
 from lightning_par.pipeline.messages import Messenger
-from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.runs import DryRun, Memo, StageRun, share_of
+from lightning_par.pipeline.prepare import Part, Prepared, Programs, call_step
+from lightning_par.pipeline.runs import StageRun
 from lightning_par.pipeline.schedule import Schedule, make_forward_schedule, make_schedule
 from lightning_par.pipeline.simulate import Span
-from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.pipeline.study import Step, loss_in, study
-from lightning_par.pipeline.watch import Watch
-from lightning_par.positions import Positions
+from lightning_par.pipeline.step import Step, loss_in
+from lightning_par.pipeline.structure import map_tensors
 from lightning_par.view import ShardedTensor
-
-MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
-
-
-@dataclass
-class Part:
-    """What is known of one microbatch before it runs.
-
-    Attributes:
-        step: with the whole batch, or with the microbatch where that is trained as a batch of its own.
-        program: of the step.
-        memo: what depends on the batch alone.
-        before: where the generators of numpy and `random` stand before it.
-        axis: the microbatch's place among the others; None where the step sees no others.
-        share: by which its loss counts.
-    """
-
-    step: Step
-    program: Program
-    memo: Memo
-    before: tuple[Any, Any]
-    axis: MicrobatchAxis | None = None
-    share: float = 1.0
-
-
-@dataclass
-class Prepared:
-    """A step about to run: its microbatches, and where random numbers stand after it."""
-
-    parts: list[Part]
-    after: tuple[Any, ...]
-    coupled: bool = False
-
-    @property
-    def step(self) -> Step:
-        return self.parts[0].step
-
-    @property
-    def program(self) -> Program:
-        return self.parts[0].program
-
-    @property
-    def cut(self) -> bool:
-        """Whether the step sees the whole batch, of which each run computes a part."""
-        return len(self.parts) > 1 and not self.coupled
 
 
 @dataclass
@@ -84,8 +38,7 @@ class Engine:
         device: of this rank.
         schedule: its name.
         placement: the rank of each stage.
-        homes: unit -> the stages where it lives.
-        watch: the module's Python state.
+        programs: of its steps.
         finish_gradients: sums the gradients of parameters that live on several ranks.
     """
 
@@ -94,14 +47,9 @@ class Engine:
     device: torch.device
     schedule: str
     placement: tuple[int, ...]
-    homes: dict[str, tuple[int, ...]]
-    watch: Watch
+    programs: Programs
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
-    programs: dict[Any, list[Program]] = field(default_factory=dict)
-    refused: dict[Any, str] = field(default_factory=dict)
-
-    holds: Callable[[str], tuple[int, ...]] | None = None
     coupled: bool = False  # whether a training step's microbatches are batches of their own
 
     def __post_init__(self) -> None:
@@ -119,7 +67,11 @@ class Engine:
         Returns:
             What the step returned; the loss in it has the gradients behind it.
         """
-        ready = self.prepare_apart(step, microbatches) if self.coupled else self.prepare(step, microbatches)
+        ready = (
+            self.programs.prepare_apart(step, microbatches)
+            if self.coupled
+            else self.programs.prepare(step, microbatches)
+        )
         schedule = make_schedule(self.schedule, self.axis.size, len(ready.parts), self.stages)
         with gradients_apart(parameters):
             effects = self._run(ready, schedule, scale, key)
@@ -134,7 +86,7 @@ class Engine:
 
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
-        ready = self.prepare(step, microbatches)
+        ready = self.programs.prepare(step, microbatches)
         schedule = make_forward_schedule(self.placement, len(ready.parts))
         return self._settle(ready, self._run(ready, schedule, 1.0, key))
 
@@ -144,106 +96,8 @@ class Engine:
         effects = effects.travel(self.axis, self.placement[-1], self.device)
         generators.set_global_state(ready.after)
         with ready.step.context():  # numbers that are logged become tensors of the precision's dtype
-            apply(effects, self.module, self.watch, show=self.axis.rank == 0)
+            apply(effects, self.module, self.programs.watch, show=self.axis.rank == 0)
         return effects.result
-
-    # -------------------------------------------------------------------------------------------------- before it runs
-
-    def prepare(self, step: Step, microbatches: int) -> Prepared:
-        """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
-        samples = step.samples
-        if not samples and tensors_in(step.batch):
-            raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
-        wanted = max(1, min(microbatches, samples))
-        while True:
-            signature = self._signature(step, wanted)
-            known = self.programs.setdefault(signature, [])
-            start = generators.global_state()
-            for program in known:
-                ready = self._dry(step, program, start)
-                if ready is not None:
-                    known.remove(program)
-                    known.insert(0, program)
-                    return ready
-                generators.set_global_state(start)
-            if len(known) >= MOST_PROGRAMS or (known and known[0] is self._fresh):
-                raise RuntimeError(
-                    f"{step.name} does something else each time it runs, first at {self._change}. The "
-                    f"{self.axis.size} ranks of the pipeline can't follow that: what a step does must depend on the "
-                    "batch, the module's attributes and random numbers of torch, numpy or `random` alone."
-                )
-            wanted = self._study(step, wanted, signature, known)
-
-    _fresh: Program | None = None
-    _change = ""
-
-    def prepare_apart(self, step: Step, microbatches: int) -> Prepared:
-        """As `prepare`, with each microbatch a batch of its own, whose loss counts by its share of the samples."""
-        samples = step.samples
-        count = max(1, min(microbatches, samples))
-        parts: list[Part] = []
-        for own in (Positions.even(samples, count).indices(i) for i in range(count)):
-            low, high = int(own[0]), int(own[-1]) + 1
-
-            def cut(x: Tensor, low: int = low, high: int = high) -> Tensor:
-                return x[low:high] if x.ndim and x.shape[0] == samples else x
-
-            (part,) = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1).parts
-            part.share = len(own) / samples
-            parts.append(part)
-        return Prepared(parts, generators.global_state(), coupled=len(parts) > 1)
-
-    def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
-        """Add a program to ``known``; returns the count of microbatches that it is for."""
-        if signature in self.refused:
-            return 1
-        try:
-            program = study(step, self.homes, self.stages, microbatches)
-        except SamplesMixError as error:
-            if microbatches == 1:
-                raise
-            self.refused[signature] = str(error)
-            return 1
-        self._check_parameters(step, program)
-        known.insert(0, program)
-        self._fresh = program
-        return microbatches
-
-    def _check_parameters(self, step: Step, program: Program) -> None:
-        for name, stages in program.uses.items():
-            for stage in stages if name not in self.homes and self.holds is not None else ():
-                holders = self.holds(name)  # type: ignore[misc]  # it is set
-                if self.placement[stage] not in holders:
-                    raise ValueError(
-                        f"{step.name} uses {name!r} on stage {stage} of the pipeline, but it is held by pipeline rank "
-                        f"{', '.join(map(str, holders))} alone, where training uses it. Use it in the forward of the "
-                        "module that it belongs to, or name stages with `stages=` so that both meet."
-                    )
-
-    def _signature(self, step: Step, microbatches: int) -> Any:
-        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
-        trained = hash(tuple(p.requires_grad for p in self.module.parameters())) if step.grad else 0
-        modes = hash(tuple(m.training for m in self.module.modules()))
-        return step.name, step.grad, microbatches, tensors, trained, modes
-
-    def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
-        memo = Memo(step.batch)
-        run = DryRun(program, memo)
-        try:
-            with self.watch.undone(), torch.set_grad_enabled(step.grad), step.context(), run:
-                _call(self.module, step)
-            run.finish()
-        except ChangedError as error:
-            self._change = str(error)
-            return None
-        self._fresh = None
-        before, count = (start[2], start[3]), program.microbatches
-        parts = [Part(step, program, memo, before)]
-        if count > 1:
-            axes = [MicrobatchAxis(count, i) for i in range(count)]
-            shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
-            parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
-        return Prepared(parts, generators.global_state())
 
     # ---------------------------------------------------------------------------------------------------- while it runs
 
@@ -258,7 +112,7 @@ class Engine:
             if action.op == "F":
                 run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
                 if action.stage == self.stages - 1:
-                    told.append(_without_graphs(effects) if len(ready.parts) > 1 else effects)
+                    told.append(without_graphs(effects) if len(ready.parts) > 1 else effects)
                     if ready.cut and not self._joins(ready, schedule):
                         frontier.append([_local(run.got[k]).detach() for k in ready.program.crossing[self.stages]])
                 del run, effects  # they hold the microbatch's graph, which its backward frees
@@ -273,9 +127,9 @@ class Engine:
             return told[0]
         if ready.coupled:
             shares = [part.share for part in ready.parts]
-            return merged(told, lambda parts: _averaged(parts, shares))
+            return merged(told, lambda parts: averaged(parts, shares))
         if self._joins(ready, schedule):
-            return merged(told, lambda parts: _joined(parts))
+            return merged(told, lambda parts: joined(parts))
         return self._tail(ready, frontier, key)
 
     def _joins(self, ready: Prepared, schedule: Schedule) -> bool:
@@ -307,10 +161,10 @@ class Engine:
         effects: Effects = Effects()
         random.setstate(part.before[1])
         np.random.set_state(part.before[0])
-        with self.watch.told() if counts else self.watch.undone() as found:
+        with self.programs.watch.told() if counts else self.programs.watch.undone() as found:
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
-                    result = run.followed(_call(self.module, step))
+                    result = run.followed(call_step(self.module, step))
             except StageDoneError:
                 pass
             if counts and found is not None:
@@ -326,58 +180,17 @@ class Engine:
         for place, name in enumerate(program.crossing[self.stages]):
             model, parts = program.values[name], [values[place] for values in frontier]
             if isinstance(model, ShardedTensor):
-                whole[name] = _in_order(torch.cat(parts, model.sharded_dim), model, program)
+                whole[name] = in_order(torch.cat(parts, model.sharded_dim), model, program)
             else:
-                whole[name] = _joined(parts) if name in program.summed else parts[0]
+                whole[name] = joined(parts) if name in program.summed else parts[0]
         part = ready.parts[0]
         run = StageRun(program, part.memo, self.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
             return self._step(part, run, True)[1]
 
 
-def _without_graphs(effects: Effects) -> Effects:
-    """A graph that they hold would keep the microbatch's activations until the end of the step."""
-    found: dict[int, Tensor] = {}
-
-    def detached(parts: list[Tensor]) -> Tensor:
-        (x,) = parts
-        return found.setdefault(id(x), x.detach()) if x.requires_grad else x
-
-    return merged([effects], detached)
-
-
-def _in_order(x: Tensor, model: ShardedTensor, program: Program) -> Tensor:
-    """Microbatches one after another, put where their samples lie in a dim that is not cut into runs."""
-    order = model.positions.restore(program.microbatches, x.device)
-    return x if order is None else x.index_select(model.sharded_dim, order)
-
-
-def _averaged(parts: list[Any], shares: list[float]) -> Any:
-    """Of batches of their own: numbers averaged by their shares of the samples, others one after another."""
-    if parts[0].ndim == 0:
-        mean = sum(part.detach() * share for part, share in zip(parts, shares, strict=True))
-        return torch.as_tensor(mean).to(parts[0].dtype)
-    alike = all(part.shape[1:] == parts[0].shape[1:] for part in parts)
-    return torch.cat([part.detach() for part in parts]) if alike else parts[-1]
-
-
-def _joined(parts: list[Any]) -> Any:
-    if all(x is parts[0] for x in parts):
-        return parts[0]  # of the batch alone
-    if isinstance(parts[0], ShardedTensor):
-        first = parts[0]
-        whole = torch.cat([part.local for part in parts], first.sharded_dim)
-        order = first.positions.restore(len(parts), whole.device)
-        return whole if order is None else whole.index_select(first.sharded_dim, order)
-    return torch.stack([part.detach() for part in parts]).sum(0).to(parts[0].dtype)
-
-
 def _local(x: Tensor) -> Tensor:
     return x.local if isinstance(x, ShardedTensor) else x
-
-
-def _call(module: nn.Module, step: Step) -> Any:
-    return getattr(module, step.name)(step.batch, *step.rest)
 
 
 def _with_loss(result: Any, loss: Tensor) -> Any:

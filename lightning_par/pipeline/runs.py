@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.draws import drawing
 from lightning_par.pipeline.located import (
-    ChangedError,
     ElsewhereError,
     Event,
     Key,
@@ -18,111 +17,12 @@ from lightning_par.pipeline.located import (
     Run,
     StageDoneError,
 )
+from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.rules.table import user_line, writes
+from lightning_par.pipeline.values import cut_to, local_shape, share_of, written_into
+from lightning_par.rules.table import user_line
 from lightning_par.view import ShardedTensor
-
-
-class Memo:
-    """What depends on the batch alone: computed once a step, the same objects in every run of it.
-
-    But a function that writes into a tensor of the module's, or returns a view of one, runs in every run of the step:
-    each has copies of the module's tensors.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self.results: dict[int, Any] = {}
-        self.keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
-        self.anew: dict[int, Tensor | None] = {}  # events that run every time: where they write, the generator before
-        self._views: dict[int, Any] = {}  # of the module's tensors, by id
-        self._copies: dict[int, Tensor] = {}
-
-    def compute(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """The first run's result."""
-        before = torch.get_rng_state() if writes(getattr(func, "__name__", "")) else None
-        result = func(*args, **kwargs)
-        if not touches_state(func, args, kwargs, result, self.is_state):
-            return self.keep(event, result)
-        self.anew[event] = before
-        return self._state(event, result)
-
-    def again(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an event in a later run."""
-        if event not in self.anew:
-            return self.results[event] if event in self.results else self.keep(event, func(*args, **kwargs))
-        before, now = self.anew[event], torch.get_rng_state()
-        if before is not None:
-            torch.set_rng_state(before)
-        try:
-            return self._state(event, func(*args, **kwargs))
-        finally:
-            if before is not None:
-                torch.set_rng_state(now)
-
-    def _state(self, event: int, result: Any) -> Any:
-        for n, x in enumerate(tensors_in(result)):
-            self._views[id(x)] = x
-            self.keys[id(x)] = (event, n)
-        return result
-
-    def copied(self, x: Tensor) -> Tensor | None:
-        """The one copy of a tensor of the batch alone, None of others."""
-        return None if self.is_state(x) else self._copies.setdefault(id(x), x.detach().clone())
-
-    def is_state(self, x: Tensor) -> bool:
-        """Whether the module held it before the step, or it is a view of such a tensor."""
-        return id(x) not in self.keys or id(x) in self._views
-
-    def keep(self, event: int, result: Any) -> Any:
-        self.results[event] = result
-        self.keys.update((id(x), (event, n)) for n, x in enumerate(tensors_in(result)))
-        return result
-
-
-class DryRun(Run):
-    """Computes what depends on the batch alone, and checks that the step does what was recorded of it.
-
-    Raises:
-        ChangedError: it does something else.
-    """
-
-    def __init__(self, program: Program, memo: Memo) -> None:
-        super().__init__()
-        self.program = program
-        self.memo = memo
-        self.names: dict[int, Key] = {}  # of absent tensors
-
-    def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, Event]:
-        index, self.count = self.count, self.count + 1
-        if index >= len(self.program.events) or self.program.events[index].func != func:
-            raise ChangedError(f"{user_line()}: {func}")
-        names = self.names
-        inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
-        record = self.program.events[index]
-        if inputs != record.inputs:
-            raise ChangedError(f"{user_line()}: the inputs of {func}")
-        if record.kind == "located":
-            names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
-        return index, record
-
-    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
-        index, record = self._next(func, args, kwargs)
-        if record.kind == "batch":
-            return self.memo.compute(index, func, args, kwargs)
-        if record.writes:
-            return written_into(self, args[0], record.result, func)
-        return record.result
-
-    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._next(path, args, kwargs)[1].result
-
-    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._next(("metric", method), args, kwargs)[1].result
-
-    def finish(self) -> None:
-        if self.count != len(self.program.events):
-            raise ChangedError("the step ended early")
 
 
 class StageRun(Run):
@@ -315,45 +215,3 @@ class StageRun(Run):
             if self.names:  # user code may still hold the absent tensor that was written into
                 self.names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
         return result
-
-
-def touches_state(func: Any, args: Any, kwargs: Any, result: Any, is_state: Callable[[Tensor], bool]) -> bool:
-    """Whether a function of the batch alone writes into a tensor of the module's, or returns it or a view of it."""
-    own = [x for x in tensors_in((args, kwargs)) if is_state(x)]
-    if not own:
-        return False
-    if writes(getattr(func, "__name__", "")) and any(x is args[0] for x in own):
-        return True
-    storages = {x.untyped_storage().data_ptr() for x in own} - {0}
-    return any(x.untyped_storage().data_ptr() in storages for x in tensors_in(result))
-
-
-def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
-    """Let ``target``, which depended on the batch alone, stand for ``value``; what the writing function returns."""
-    run.written[id(target)] = (target, value)
-    return None if func.__name__ == "__setitem__" else value
-
-
-def cut_to(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> ShardedTensor:
-    """A whole tensor's samples of one microbatch."""
-    dim, positions = layout
-    own = positions.indices(axis.rank)
-    if len(own) and own[-1] - own[0] + 1 == len(own):
-        local = x.narrow(dim, int(own[0]), len(own))
-    else:
-        local = x.index_select(dim, positions.index(axis.rank, x.device))
-    return ShardedTensor(local, dim, positions, axis)
-
-
-def local_shape(model: Tensor, axis: MicrobatchAxis | None) -> tuple[int, ...]:
-    """The shape that the value recorded as ``model`` has in a microbatch."""
-    if not isinstance(model, ShardedTensor) or axis is None:
-        return tuple(model.shape)
-    shape = list(model.shape)
-    shape[model.sharded_dim] = model.positions.count(axis.rank)
-    return tuple(shape)
-
-
-def share_of(program: Program, axis: MicrobatchAxis) -> float:
-    """The microbatch's share of the batch's samples."""
-    return axis.positions(program.samples).count(axis.rank) / program.samples

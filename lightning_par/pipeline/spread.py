@@ -17,17 +17,20 @@ from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.located import Program, Run, UnitCall, intercept_units, release_units
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.plan import StagePlan, make_stage_plan
+from lightning_par.pipeline.prepare import Programs
 from lightning_par.pipeline.schedule import make_forward_schedule, make_schedule, place_stages
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
-from lightning_par.pipeline.study import Step, study, survey
+from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.study import study, survey
 from lightning_par.pipeline.table import show_stages
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.units import Call
 from lightning_par.pipeline.watch import Watch
-from lightning_par.pipeline.weights import Placement, bring_back, send_away
+from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+Homes = dict[str, tuple[int, ...]]
 BUBBLE = 0.1  # that "auto" cuts the batch for
 
 
@@ -81,7 +84,8 @@ class Spread:
         if self.groups.world.rank == 0:
             self._show(module, step.grad, time.monotonic() - started)
         axes = make_holder_axes(self.placement, self.groups, self.timeout)
-        send_away(module, self.placement, self.axis)
+        for copied in (module, *copies_of(module, trainer.callbacks)):
+            send_away(copied, self.placement, self.axis)
         intercept_units(module, tuple(homes))
         containers = [(path, m) for path, m in module.named_modules() if not _within(path, homes)]
         watch = Watch(module, containers, around=_around)
@@ -93,9 +97,9 @@ class Spread:
             summed = sum_over_holders(named, self.placement, axes, like)
             return {p: summed[names[p]] for p in grads}
 
-        self.engine = Engine(module, self.axis, device, self.settings.schedule, self.at, homes, watch, finish)
+        programs = Programs(module, homes, self.at, watch, lambda name: self.placement.of(name, self.axis.size))
+        self.engine = Engine(module, self.axis, device, self.settings.schedule, self.at, programs, finish)
         self.engine.coupled = self.coupled
-        self.engine.holds = lambda name: self.placement.of(name, self.axis.size)
         return self.engine
 
     def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
@@ -151,7 +155,9 @@ class Spread:
         }
         return plan, {path: at for path, at in homes.items() if path not in unused}, program
 
-    def _plan(self, module: nn.Module, root: Call, opened: Sequence[str]) -> tuple[StagePlan, dict[str, tuple[int, ...]]]:
+    def _plan(
+        self, module: nn.Module, root: Call, opened: Sequence[str]
+    ) -> tuple[StagePlan, dict[str, tuple[int, ...]]]:
         asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
         name, wishes = type(module).__name__, self.settings.stages
         plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)
@@ -166,7 +172,9 @@ class Spread:
         self.microbatches = asked if isinstance(asked, int) else self._automatic(samples)
         return min(self.microbatches, samples)
 
-    def _try(self, step: Step, homes: dict[str, tuple[int, ...]], wanted: int) -> tuple[Program | None, Exception | None]:
+    def _try(
+        self, step: Step, homes: dict[str, tuple[int, ...]], wanted: int
+    ) -> tuple[Program | None, Exception | None]:
         try:
             return study(step, homes, self.stages, wanted), None
         except SamplesMixError as error:

@@ -19,7 +19,7 @@ from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.outside import Outside
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.spread import Spread
-from lightning_par.pipeline.study import Step
+from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.weights import Once, bring_back
 from lightning_par.strategy import StrategyMixin
 
@@ -40,8 +40,8 @@ class PipelineParallelMixin(StrategyMixin):
             or 1 where samples need one another, as in BatchNorm.
         stages: Where the balanced cut is not wanted: module names or patterns to stages, as ``{"encoder.*": 0,
             "head": 1}``, or the names of the modules with which the stages after the first begin.
-        allow_batch_coupling: Where samples need one another, train each of ``microbatches`` as a batch of its own, which is
-            not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
+        allow_batch_coupling: Where samples need one another, train each of ``microbatches`` as a batch of its own,
+            which is not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script

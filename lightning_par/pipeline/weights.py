@@ -70,6 +70,14 @@ class Once:
         return self._first.get(id(parameter), 0) == self.axis.rank
 
 
+def copies_of(module: nn.Module, holders: Iterable[Any]) -> Iterator[nn.Module]:
+    """The copies of ``module`` that the ``holders`` have in attributes, as callbacks do that average weights."""
+    for value in [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]:
+        for found in value.modules() if isinstance(value, nn.Module) else ():
+            if type(found) is type(module) and found is not module:
+                yield found
+
+
 def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
     """Give up the memory of every parameter and buffer that this rank does not hold. No communication.
 

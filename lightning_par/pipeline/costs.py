@@ -1,0 +1,55 @@
+"""What the calls of modules in a step cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.pipeline.units import Call
+from lightning_par.view import ShardedTensor
+
+
+@dataclass
+class Frame:
+    """A call of a module that is running."""
+
+    path: str
+    numel: int
+    flops: float = 0.0
+    children: list[Call] = field(default_factory=list)
+    closing: tuple[str, int] | None = None  # why it may not be opened, and after how many calls in it that showed
+
+    def call(self) -> Call:
+        """It can't be opened where other modules of it follow on what the reason is about."""
+        closed = None
+        if self.closing is not None and any(child.numel for child in self.children[self.closing[1] :]):
+            closed = self.closing[0]
+        return Call(self.path, self.flops, self.numel, tuple(self.children), closed)
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Multiplications times two of a product of matrices, a convolution or attention; else the size of the result."""
+    name = getattr(func, "__name__", "")
+    out = next((x for x in tree_leaves(result) if isinstance(x, Tensor)), None)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if out is None or not tensors:
+        return 0.0
+    if name in ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum", "addmm", "baddbmm"):
+        x = tensors[1] if name in ("addmm", "baddbmm") and len(tensors) > 2 else tensors[0]
+        return 2.0 * _size(out) * x.shape[-1] if x.ndim else 0.0
+    if name.startswith("conv") and len(tensors) > 1:
+        weight = tensors[1]
+        return 2.0 * _size(out) * weight[0].numel() if weight.ndim > 1 else 0.0
+    if name == "scaled_dot_product_attention" and len(tensors) > 2:
+        return 2.0 * _size(tensors[0]) * (tensors[1].shape[-2] + tensors[2].shape[-2])
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        weights = sum(_size(x) for x in tensors if x.ndim == 2)
+        return 2.0 * weights * _size(tensors[0]) / max(1, tensors[0].shape[-1])
+    return float(_size(out))
+
+
+def _size(x: Tensor) -> int:
+    return x.local.numel() if isinstance(x, ShardedTensor) else x.numel()

@@ -1,0 +1,59 @@
+"""A run of a step without any stage's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_par.pipeline.located import ChangedError, Event, Key, Program, Run
+from lightning_par.pipeline.memo import Memo
+from lightning_par.pipeline.structure import tensors_in
+from lightning_par.pipeline.values import written_into
+from lightning_par.rules.table import user_line
+
+
+class DryRun(Run):
+    """Computes what depends on the batch alone, and checks that the step does what was recorded of it.
+
+    Raises:
+        ChangedError: it does something else.
+    """
+
+    def __init__(self, program: Program, memo: Memo) -> None:
+        super().__init__()
+        self.program = program
+        self.memo = memo
+        self.names: dict[int, Key] = {}  # of absent tensors
+
+    def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, Event]:
+        index, self.count = self.count, self.count + 1
+        if index >= len(self.program.events) or self.program.events[index].func != func:
+            raise ChangedError(f"{user_line()}: {func}")
+        names = self.names
+        inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
+        record = self.program.events[index]
+        if inputs != record.inputs:
+            raise ChangedError(f"{user_line()}: the inputs of {func}")
+        if record.kind == "located":
+            names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
+        return index, record
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        index, record = self._next(func, args, kwargs)
+        if record.kind == "batch":
+            return self.memo.compute(index, func, args, kwargs)
+        if record.writes:
+            return written_into(self, args[0], record.result, func)
+        return record.result
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._next(path, args, kwargs)[1].result
+
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._next(("metric", method), args, kwargs)[1].result
+
+    def finish(self) -> None:
+        if self.count != len(self.program.events):
+            raise ChangedError("the step ended early")

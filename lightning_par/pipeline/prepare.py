@@ -1,0 +1,188 @@
+"""A step about to run: its program, and what depends on the batch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import generators
+from lightning_par.pipeline.dry import DryRun
+from lightning_par.pipeline.located import ChangedError, Program
+from lightning_par.pipeline.memo import Memo
+from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.study import study
+from lightning_par.pipeline.values import share_of
+from lightning_par.pipeline.watch import Watch
+from lightning_par.positions import Positions
+
+MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
+
+
+@dataclass
+class Part:
+    """What is known of one microbatch before it runs.
+
+    Attributes:
+        step: with the whole batch, or with the microbatch where that is trained as a batch of its own.
+        program: of the step.
+        memo: what depends on the batch alone.
+        before: where the generators of numpy and `random` stand before it.
+        axis: the microbatch's place among the others; None where the step sees no others.
+        share: by which its loss counts.
+    """
+
+    step: Step
+    program: Program
+    memo: Memo
+    before: tuple[Any, Any]
+    axis: MicrobatchAxis | None = None
+    share: float = 1.0
+
+
+@dataclass
+class Prepared:
+    """A step about to run: its microbatches, and where random numbers stand after it."""
+
+    parts: list[Part]
+    after: tuple[Any, ...]
+    coupled: bool = False
+
+    @property
+    def step(self) -> Step:
+        return self.parts[0].step
+
+    @property
+    def program(self) -> Program:
+        return self.parts[0].program
+
+    @property
+    def cut(self) -> bool:
+        """Whether the step sees the whole batch, of which each run computes a part."""
+        return len(self.parts) > 1 and not self.coupled
+
+
+@dataclass
+class Programs:
+    """The programs of a module's steps, made when they are first met.
+
+    Args:
+        module: the LightningModule.
+        homes: unit -> the stages where its calls run.
+        placement: the rank of each stage.
+        watch: the module's Python state.
+        holds: the ranks that hold a parameter.
+    """
+
+    module: nn.Module
+    homes: dict[str, tuple[int, ...]]
+    placement: tuple[int, ...]
+    watch: Watch
+    holds: Callable[[str], tuple[int, ...]]
+    made: dict[Any, list[Program]] = field(default_factory=dict)
+    refused: dict[Any, str] = field(default_factory=dict)
+
+    def prepare(self, step: Step, microbatches: int) -> Prepared:
+        """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
+        samples = step.samples
+        if not samples and tensors_in(step.batch):
+            raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
+        wanted = max(1, min(microbatches, samples))
+        while True:
+            signature = self._signature(step, wanted)
+            known = self.made.setdefault(signature, [])
+            start = generators.global_state()
+            for program in known:
+                ready = self._dry(step, program, start)
+                if ready is not None:
+                    known.remove(program)
+                    known.insert(0, program)
+                    return ready
+                generators.set_global_state(start)
+            if len(known) >= MOST_PROGRAMS or (known and known[0] is self._fresh):
+                raise RuntimeError(
+                    f"{step.name} does something else each time it runs, first at {self._change}. The "
+                    f"{max(self.placement) + 1} ranks of the pipeline can't follow that: what a step does must depend "
+                    "on the batch, the module's attributes and random numbers of torch, numpy or `random` alone."
+                )
+            wanted = self._study(step, wanted, signature, known)
+
+    _fresh: Program | None = None
+    _change = ""
+
+    def prepare_apart(self, step: Step, microbatches: int) -> Prepared:
+        """As `prepare`, with each microbatch a batch of its own, whose loss counts by its share of the samples."""
+        samples = step.samples
+        count = max(1, min(microbatches, samples))
+        parts: list[Part] = []
+        for own in (Positions.even(samples, count).indices(i) for i in range(count)):
+            low, high = int(own[0]), int(own[-1]) + 1
+
+            def cut(x: Tensor, low: int = low, high: int = high) -> Tensor:
+                return x[low:high] if x.ndim and x.shape[0] == samples else x
+
+            (part,) = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1).parts
+            part.share = len(own) / samples
+            parts.append(part)
+        return Prepared(parts, generators.global_state(), coupled=len(parts) > 1)
+
+    def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
+        """Add a program to ``known``; returns the count of microbatches that it is for."""
+        if signature in self.refused:
+            return 1
+        try:
+            program = study(step, self.homes, len(self.placement), microbatches)
+        except SamplesMixError as error:
+            if microbatches == 1:
+                raise
+            self.refused[signature] = str(error)
+            return 1
+        self._check_parameters(step, program)
+        known.insert(0, program)
+        self._fresh = program
+        return microbatches
+
+    def _check_parameters(self, step: Step, program: Program) -> None:
+        for name, stages in program.uses.items():
+            for stage in stages if name not in self.homes else ():
+                holders = self.holds(name)
+                if self.placement[stage] not in holders:
+                    raise ValueError(
+                        f"{step.name} uses {name!r} on stage {stage} of the pipeline, but it is held by pipeline rank "
+                        f"{', '.join(map(str, holders))} alone, where training uses it. Use it in the forward of the "
+                        "module that it belongs to, or name stages with `stages=` so that both meet."
+                    )
+
+    def _signature(self, step: Step, microbatches: int) -> Any:
+        tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
+        trained = hash(tuple(p.requires_grad for p in self.module.parameters())) if step.grad else 0
+        modes = hash(tuple(m.training for m in self.module.modules()))
+        return step.name, step.grad, microbatches, tensors, trained, modes
+
+    def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
+        memo = Memo(step.batch)
+        run = DryRun(program, memo)
+        try:
+            with self.watch.undone(), torch.set_grad_enabled(step.grad), step.context(), run:
+                call_step(self.module, step)
+            run.finish()
+        except ChangedError as error:
+            self._change = str(error)
+            return None
+        self._fresh = None
+        before, count = (start[2], start[3]), program.microbatches
+        parts = [Part(step, program, memo, before)]
+        if count > 1:
+            axes = [MicrobatchAxis(count, i) for i in range(count)]
+            shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
+            parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
+        return Prepared(parts, generators.global_state())
+
+
+def call_step(module: nn.Module, step: Step) -> Any:
+    return getattr(module, step.name)(step.batch, *step.rest)

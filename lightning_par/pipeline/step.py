@@ -1,0 +1,52 @@
+"""A step of a module, as the strategy was asked to run it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.pipeline.structure import tensors_in
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a module, as the strategy was asked to run it.
+
+    Args:
+        module: the LightningModule.
+        name: of the method.
+        batch: the whole batch.
+        rest: what the method takes beside the batch.
+        context: entered around the step, for precision.
+        grad: whether gradients will be asked for.
+        device: where parameters live, or would live.
+        shared: objects that a copy of the module shares with it.
+    """
+
+    module: nn.Module
+    name: str
+    batch: Any
+    rest: tuple[Any, ...]
+    context: Context
+    grad: bool
+    device: torch.device
+    shared: tuple[Any, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Samples in the batch: the size of its first tensor; 0 where it has none."""
+        return next((x.shape[0] for x in tensors_in(self.batch) if x.ndim), 0)
+
+
+def loss_in(result: Any) -> Tensor | None:
+    """The loss that a training step returned."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    return result if isinstance(result, Tensor) else None
