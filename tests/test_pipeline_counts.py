@@ -108,7 +108,8 @@ class Books(L.Callback):
 
 def _storage(x: Tensor) -> int:
     """Where its memory is, 0 where it has none."""
-    return x.untyped_storage().data_ptr() if type(x) in (Tensor, nn.Parameter) else 0
+    plain = type(x) is Tensor or issubclass(type(x), nn.Parameter)  # other kinds have no memory of their own
+    return x.untyped_storage().data_ptr() if plain else 0
 
 
 def _tensors_in_memory(nbytes: int) -> int:
