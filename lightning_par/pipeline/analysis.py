@@ -9,36 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
-    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.pipeline.costs import Frame, flops_of
-from lightning_par.pipeline.located import READS, Event, Key, Run, is_located
+from lightning_par.pipeline.located import READS, Event, Key, is_located
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.metrics import value_like
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.placeholders import read_placeholder
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.tracing import FakeRun
 from lightning_par.pipeline.values import cut_to, written_into
 from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
 from lightning_par.view import ShardedTensor
 
 Layouts = dict[Key, tuple[int, Positions]]
-_UNRUNNABLE = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 
 
-class Analysis(Run):
+class Analysis(FakeRun):
     """Runs the step on a copy of the module whose parameters are fake.
 
     Args:
@@ -59,8 +52,8 @@ class Analysis(Run):
         batch: Any,
         layouts: Layouts,
     ) -> None:
-        super().__init__()
-        self.mode, self.homes, self.names, self.axis, self.layouts = mode, homes, names, axis, layouts
+        super().__init__(mode, axis)
+        self.homes, self.names, self.layouts = homes, names, layouts
         self.events: list[Event] = []
         self.keys: dict[int, Key] = {}
         self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
@@ -73,59 +66,10 @@ class Analysis(Run):
         self.calls: list[tuple[str, int]] = []
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.effects: list[Tensor] = []
-        self.frames = [Frame("", 0)]
         self.reads: list[tuple[int, str]] = []
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
-        self.buffers: dict[int, str] = {}  # ids of buffers -> their names
-        self.training, self.samples = False, 1
-        self.unsized = 0  # functions so far whose result's shape depends on values
-
-    # ------------------------------------------------------------------------------------------------ torch functions
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.depth:
-            return self._run(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """On fakes; where the shape of the result depends on data, on ones."""
-        self._note_state(func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except _UNRUNNABLE:
-            self.unsized += 1
-            self.close_modules("the shape of a value in it depends on values")
-            result = self._run_on_ones(func, args, kwargs)
-        except (RuntimeError, NotImplementedError) as error:  # some kernels' fake versions want what real ones don't
-            inputs = tree_leaves((args, kwargs))
-            if isinstance(error, SamplesMixError) or not any(isinstance(x, FakeTensor) for x in inputs):
-                raise
-            try:
-                result = self._run_on_ones(func, args, kwargs)
-            except Exception:
-                raise error from None
-        self.frames[-1].flops += flops_of(func, args, kwargs, result)
-        return result
-
-    def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def real(x: Any) -> Any:
-            return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x
-
-        with unset_fake_temporarily():
-            result = func(*tree_map(real, args), **tree_map(real, kwargs))
-        return tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, result)
-
-    def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A buffer that training updates at each call must not be updated once a microbatch."""
-        if self.axis is None:
-            return
-        into = kwargs.get("out")
-        if into is None and args and writes(getattr(func, "__name__", "")):
-            into = args[0]
-        if id(into) in self.buffers and self.training:
-            raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
@@ -337,19 +281,3 @@ class Analysis(Run):
         self.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
         self.tags.update((id(x), Share.MIXED) for x in tensors_in(result))
         return result
-
-    def enter_module(self, path: str, numel: int) -> None:
-        self.frames.append(Frame(path, numel))
-
-    def leave_module(self) -> None:
-        frame = self.frames.pop()
-        call = frame.call()
-        self.frames[-1].flops += call.flops
-        self.frames[-1].children.append(call)
-
-    def close_modules(self, why: str) -> None:
-        """The module whose own code is running can't be taken apart."""
-        for frame in reversed(self.frames[1:]):
-            frame.closing = frame.closing or (why, len(frame.children))
-            if frame.numel:  # one without parameters is no unit: its code is that of the module around it
-                return

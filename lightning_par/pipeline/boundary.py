@@ -121,9 +121,9 @@ class Crossing:
             if tuple(x.shape) != expected or x.dtype != model.dtype:
                 place = self.programs[microbatch].events[key[0]].place
                 raise ElsewhereError(
-                    f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the next stage of the pipeline, where "
-                    f"{expected}, {model.dtype} was expected from a trial run on this batch. What shape a value has must "
-                    "depend on the batch's shapes alone."
+                    f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to the next stage of the pipeline, "
+                    f"where {expected}, {model.dtype} was expected from a trial run on this batch. What shape a value "
+                    "has must depend on the batch's shapes alone."
                 )
 
     def _send(self, kind: str, stage: int, microbatch: int, keys: list[Key], values: list[Tensor], to: int) -> None:

@@ -114,14 +114,10 @@ class Elsewhere(torch.Tensor):
         if isinstance(x, Elsewhere) and _writes_to_first_alone(func):
             return _write(func, x, args, kwargs)
         those = [y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere)]
-        if (
-            torch.Tag.pointwise in func.tags
-            and not func._schema.is_mutable
-            and len({y._origin.holders for y in those}) == 1
-        ):
-            return _computed(func, args, kwargs, those[0]._origin)
         if name == "aten::equal" and (x.shape != args[1].shape or len(those) == 2):
             return x.shape == args[1].shape and those[0]._origin is those[1]._origin
+        if _is_by_entry(func) and len({y._origin.holders for y in those}) == 1:
+            return _computed(func, args, kwargs, those[0]._origin)
         raise ElsewhereError(_message(those[0], name.removeprefix("aten::")))
 
     @property
@@ -183,6 +179,12 @@ def _flat(value: Any) -> Iterable[Any]:
         yield from _flat(tuple(value.values()))
     else:
         yield value
+
+
+def _is_by_entry(func: Any) -> bool:
+    """Whether a function makes each entry of a new tensor of the same entries of its arguments."""
+    returns = [str(value.type) for value in func._schema.returns]
+    return torch.Tag.pointwise in func.tags and not func._schema.is_mutable and returns == ["Tensor"]
 
 
 def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
