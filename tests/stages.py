@@ -23,11 +23,17 @@ class MustSpread(Callback):
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _check  # type: ignore[assignment]
 
 
-def trainer(callbacks: list[Any] | None = None, microbatches: Any = 2, schedule: Any = "1f1b", **kw: Any) -> Trainer:
+def trainer(
+    callbacks: list[Any] | None = None,
+    microbatches: Any = 2,
+    schedule: Any = "1f1b",
+    must_spread: bool = True,
+    **kw: Any,
+) -> Trainer:
     """A Trainer for this rank: plain where it is the only one, else with two stages to a replica."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     callbacks = list(callbacks or [])
     if world > 1:
         kw["strategy"] = PipelineParallelStrategy(2, world // 2, schedule, microbatches)
-        callbacks.append(MustSpread())
+        callbacks += [MustSpread()] if must_spread else []
     return surface.trainer(callbacks, must_split=False, **kw)

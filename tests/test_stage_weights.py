@@ -127,7 +127,13 @@ def test_moving_casting_and_copying_work_while_parts_are_away() -> None:
 def test_values_that_are_away_can_not_be_read() -> None:
     parameter = _away(0).norm.weight
     said = r"'norm\.weight' is held by pipeline rank 1"
-    for read in (lambda p: p + 1, lambda p: p.sum(), lambda p: p[0].item(), lambda p: p.tolist(), lambda p: p.numpy()):
+    for read in (
+        lambda p: (p + 1).norm(),
+        lambda p: p.sum(),
+        lambda p: p[0].item(),
+        lambda p: p.tolist(),
+        lambda p: p.numpy(),
+    ):
         with pytest.raises(ElsewhereError, match=said):
             read(parameter)
     with pytest.raises(TypeError, match=said):

@@ -1,0 +1,470 @@
+"""Under a pipeline, everything a Lightning user does around a step does what it does on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.pool import Pool, RanksFailedError
+from tests.stages import trainer
+from tests.surface import CLASSES, Net, Points, check, kept, loader, metrics, weights
+
+
+class Watched(Net):
+    """Keeps what a user's hooks would see."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(kept(loss))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(kept(outputs["loss"]))
+        self.seen.append([group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups])
+
+
+# ------------------------------------------------------------------------------------------------- ways to train
+
+
+class Scheduled(Watched):
+    """Several parameter groups, one of them frozen, and a scheduler."""
+
+    def __init__(self, kind: str = "step") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        self.net[2].bias.requires_grad_(False)
+        groups = [
+            {"params": self.net[0].parameters(), "lr": 0.01},
+            {"params": self.net[2].parameters(), "weight_decay": 0.1},
+            {"params": [*self.net[3].parameters(), *self.head.parameters()], "momentum": 0.5},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        if self.kind == "step":
+            return [optimizer], [{"scheduler": lr_scheduler.OneCycleLR(optimizer, 0.3, 15), "interval": "step"}]
+        if self.kind == "epoch":
+            return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.3)]
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.kind}}
+
+
+def _options(kind: str | None = None, **kwargs: Any) -> Any:
+    module = Watched() if kind is None else Scheduled(kind)
+    t = trainer(**{"max_epochs": 2, **kwargs})
+    t.fit(module, loader(18), loader(8, 1))
+    return module.seen, metrics(t), weights(module), t.global_step, t.current_epoch
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "short window, clip by norm, step": dict(kind="step", accumulate_grad_batches=3, gradient_clip_val=0.1),
+    "clip by value, epoch": dict(kind="epoch", gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "plateau, sanity": dict(kind="val", max_epochs=3, num_sanity_val_steps=2, val_check_interval=2),
+    "fast dev run": dict(fast_dev_run=2),
+    "limits": dict(limit_train_batches=0.6, limit_val_batches=1, max_epochs=-1, max_steps=5),
+    "overfit, anomaly": dict(overfit_batches=2, detect_anomaly=True),
+    "profiler, reload": dict(profiler="simple", reload_dataloaders_every_n_epochs=1, inference_mode=False),
+    "more microbatches than samples": dict(microbatches=64, schedule="zbv"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
+    check(pool, _options, **OPTIONS[option])
+
+
+class Finetuned(Watched):
+    @property
+    def backbone(self) -> nn.Module:
+        return self.net
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Ema(WeightAveraging):
+    def __init__(self) -> None:
+        super().__init__(avg_fn=get_ema_avg_fn(0.8))
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None
+
+
+def _callback(kind: str) -> Any:
+    callbacks: dict[str, Any] = {
+        "accumulation": lambda: GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}),
+        "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1),
+        "ema": Ema,
+        "finetuning": lambda: BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.2, verbose=False),
+    }
+    module = Finetuned() if kind == "finetuning" else Watched()
+    t = trainer([callbacks[kind]()], max_epochs=4)
+    t.fit(module, loader(18), loader(8, 1))
+    return module.seen, metrics(t), weights(module), t.global_step
+
+
+@pytest.mark.parametrize("kind", ["accumulation", "swa", "ema", "finetuning"])
+def test_callbacks_that_train_otherwise(pool: Pool, kind: str) -> None:
+    check(pool, _callback, kind)
+
+
+class Low(Net):
+    """SGD: AdamW would magnify the rounding of a gradient that is nearly zero."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Inf(torch.autograd.Function):
+    """Makes one entry of its input's gradient infinite, at the third step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bad: bool) -> Tensor:
+        ctx.bad = bad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.clone()
+        if ctx.bad:
+            grad[0, 0] = float("inf")
+        return grad, None
+
+
+class Bad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return Inf.apply(x, self.calls == 3)
+
+
+class Overflows(Low):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, Bad())
+
+
+def _scaled(overflows: bool) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    module = (Overflows if overflows else Low)()
+    precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    t = trainer(plugins=[precision], gradient_clip_val=0.5, microbatches=1)
+    t.fit(module, loader(dtype=torch.float32))
+    return scaler.get_scale(), t.global_step, weights(module)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_gradient_scaler_skips_the_same_steps_on_all_stages(pool: Pool, overflows: bool) -> None:
+    results = check(pool, _scaled, overflows, tolerance=1e-2)
+    assert results[0][0] == results[1][0] and (results[0][0] < 4096.0) == overflows
+
+
+def _precision(precision: str) -> Any:
+    module = Low()
+    t = trainer(precision=precision)
+    t.fit(module, loader(dtype=torch.float32))
+    return weights(module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_precisions_keep_their_dtypes(pool: Pool, precision: str) -> None:
+    check(pool, _precision, precision, tolerance=1e-4 if precision == "32-true" else 0.1)
+
+
+class Frozen(Watched):
+    """A stage without any gradient, then one again; a parameter that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.requires_grad_(batch_idx in (1, 3))
+        self.head.requires_grad_(batch_idx != 3)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.unused.weight.grad is None
+
+
+def _frozen() -> Any:
+    module = Frozen()
+    t = trainer(max_epochs=2)
+    t.fit(module, loader(18))
+    return module.seen, weights(module)
+
+
+def test_stages_are_frozen_and_unfrozen_while_training(pool: Pool) -> None:
+    check(pool, _frozen)
+
+
+def _lr_find() -> Any:
+    module = Net()
+    t = trainer(max_epochs=3)
+    found = Tuner(t).lr_find(module, loader(), min_lr=1e-4, max_lr=1.0, num_training=12, early_stop_threshold=None)
+    assert found is not None
+    t.fit(module, loader())
+    return found.results, found.suggestion(), module.lr, weights(module)
+
+
+def test_lr_find(pool: Pool) -> None:
+    check(pool, _lr_find)
+
+
+class Sized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return loader(40, batch_size=self.batch_size)
+
+
+def _scale_batch_size() -> Any:
+    module = Sized()
+    Tuner(trainer(max_epochs=1)).scale_batch_size(module, max_trials=2, steps_per_trial=1)
+
+
+def test_the_batch_size_finder_is_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="batch size"):
+        pool.run(2, _scale_batch_size)
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+    name: str = "pair"
+
+
+class Batches(Dataset[Any]):
+    """Batches of one kind, of sizes that differ."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        points = Points(40, seed=index)
+        n = (4, 4, 3, 1)[index]
+        x, y = points.x[:n], points.y[:n]
+        if self.kind == "dict":
+            return {"x": x, "y": y, "ids": [f"id{i}" for i in range(n)], "step": index}
+        if self.kind == "dataclass":
+            return Pair(x, y)
+        if self.kind == "encoding":
+            from transformers import BatchEncoding
+
+            return BatchEncoding({"x": x, "y": y})
+        if self.kind == "nested":
+            return {"in": [(x[:, :3], "left"), (x[:, 3:], "right")], "out": {"y": y, "w": torch.ones(n).double()}}
+        return x, y
+
+
+def _parts(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, Pair):
+        return batch.x, batch.y
+    if isinstance(batch, (tuple, list)):
+        return batch[0], batch[1]
+    if "in" in batch:
+        x = torch.cat([part for part, _ in batch["in"]], 1)
+        return x * batch["out"]["w"].unsqueeze(1), batch["out"]["y"]
+    return batch["x"], batch["y"]
+
+
+class Takes(Watched):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(_parts(batch))
+        self.log("train", loss, batch_size=len(_parts(batch)[0]), on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([kept(outputs["loss"]), kept(_parts(batch)[0])])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.loss(_parts(batch)), batch_size=len(_parts(batch)[0]))
+        return batch
+
+
+def _batches() -> Any:
+    found = {}
+    for kind in ("tuple", "dict", "dataclass", "encoding", "nested"):
+        module = Takes()
+        data = DataLoader(Batches(kind), batch_size=None)
+        t = trainer()
+        t.fit(module, data, data)
+        found[kind] = module.seen, metrics(t), weights(module)
+    return found
+
+
+def test_batches_of_any_structure_and_size(pool: Pool) -> None:
+    check(pool, _batches)
+
+
+class Numbers(IterableDataset[Any]):
+    """Batches without a tensor."""
+
+    def __iter__(self) -> Any:
+        return iter([{"rows": [[0.1 * i] * 6, [0.2] * 6], "names": ["a", "b"]} for i in range(3)])
+
+
+class NoTensors(Watched):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(torch.tensor(batch["rows"]))
+        return nn.functional.cross_entropy(logits, torch.tensor([len(name) for name in batch["names"]]))
+
+
+def _no_tensors() -> Any:
+    module = NoTensors()
+    t = trainer(microbatches="auto")
+    t.fit(module, DataLoader(Numbers(), batch_size=None))
+    return module.seen, weights(module)
+
+
+def test_batches_without_tensors(pool: Pool) -> None:
+    check(pool, _no_tensors)
+
+
+class Combined(Watched):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        total = self.loss(batch["a"])
+        if batch["b"] is not None:
+            total = total + 0.5 * self.loss(batch["b"])
+        self.log("train", total, batch_size=4)
+        return total
+
+
+def _combined() -> Any:
+    module = Combined()
+    loaders = CombinedLoader({"a": loader(18), "b": loader(8, 1)}, "max_size")
+    t = trainer(max_epochs=2, must_spread=False)  # each stage calls every module, on another part of the batch
+    t.fit(module, loaders)
+    return module.seen, metrics(t), weights(module)
+
+
+def test_a_combined_loader_whose_shorter_part_ends(pool: Pool) -> None:
+    check(pool, _combined)
+
+
+class Text(Watched):
+    """A new sequence length at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(CLASSES, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch[0]
+        mask = tokens.ne(0)
+        logits = self(self.tok(tokens[:, :-1]))
+        positions = torch.arange(tokens.shape[1] - 1).unsqueeze(0)
+        logits = logits + 0.01 * positions.unsqueeze(-1)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
+        self.log("tokens", mask.sum().double())
+        return loss
+
+
+class Sentences(Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, CLASSES, (4 - index // 2, 4 + index), generator=generator)
+        tokens[0, 3:] = 0
+        return tokens, [f"id {index}"]
+
+
+def _text() -> Any:
+    module = Text()
+    t = trainer(max_epochs=2)
+    t.fit(module, DataLoader(Sentences(), batch_size=None))
+    return module.seen, metrics(t), weights(module)
+
+
+def test_a_new_sequence_length_at_each_step(pool: Pool) -> None:
+    check(pool, _text)
+
+
+# -------------------------------------------------------------------------------------------------- control flow
+
+
+class Branches(Watched):
+    """Does something else by the step, the batch's index, its loader and its values; returns early; in-place state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros((), dtype=torch.float64))
+        self.history = torch.zeros(8, dtype=torch.float64)
+        self.best = float("inf")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if x[0, 0] > 0:
+            x = x * 2
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        if batch_idx % 2:
+            loss = loss + logits.pow(2).mean()
+            self.log("odd", loss)
+        if self.global_step % 3 == 0:
+            self.log("third", logits.sum())
+        if self.current_epoch == 1:
+            return {"loss": loss, "logits": logits.detach(), "idx": batch_idx, "x": x}
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        found = outputs if isinstance(outputs, dict) else {}
+        self.seen.append({name: kept(value) for name, value in found.items()})
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        if loss < self.best:
+            self.best = loss.item()
+            self.log("best", self.best)
+        if dataloader_idx == 1:
+            return None
+        self.ema.mul_(0.9).add_(loss, alpha=0.1)
+        self.history[batch_idx] = loss
+        self.log("second" if batch_idx else "first", loss)
+        return {"loss": loss, "rows": logits}
+
+
+def _branches() -> Any:
+    module = Branches()
+    t = trainer(max_epochs=2)
+    t.fit(module, loader(18), [loader(8, 1), loader(6, 2)])
+    return module.seen, metrics(t), weights(module), module.history, module.best
+
+
+def test_steps_that_branch(pool: Pool) -> None:
+    check(pool, _branches)
