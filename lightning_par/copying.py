@@ -88,10 +88,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """A hook that closes over its module closes over the copy."""
-    cells = function.__closure__ or ()
+    """A hook that closes over its module, or has it as a default, has the copy."""
+    cells, defaults, named = function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}
     try:
-        held = [cell.cell_contents for cell in cells]
+        held = [*(cell.cell_contents for cell in cells), *defaults, *named.values()]
     except ValueError:  # a cell that is still empty
         return function
     if id(function) in memo or not held:
@@ -100,11 +100,12 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     new = [_copied(x, memo) if isinstance(x, (types.FunctionType, list, dict)) else memo.get(id(x), x) for x in held]
     if all(a is b for a, b in zip(held, new, strict=True)):
         return function
-    closure = tuple(types.CellType(x) for x in new)
+    given = new[len(cells) : len(cells) + len(defaults)]
+    closure = tuple(types.CellType(x) for x in new[: len(cells)])
     copied = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+        function.__code__, function.__globals__, function.__name__, tuple(given) or None, closure or None
     )
-    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__kwdefaults__ = dict(zip(named, new[len(cells) + len(defaults) :])) or None  # type: ignore[assignment]
     vars(copied).update(vars(function))
     memo[id(function)] = copied
     return copied

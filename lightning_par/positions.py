@@ -176,7 +176,8 @@ class Positions:
         return None if row is None else self._new(row)
 
 
-def fold_group(shape: Sequence[int], dim: int, new_shape: Sequence[int]) -> tuple[int, int, int, int]:
+@lru_cache(maxsize=4096)
+def fold_group(shape: tuple[int, ...], dim: int, new_shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     """The smallest group of neighbouring dims around ``dim`` that a view takes apart and puts together by itself.
 
     Returns:

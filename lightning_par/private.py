@@ -154,6 +154,13 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def innermost_mode() -> Any:
+    """The mode that torch functions meet first, if there is one; torch has no public way to look at it."""
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode()
+
+
 def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
     """What ``module(...)`` runs now: the user's compiled call, or forward with its hooks."""
     compiled = module._compiled_call_impl

@@ -90,15 +90,17 @@ class Analysis(FakeRun):
         sums = self.axis.sums if self.axis is not None else 0
         unsized = self.unsized
         result, cuts = self._with_or_without_samples(func, args, kwargs, target, located)
+        sets = name == "__setitem__" and target is None
+        result = args[0] if sets else result
         reduced = self.axis is not None and self.axis.sums > sums
         event = self._keep(func, "located", inputs, result)
-        event.cuts, event.unsized = cuts, self.unsized > unsized
+        event.cuts, event.unsized, event.sets = cuts, self.unsized > unsized, sets
         if self.axis is not None:
             event.shares = self._tag(name, args, kwargs, result, reduced)
         if target is not None:
             event.writes = True
             return written_into(self, target, result, func)
-        return result
+        return None if sets else result
 
     def _with_or_without_samples(
         self, func: Any, args: Any, kwargs: Any, target: Tensor | None, located: list[Tensor]
@@ -112,6 +114,8 @@ class Analysis(FakeRun):
             if target is None:
                 return self._run(func, args, kwargs)
             into = args[0].clone()
+            if not is_located(into):  # what a fake is written into must be one
+                into = self.mode.from_tensor(into)
             self._run(func, (into, *args[1:]), kwargs)
             return into
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.pipeline.backward import SplitBackward, backward
 from lightning_par.pipeline.located import ElsewhereError, Key, Program
 from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import MicrobatchAxis
+from lightning_par.pipeline.orders import Action
 from lightning_par.pipeline.schedule import Schedule
 from lightning_par.pipeline.values import local_shape
 from lightning_par.view import ShardedTensor
@@ -25,6 +28,16 @@ class Held:
     leaves: list[Tensor] = field(default_factory=list)  # received, wanting a gradient, in order of crossing
     outputs: list[Tensor] = field(default_factory=list)  # sent on, wanting a gradient, or the loss
     split: SplitBackward | None = None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()  # neither a leaf nor a view of one
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class Crossing:
@@ -52,6 +65,7 @@ class Crossing:
         self.axes, self.grad = axes, grad
         self.held: dict[tuple[int, int], Held] = {}
         self._near: dict[tuple[str, int, int], list[Tensor]] = {}  # between two stages of this rank
+        self._coming: dict[tuple[str, int, int], list[Callable[[], Tensor]]] = {}  # on their way from another rank
 
     def _keys(self, stage: int, microbatch: int) -> tuple[Key, ...]:
         return self.programs[microbatch].crossing[stage]
@@ -63,13 +77,33 @@ class Crossing:
     def _tag(self, stage: int, microbatch: int, place: int) -> int:
         return (stage * len(self.axes) + microbatch) * _MOST_VALUES + place
 
+    def expect(self, action: Action) -> None:
+        """Begin to receive what ``action`` needs of other ranks, so that it comes while earlier actions compute."""
+        op, stage, microbatch = action.op, action.stage, action.microbatch
+        if op == "F" and stage:
+            self._expect("forward", stage, microbatch, stage - 1)
+        elif op in ("B", "I") and stage + 1 < self.programs[microbatch].stages:
+            self._expect("backward", stage + 1, microbatch, stage + 1)
+
+    def _expect(self, kind: str, stage: int, microbatch: int, source: int) -> None:
+        message = (kind, stage, microbatch)
+        if self.schedule.rank_of(source) != self.rank and message not in self._coming:
+            self._coming[message] = self._start(kind, stage, microbatch, source)
+
+    def _arrived(self, kind: str, stage: int, microbatch: int, source: int) -> list[Tensor]:
+        message = (kind, stage, microbatch)
+        if message in self._near:
+            return self._near.pop(message)
+        self._expect(*message, source)
+        return [wait() for wait in self._coming.pop(message)]
+
     def receive(self, stage: int, microbatch: int) -> Callable[[Key], Tensor]:
-        """Begin to receive what ``stage`` needs; the callable gives a value as the step meets it."""
+        """Wait for what ``stage`` needs; the callable gives a value as the step meets it."""
         axis = self.axes[microbatch]
         held = self.held[stage, microbatch] = Held()
         keys, wanted = self._keys(stage, microbatch), set(self._wanted(stage, microbatch))
-        waits = self._start("forward", stage, microbatch, keys, stage - 1) if stage else []
-        arrived = {key: wait() for key, wait in zip(keys, waits, strict=True)}
+        there = self._arrived("forward", stage, microbatch, stage - 1) if stage else []
+        arrived = dict(zip(keys, there, strict=True))
         values = self.programs[microbatch].values
         for key in keys:
             if key in wanted:
@@ -78,17 +112,13 @@ class Crossing:
 
         def value(key: Key) -> Tensor:
             x = arrived[key]
-            x = x.view_as(x) if x.requires_grad else x  # not a leaf: user code may write into it
+            x = _Arrived.apply(x) if x.requires_grad else x  # not a leaf: user code may write into it
             return wrapped(x, values[key], axis)
 
         return value
 
-    def _start(
-        self, kind: str, stage: int, microbatch: int, keys: tuple[Key, ...] | list[Key], source: int
-    ) -> list[Callable[[], Tensor]]:
-        near = self._near.pop((kind, stage, microbatch), None)
-        if near is not None:
-            return [lambda x=x: x for x in near]  # type: ignore[misc]
+    def _start(self, kind: str, stage: int, microbatch: int, source: int) -> list[Callable[[], Tensor]]:
+        keys = self._keys(stage, microbatch) if kind == "forward" else self._wanted(stage, microbatch)
         models = [self.programs[microbatch].values[key] for key in keys]
         axis = self.axes[microbatch]
         peer = self.schedule.rank_of(source)
@@ -139,8 +169,7 @@ class Crossing:
         """Of the stage's outputs: from the stage behind it, or None for the loss."""
         if stage == self.programs[microbatch].stages - 1:
             return [None] * len(self.held[stage, microbatch].outputs)
-        keys = self._wanted(stage + 1, microbatch)
-        return [wait() for wait in self._start("backward", stage + 1, microbatch, keys, stage + 1)]
+        return list(self._arrived("backward", stage + 1, microbatch, stage + 1))
 
     def backward(self, op: str, stage: int, microbatch: int) -> None:
         """The stage's whole backward, that of its inputs, or that of its weights."""

@@ -46,7 +46,7 @@ class DryRun(Run):
             return self.memo.compute(index, func, args, kwargs)
         if record.writes:
             return written_into(self, args[0], record.result, func)
-        return record.result
+        return None if record.sets else record.result
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._next(path, args, kwargs)[1].result

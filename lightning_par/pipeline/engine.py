@@ -107,7 +107,10 @@ class Engine:
         told: list[Effects] = []
         frontier: list[list[Tensor]] = []
         self.messenger.timed = self.trace is not None
-        for action in schedule.actions[self.axis.rank]:
+        actions = schedule.actions[self.axis.rank]
+        for place, action in enumerate(actions):
+            for near in actions[place : place + 2]:
+                crossing.expect(near)
             began = self.messenger.clock() - self.messenger.waited
             if action.op == "F":
                 run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
@@ -144,7 +147,8 @@ class Engine:
         joins = step.grad and program.plain_effects
         counts = last and (axis is None or joins)
         receive = crossing.receive(stage, microbatch)
-        run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch))
+        stops = last and axis is not None and not step.grad
+        run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch), stops)
         result, effects = self._step(part, run, counts)
         if not last:
             crossing.hand_on(stage, microbatch, run.outputs())

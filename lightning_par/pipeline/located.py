@@ -54,6 +54,7 @@ class Event:
         shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
         cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
         unsized: whether the shape of its result depends on values.
+        sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
     """
 
@@ -66,6 +67,7 @@ class Event:
     shares: tuple[int, ...] = ()
     cuts: bool = False
     unsized: bool = False
+    sets: bool = False
     writes: bool = False
 
 
@@ -91,6 +93,7 @@ class Program:
         result: what the step returned.
         loss_is_share: whether the loss is a sum over samples, so that microbatches yield shares of it.
         plain_effects: whether all that the step logs and returns are shares or samples, so that they can be joined.
+        changes_batch: whether it writes into tensors that depend on the batch alone.
         uses: the stages that use a unit, or a parameter that no unit holds.
         calls: every call of a unit with its stage, in order.
     """
@@ -108,6 +111,7 @@ class Program:
     result: Any = None
     loss_is_share: bool | None = True
     plain_effects: bool = False
+    changes_batch: bool = False
     uses: dict[str, set[int]] = field(default_factory=dict)
     calls: list[tuple[str, int]] = field(default_factory=list)
 
@@ -181,6 +185,18 @@ class Run(TorchFunctionMode):
             return self.unit(path, module, original, self.followed(args), self.followed(kwargs))
         finally:
             self.depth -= 1
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Functions inside, which are no events, do not even meet the run; under a mode of the user's they still do."""
+        alone = private.innermost_mode() is self
+        if alone:
+            super().__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if alone:
+                super().__enter__()
 
     def followed(self, value: Any) -> Any:
         """``value`` with what was written in place of what it was written into."""

@@ -167,12 +167,16 @@ class Programs:
     def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
         memo = Memo(step.batch)
         run = DryRun(program, memo)
+        kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         try:
             with self.watch.undone(), torch.set_grad_enabled(step.grad), step.context(), run:
                 call_step(self.module, step)
             run.finish()
         except ChangedError as error:
             self._change = str(error)
+            with torch.no_grad():
+                for x, before in kept:  # a step that writes into its batch must not do so twice
+                    x.copy_(before)
             return None
         self._fresh = None
         before, count = (start[2], start[3]), program.microbatches

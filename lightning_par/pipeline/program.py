@@ -13,6 +13,7 @@ from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import tensors_in
+from lightning_par.rules.table import writes
 from lightning_par.view import ShardedTensor
 
 
@@ -52,9 +53,14 @@ def make_program(step: Step, run: Analysis, result: Any, stages: int, microbatch
         loss_is_share=_is_share(run, loss),
         plain_effects=not (run.reads or run.changes_state or _has_metrics(run.events))
         and all(_joins(run, x) for x in run.effects),
+        changes_batch=any(event.kind == "batch" and writes(_name(event)) for event in run.events),
         uses=uses,
         calls=run.calls,
     )
+
+
+def _name(event: Event) -> str:
+    return getattr(event.func, "__name__", "")
 
 
 def _measured(run: Analysis) -> set[Key]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class StageRun(Run):
         receive: gives a value that comes from the stage before.
         tells: whether what the step does to metrics counts.
         key: of the random draws.
+        stops: whether the last stage ends behind the last unit.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StageRun(Run):
         receive: Callable[[Key], Tensor],
         tells: bool,
         key: Sequence[int],
+        stops: bool = False,
     ) -> None:
         super().__init__()
         self.program, self.memo, self.stage, self.axis, self.receive = program, memo, stage, axis, receive
@@ -55,7 +57,9 @@ class StageRun(Run):
         tail = stage == program.stages
         self.first = program.tail if tail else program.starts[stage]
         self.end = len(program.events) + 1 if tail else program.end(stage)
-        self.last = stage >= program.stages - 1
+        self.last = stage >= program.stages - 1 and not stops
+        if stops:
+            self.end = program.tail
         self.coming = set(program.crossing[stage])
         self.leaving = set() if tail else set(program.crossing[stage + 1])
         self.got: dict[Key, Tensor] = {}
@@ -100,15 +104,21 @@ class StageRun(Run):
             return self.memo.again(index, func, args, kwargs)
         if index < self.first:
             value = self._from_before(index, record)
-            return written_into(self, args[0], value, func) if record.writes else value
-        target = args[0] if record.writes else None
+            return self._returned(func, args, value, record)
+        if record.kind == "read" and self.axis is not None:
+            return record.result  # no one knows the whole batch's number here; the tail will
         with drawing((*self.draws, index), func):
-            args, kwargs = self._scaled(self._inputs(args, record.cuts), record), self._inputs(kwargs, record.cuts)
-            if target is None:
-                return self._made(index, func(*args, **kwargs), record)
-            into = args[0].clone()
-            func(into, *args[1:], **kwargs)
-            return written_into(self, target, self._made(index, into, record), func)
+            given, kwargs = self._scaled(self._inputs(args, record.cuts), record), self._inputs(kwargs, record.cuts)
+            if record.writes:
+                given = (given[0].clone(), *given[1:])
+            result = func(*given, **kwargs)
+        result = given[0] if record.writes or record.sets else result
+        return self._returned(func, args, self._made(index, result, record), record)
+
+    def _returned(self, func: Any, args: Any, value: Any, record: Event) -> Any:
+        if record.writes:
+            return written_into(self, args[0], value, func)
+        return None if record.sets else value
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         index, record = self._next(path)
@@ -116,8 +126,9 @@ class StageRun(Run):
             raise ElsewhereError(f"{user_line()}: {path!r} is called where it was not when the step was recorded.")
         if index < self.first:
             return self._from_before(index, record)
-        with drawing((*self.draws, index), module):
-            result = original(*self._local(self._inputs(args, True)), **self._local(self._inputs(kwargs, True)))
+        args, kwargs = self._taken(args), self._taken(kwargs)
+        with drawing((*self.draws, index), module), self.aside():
+            result = original(*args, **kwargs)
         return self._made(index, self._as_recorded(path, result, record), record)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -144,38 +155,36 @@ class StageRun(Run):
 
     def _present(self, value: Any) -> Any:
         """``value`` with what has been received in place of absent tensors."""
-        names = self.names
-        if not names:
-            return value
+        return map_tensors(self._found, value) if self.names else value
 
-        def find(x: Tensor) -> Tensor:
-            key = names.get(id(x))
-            if key is None:
-                return x
-            if key not in self.got:
-                raise ElsewhereError(
-                    f"{user_line()}: the step uses a value here that was computed on an earlier stage and was not used "
-                    "here when the step was recorded. Which values a step uses must not depend on values that it reads."
-                )
-            return self.got[key]
-
-        return map_tensors(find, value)
+    def _found(self, x: Tensor) -> Tensor:
+        key = self.names.get(id(x))
+        if key is None:
+            return x
+        if key not in self.got:
+            raise ElsewhereError(
+                f"{user_line()}: the step uses a value here that was computed on an earlier stage and was not used "
+                "here when the step was recorded. Which values a step uses must not depend on values that it reads."
+            )
+        return self.got[key]
 
     def _inputs(self, value: Any, cuts: bool) -> Any:
         """``value`` as a located event takes it: absent tensors found, whole samples cut to the microbatch."""
         value = self._present(value)
-        if self.axis is None or not cuts:
-            return value
-        axis, keys, layouts = self.axis, self.memo.keys, self.program.layouts
+        return value if self.axis is None or not cuts else map_tensors(self._cut, value)
 
-        def cut(x: Tensor) -> Tensor:
-            layout = layouts.get(keys.get(id(x), (-2, 0)))
-            return x if layout is None else cut_to(x, layout, axis)
+    def _cut(self, x: Tensor) -> Tensor:
+        layout = self.program.layouts.get(self.memo.keys.get(id(x), (-2, 0)))
+        return x if layout is None or self.axis is None else cut_to(x, layout, self.axis)
 
-        return map_tensors(cut, value)
+    def _taken(self, value: Any) -> Any:
+        """``value`` as a unit takes it: as a located event does, in plain tensors."""
 
-    def _local(self, value: Any) -> Any:
-        return map_tensors(lambda x: x.local if isinstance(x, ShardedTensor) else x, value)
+        def take(x: Tensor) -> Tensor:
+            x = self._cut(self._found(x))
+            return x.local if isinstance(x, ShardedTensor) else x
+
+        return map_tensors(take, value) if value else value
 
     def _scaled(self, args: Any, record: Event) -> Any:
         if not record.shares or self.axis is None:
@@ -195,7 +204,7 @@ class StageRun(Run):
         if self.axis is None:
             return result
         axis = self.axis
-        recorded: Iterator[Tensor] = iter(tensors_in(record.result))
+        recorded = iter(tensors_in(record.result))
 
         def wrap(x: Tensor) -> Tensor:
             model = next(recorded, None)

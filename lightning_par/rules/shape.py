@@ -29,7 +29,7 @@ def reshape(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
         new[new.index(-1)] = x.numel() // known if known else 0
     if prod(new) != x.numel() or x.numel() == 0:
         return NotImplemented  # the plain function raises torch's own error
-    before, after, start, stop = fold_group(x.shape, x._dim, new)
+    before, after, start, stop = fold_group(tuple(x.shape), x._dim, tuple(new))
     found = x._positions.refold(before, after, tuple(new[start:stop]))
     if found is None:
         return NotImplemented
