@@ -175,8 +175,8 @@ class Programs:
         except ChangedError as error:
             self._change = str(error)
             with torch.no_grad():
-                for x, before in kept:  # a step that writes into its batch must not do so twice
-                    x.copy_(before)
+                for x, was in kept:  # a step that writes into its batch must not do so twice
+                    x.copy_(was)
             return None
         self._fresh = None
         before, count = (start[2], start[3]), program.microbatches
