@@ -1,11 +1,12 @@
 """Fits on two ranks again and again, each in two fresh processes that leave by the interpreter's own exit.
 
-Run as ``python -m tests.exits RUNS``; prints the exit codes. The processes are forked off one that has done its
-imports, but nothing else.
+Run as ``python -m tests.exits RUNS``; prints the exit codes. Every other run is of a pipeline. The processes are forked
+off one that has done its imports, but nothing else.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_par import TensorParallelStrategy
+from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
 
 
 class Net(L.LightningModule):
@@ -31,20 +32,22 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def fit(rank: int, port: int) -> None:
+def fit(rank: int, port: int, kind: Any) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     options: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    strategy = TensorParallelStrategy(timeout=timedelta(seconds=60))
+    strategy = kind(timeout=timedelta(seconds=60))
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **options)
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randint(0, 64, (12, 5)), batch_size=4))
 
 
 def main() -> None:
     codes = []
-    for _ in range(int(sys.argv[1])):
+    gc.freeze()  # else each process copies all of it, as it collects
+    for run in range(int(sys.argv[1])):
+        kind = (TensorParallelStrategy, PipelineParallelStrategy)[run % 2]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -53,7 +56,7 @@ def main() -> None:
             child = os.fork()
             if child == 0:
                 sys.stdout = sys.stderr = open(os.devnull, "w")
-                return fit(rank, port)
+                return fit(rank, port, kind)
             children.append(child)
         codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(*codes)

@@ -1,4 +1,4 @@
-"""Worker processes that are started once per test run and reused: no test pays for imports.
+"""Worker processes that are forked off one that has done its imports, and reused: no test pays for imports.
 
 A test hands a module-level function of its own module to `Pool.run`, which runs it on as many ranks as asked for::
 
@@ -50,13 +50,11 @@ class RanksFailedError(RuntimeError):
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(reports.items())))
 
 
-class _Worker:
-    """One process, the connection to it, and the file that takes its output."""
+class _Template:
+    """A process that has imported torch and Lightning, and done nothing else; workers are forked off it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        # Closed by the finaliser of the temporary file object: the worker outlives any `with`.
-        self.output: IO[bytes] = tempfile.TemporaryFile()
+        self.socket, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if k not in _rank_variables(0, 1, 0)}
         env.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
         with theirs:
@@ -65,13 +63,43 @@ class _Worker:
                 env=env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=Path(__file__).parents[1],
             )
+
+    def fork(self, module: str, connection: int, output: int) -> int:
+        """Start a worker that knows ``module`` already; its process id."""
+        socket.send_fds(self.socket, [f"fork {module}".encode()], [connection, output])
+        return int(self.socket.recv(100))
+
+    def exit_code(self, pid: int) -> int:
+        """Of a worker, once it has ended."""
+        self.socket.send(f"wait {pid}".encode())
+        return int(self.socket.recv(100))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+
+class _Worker:
+    """One process, the connection to it, and the file that takes its output."""
+
+    def __init__(self, template: _Template, module: str) -> None:
+        ours, theirs = socket.socketpair()
+        # Closed by the finaliser of the temporary file object: the worker outlives any `with`.
+        self.output: IO[bytes] = tempfile.TemporaryFile()
+        self.template = template
+        with theirs:
+            self.pid = template.fork(module, theirs.fileno(), self.output.fileno())
         self.connection = Connection(ours.detach())
         self.lost = False  # died, or did not answer in time
+        self.code: int | None = None
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = self.template.exit_code(self.pid)
+        return self.code
 
     def position(self) -> int:
         return os.fstat(self.output.fileno()).st_size
@@ -82,8 +110,8 @@ class _Worker:
 
     def stacks(self, start: int) -> str:
         """What the worker printed since ``start``, with the stacks of its threads, if it still runs."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+        if self.code is None:
+            os.kill(self.pid, signal.SIGUSR1)
             for _ in range(50):  # a busy machine may take its time
                 time.sleep(0.1)
                 if "File " in self.tail(start):
@@ -91,9 +119,10 @@ class _Worker:
         return self.tail(start)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: takes loader workers along
-        self.process.wait()
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # its own session: takes loader workers along
+        self.wait()
         self.connection.close()
 
 
@@ -102,6 +131,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
+        self.template: _Template | None = None
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
@@ -116,8 +146,10 @@ class Pool:
         Raises:
             RanksFailedError: a rank raised, died or did not answer in time.
         """
+        if self.template is None:
+            self.template = _Template()
         while len(self.workers) < world_size:
-            self.workers.append(_Worker())
+            self.workers.append(_Worker(self.template, function.__module__))
         workers = self.workers[:world_size]
         starts = [worker.position() for worker in workers]
         # Served from here: a rank that asks before rank 0 serves would wait half a second before it asks again.
@@ -141,7 +173,12 @@ class Pool:
             worker.kill()
         self.workers.clear()
 
-    close = restart
+    def close(self) -> None:
+        """End every process."""
+        self.restart()
+        if self.template is not None:
+            self.template.close()
+            self.template = None
 
 
 def _collect(workers: list[_Worker], starts: list[int], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
@@ -158,8 +195,7 @@ def _collect(workers: list[_Worker], starts: list[int], timeout: float) -> tuple
                 good, answer = pickle.loads(ready.recv_bytes())
             except (EOFError, ConnectionError):
                 workers[rank].lost = True
-                workers[rank].process.wait()
-                code = workers[rank].process.returncode
+                code = workers[rank].wait()
                 good, answer = False, f"died with exit code {code}\n{workers[rank].tail(starts[rank])}"
             if good:
                 results[rank] = answer
@@ -184,12 +220,40 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+def _serve_forks(commands: socket.socket) -> None:
+    """The template's loop: fork workers until the test run goes away."""
+    importlib.import_module("torch").set_num_threads(1)
+    importlib.import_module("lightning.pytorch")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(commands, 1000, 2)
+        command, _, argument = message.decode().partition(" ")
+        if command == "fork":
+            with contextlib.suppress(Exception):  # the worker says so where it matters
+                importlib.import_module(argument)
+            pid = os.fork()
+            if pid == 0:
+                commands.close()
+                return _become_worker(*descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            commands.send(str(pid).encode())
+        elif command == "wait":
+            commands.send(str(os.waitstatus_to_exitcode(os.waitpid(int(argument), 0)[1])).encode())
+        else:
+            return
+
+
+def _become_worker(connection: int, output: int) -> None:
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    _serve(Connection(connection))
+
+
 def _serve(connection: Connection) -> None:
     """The worker's loop: run jobs until the test run goes away."""
     threading.Thread(target=_follow_parent, daemon=True).start()
-    torch = importlib.import_module("torch")
-    importlib.import_module("lightning.pytorch")
-    torch.set_num_threads(1)
     gc.freeze()  # what the imports made stays: a collection after each run costs little
     environment = dict(os.environ)
     folder = os.getcwd()
@@ -249,4 +313,4 @@ def _follow_parent() -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    _serve_forks(socket.socket(fileno=int(sys.argv[1])))

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,35 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(pl="lightning.pytorch", ours="lightning_par"))
-    return path
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone")
+Runs = Callable[[str], tuple[int, str, float]]
+RUNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "spawn": ((), "spawn 2 1"),
+    "fails in popen": ((), "popen 2 1 fail 0"),
+    "auto": ((), "auto 2 1"),
+    # Told to fork, too, it must not: torchrun's processes would each start two of their own.
+    "torchrun": (TORCHRUN, "fork 2 1"),
+    "fork": ((), "fork 2 1"),
+    "fails in fork": ((), "fork 2 1 fail 1"),
+    "the other namespace": ((), "fork 2 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Exit code and output of a run, and when it had ended. Two go on at once: most of their time is one core's."""
+    folder = tmp_path_factory.mktemp("scripts")
+    plain, other = folder / "train.py", folder / "train_other.py"
+    plain.write_text(SCRIPT.format(pl="lightning.pytorch", ours="lightning_par"))
+    other.write_text(SCRIPT.format(pl="pytorch_lightning", ours="lightning_par.pl"))
+    with ThreadPoolExecutor(2) as executor:
+        futures = {}
+        for name, (launcher, arguments) in RUNS.items():
+            path = other if name == "the other namespace" else plain
+            futures[name] = executor.submit(_run, [sys.executable, *launcher, str(path), *arguments.split()])
+        yield lambda name: futures[name].result()
+        for future in futures.values():
+            future.cancel()
 
 
 def _environment() -> dict[str, str]:
@@ -66,8 +92,8 @@ def _environment() -> dict[str, str]:
     return env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
 
-def _run(command: list[str], timeout: float = 90) -> tuple[int, str]:
-    """Exit code and output; what is left of the session's processes is an error."""
+def _run(command: list[str], timeout: float = 90) -> tuple[int, str, float]:
+    """Exit code, output and the time; what is left of the session's processes is an error."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -83,7 +109,7 @@ def _run(command: list[str], timeout: float = 90) -> tuple[int, str]:
     finally:
         if _alive(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, output
+    return process.returncode, output, time.time()
 
 
 def _alive(group: int) -> bool:
@@ -102,35 +128,30 @@ def _wait_until_gone(group: int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["auto", "spawn", "fork"])
-def test_every_start_method_trains_and_hands_the_weights_back(script: Path, start_method: str) -> None:
-    code, output = _run([sys.executable, str(script), start_method, "2", "1"])
+def test_every_start_method_trains_and_hands_the_weights_back(runs: Runs, start_method: str) -> None:
+    code, output, _ = runs(start_method)
     assert code == 0, output
     assert "rank 0 of 2 done" in output and "rank 1 of 2 done" in output
     assert "\ntrained" in output
 
 
-def test_torchrun_starts_the_processes_and_nothing_starts_more(script: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    # Told to fork, too, it must not: torchrun's processes would each start two of their own.
-    code, output = _run([*torchrun, "--standalone", str(script), "fork", "2", "1"])
+def test_torchrun_starts_the_processes_and_nothing_starts_more(runs: Runs) -> None:
+    code, output, _ = runs("torchrun")
     assert code == 0, output
     assert output.count("done in") == 2 and "\ntrained" in output
 
 
 @pytest.mark.parametrize(("start_method", "rank"), [("popen", 0), ("fork", 1)])
-def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(script: Path, start_method: str, rank: int) -> None:
-    code, output = _run([sys.executable, str(script), start_method, "2", "1", "fail", str(rank)])
-    ended = time.time()
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(runs: Runs, start_method: str, rank: int) -> None:
+    code, output, ended = runs(f"fails in {start_method}")
     assert code != 0
     assert f"ValueError: the failure of rank {rank}" in output
     failed = re.search(r"failing at ([\d.]+)", output)
     assert failed is not None and ended - float(failed[1]) < 20
 
 
-def test_the_other_namespace_trains_with_its_own_class(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(pl="pytorch_lightning", ours="lightning_par.pl"))
-    code, output = _run([sys.executable, str(path), "fork", "2", "1"])
+def test_the_other_namespace_trains_with_its_own_class(runs: Runs) -> None:
+    code, output, _ = runs("the other namespace")
     assert code == 0 and "\ntrained" in output, output
 
 

@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,14 +36,32 @@ def python(code: str, *args: str, env: dict[str, str] | None = None, check: bool
     return done.stdout
 
 
+Outputs = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def outputs() -> Iterator[Outputs]:
+    """What the programs that import Lightning print. Two run at once: most of their time is one core's."""
+    programs: list[tuple[Any, ...]] = [
+        *((program, namespace) for namespace in NAMESPACES for program in (_string_without_import, _lightning_cli)),
+        *((_import, order) for order in ORDERS),
+        (_reload,),
+        (_failing_registration,),
+    ]
+    with ThreadPoolExecutor(2) as executor:
+        running = {program: executor.submit(*program) for program in programs}
+        yield lambda *program: running[program].result()
+        for future in running.values():
+            future.cancel()
+
+
 def test_installed_with_entry_point() -> None:
     points = importlib.metadata.entry_points(group="torch.backends")
     assert "lightning_par.autoload:register" in [p.value for p in points], "run `pip install -e '.[test]'` first"
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_string_without_import(namespace: str) -> None:
-    out = python(f"""
+def _string_without_import(namespace: str) -> str:
+    return python(f"""
 import os, sys
 from {namespace} import Trainer
 from {namespace}.strategies import Strategy, StrategyRegistry
@@ -64,6 +85,11 @@ for name in {PLANNED}:
     except NotImplementedError as error:
         print(error)
 """)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_string_without_import(namespace: str, outputs: Outputs) -> None:
+    out = outputs(_string_without_import, namespace)
     assert all(f"plain {name}" in out for name in BUILT.values())
     for way in ("upper", "env"):
         assert f"{way} TensorParallelStrategy" in out
@@ -73,10 +99,9 @@ for name in {PLANNED}:
     assert out.count(f"Built: {built}.") == len(PLANNED)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_lightning_cli(namespace: str) -> None:
+def _lightning_cli(namespace: str) -> str:
     home = "lightning_par" if namespace == "lightning.pytorch" else "lightning_par.pl"
-    out = python(f"""
+    return python(f"""
 import importlib, json, sys
 from {namespace}.cli import LightningCLI
 from {namespace}.demos.boring_classes import BoringModel
@@ -102,24 +127,33 @@ try:
 except SystemExit:
     print("refused")
 """)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_lightning_cli(namespace: str, outputs: Outputs) -> None:
+    out = outputs(_lightning_cli, namespace)
     assert "string TensorParallelStrategy" in out
     assert "dotted 1" in out and "class_path 1" in out and "cut zbv" in out and "trace [5]" in out
     assert "refused" in out and "no_such_argument" in out
 
 
-def test_import_registers_when_autoload_is_off() -> None:
-    late = "import lightning.pytorch, lightning_par"
-    early = "import lightning_par, lightning.pytorch"
-    for order in (late, early):
-        out = python(
-            f"{order}\nfrom lightning.pytorch.strategies import StrategyRegistry as S; print(sorted(S))",
-            env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        )
-        assert all(name in out for name in NAMES)
+def _import(order: str) -> str:
+    return python(
+        f"import {order}\nfrom lightning.pytorch.strategies import StrategyRegistry as S; print(sorted(S))",
+        env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
 
 
-def test_reload_and_second_install() -> None:
-    python("""
+ORDERS = ("lightning.pytorch, lightning_par", "lightning_par, lightning.pytorch")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_import_registers_when_autoload_is_off(order: str, outputs: Outputs) -> None:
+    assert all(name in outputs(_import, order) for name in NAMES)
+
+
+def _reload() -> str:
+    return python("""
 import importlib, inspect, sys
 import lightning.pytorch.strategies as strategies
 from lightning_par import autoload, registry
@@ -135,6 +169,10 @@ assert "exec_module" not in vars(strategies.__loader__) and strategies.__spec__.
 assert importlib.util.find_spec("lightning.pytorch.strategies").origin == strategies.__file__
 importlib.reload(registry); registry.install()
 """)
+
+
+def test_reload_and_second_install(outputs: Outputs) -> None:
+    outputs(_reload)
 
 
 def test_public_names() -> None:
@@ -173,7 +211,9 @@ def test_import_cost() -> None:
         assert "new ['lightning_par', 'lightning_par.autoload', 'lightning_par.registry']" in out
         cost = {name.strip(): int(time) for time, name in re.findall(r"\|\s+(\d+) \|(\s+lightning_par\S*)", out)}
         cumulative.append(cost["lightning_par"] + cost["lightning_par.autoload"])
-    assert min(cumulative) < 5000, f"microseconds: {cumulative}"
+        if cumulative[-1] < 5000:
+            return
+    raise AssertionError(f"microseconds: {cumulative}")
 
 
 def test_torch_imports_beside_a_broken_lightning(tmp_path: Path) -> None:
@@ -186,8 +226,8 @@ def test_torch_imports_beside_a_broken_lightning(tmp_path: Path) -> None:
     assert out.split("\n")[:2] == ["2.0", "broken on purpose"]
 
 
-def test_torch_and_lightning_import_when_registration_fails() -> None:
-    out = python(
+def _failing_registration() -> str:
+    return python(
         """
 import lightning_par.registry as registry
 def fail(module): raise RuntimeError("no registry here")
@@ -199,4 +239,8 @@ register()
 print("imported", lightning.pytorch.Trainer.__name__)
 """
     )
+
+
+def test_torch_and_lightning_import_when_registration_fails(outputs: Outputs) -> None:
+    out = outputs(_failing_registration)
     assert "imported Trainer" in out and "could not register" in out
