@@ -171,6 +171,29 @@ def test_no_mode_sees_what_is_done_without_modes() -> None:
     assert len(seen) == 1
 
 
+def test_the_innermost_mode_is_known() -> None:
+    class Functions(TorchFunctionMode):
+        pass
+
+    outer, inner = Functions(), Functions()
+    assert private.innermost_mode() is None
+    with outer, inner:
+        assert private.innermost_mode() is inner
+        inner.__exit__(None, None, None)
+        assert private.innermost_mode() is outer
+        inner.__enter__()
+
+
+def test_hooks_of_a_module_are_seen() -> None:
+    module = nn.Linear(1, 1)
+    assert not private.has_hooks(module)
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda *args: None)
+        assert private.has_hooks(module)
+        handle.remove()
+    assert not private.has_hooks(module)
+
+
 def _private_imports(source: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source.read_text())):
