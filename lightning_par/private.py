@@ -215,3 +215,8 @@ def no_modes() -> Iterator[None]:
 def in_backward() -> bool:
     """Whether a backward runs in this thread, as in a hook of a tensor."""
     return torch._C._current_graph_task_id() != -1
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether user code runs when ``module`` is called, beside its forward; torch has no public word for it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,12 +29,13 @@ def trainer(
     microbatches: Any = 2,
     schedule: Any = "1f1b",
     must_spread: bool = True,
+    timeout: timedelta = timedelta(minutes=1),
     **kw: Any,
 ) -> Trainer:
     """A Trainer for this rank: plain where it is the only one, else with two stages to a replica."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     callbacks = list(callbacks or [])
     if world > 1:
-        kw["strategy"] = PipelineParallelStrategy(2, world // 2, schedule, microbatches)
+        kw["strategy"] = PipelineParallelStrategy(2, world // 2, schedule, microbatches, timeout=timeout)
         callbacks += [MustSpread()] if must_spread else []
     return surface.trainer(callbacks, must_split=False, **kw)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import time
+import traceback
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     GradientAccumulationScheduler,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -21,9 +30,10 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests import surface
 from tests.pool import Pool, RanksFailedError
 from tests.stages import trainer
-from tests.surface import CLASSES, Net, Points, check, kept, loader, metrics, weights
+from tests.surface import CLASSES, Net, Points, check, compare, kept, loader, metrics, weights
 
 
 class Watched(Net):
@@ -468,3 +478,207 @@ def _branches() -> Any:
 
 def test_steps_that_branch(pool: Pool) -> None:
     check(pool, _branches)
+
+
+# --------------------------------------------------------------------------------------------------------- hooks
+
+
+class Hooks(Watched):
+    """Hooks of the module, of tensors and of units; an optimizer step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.fired: list[Any] = []
+        self.features: dict[str, list[Tensor]] = {"net.1": [], "net.2": []}
+
+    def setup(self, stage: str) -> None:
+        for name, p in self.named_parameters():
+            p.register_hook(lambda grad, name=name: self._note(name, grad))
+        self.net[0].register_forward_pre_hook(lambda *args: print("a unit prints"))
+        for name, stored in self.features.items():
+            self.get_submodule(name).register_forward_hook(lambda *args, stored=stored: stored.append(args[2].detach()))
+
+    def _note(self, name: str, grad: Tensor) -> Tensor:
+        self.fired.append((name, grad.clone()))
+        return grad * 0.5
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.order.append("zero")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.order.append("before")
+        self.seen.append(kept(loss))
+
+    def on_after_backward(self) -> None:
+        self.order.append("after")
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.order.append("backward")
+        (loss * 0.5).backward()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.order.append("step")
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (self.global_step + 1)
+        optimizer.step(closure=optimizer_closure)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.order.append("scheduler")
+        scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        return [optimizer], [lr_scheduler.StepLR(optimizer, 1)]
+
+
+def _hooked() -> Any:
+    module = Hooks()
+    t = trainer(max_epochs=2, accumulate_grad_batches=2, schedule="zbv")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        t.fit(module, loader(18))
+    fired: dict[str, list[Tensor]] = {}
+    for name, grad in module.fired:
+        fired.setdefault(name, []).append(grad)
+    features = {name: torch.cat(stored) for name, stored in module.features.items() if stored}
+    lines = printed.getvalue().count("a unit prints")
+    return {"all": (module.order, module.seen, weights(module)), "fired": fired, "features": features, "lines": lines}
+
+
+def test_hooks_fire_once_a_step_with_whole_gradients_where_the_weights_are(pool: Pool) -> None:
+    (one,) = pool.run(1, _hooked)
+    two = pool.run(2, _hooked)
+    for result in two:
+        assert not compare(one["all"], result["all"])
+        assert result["fired"] and result["features"]
+        for kind in ("fired", "features"):
+            assert all(not compare(one[kind][name], mine) for name, mine in result[kind].items())
+    assert one["lines"] == sum(result["lines"] for result in two) == 10
+    for kind in ("fired", "features"):
+        assert {name for result in two for name in result[kind]} == set(one[kind])
+
+
+class Handles(Callback):
+    """Handles the module in the middle of a fit as users do."""
+
+    def __init__(self) -> None:
+        self.copied: Any = None
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        before = list(pl_module.parameters())
+        self.outputs.append(kept(outputs["loss"]))
+        if batch_idx == 0:
+            pl_module.cpu()
+            pl_module.to("cpu").double()
+        elif batch_idx == 1:
+            self.copied = copy.deepcopy(pl_module)
+            assert len(pl_module.state_dict()) == len(self.copied.state_dict())
+        elif batch_idx == 2:
+            pl_module.apply(lambda m: nn.init.constant_(m.bias, 0.1) if isinstance(m, nn.Linear) else None)
+        elif batch_idx == 3:
+            pl_module.requires_grad_(False).requires_grad_(True)
+            pl_module.eval().train()
+        assert all(a is b for a, b in zip(before, pl_module.parameters(), strict=True))
+
+
+def _handled() -> Any:
+    module = Net()
+    callback = Handles()
+    t = trainer([callback], max_epochs=2)
+    t.fit(module, loader())
+    return weights(module), metrics(t), weights(callback.copied), callback.outputs
+
+
+def test_a_module_is_moved_copied_and_written_in_the_middle_of_a_fit(pool: Pool) -> None:
+    check(pool, _handled)
+
+
+# ----------------------------------------------------------------------------------------------------- sequences
+
+
+def _in_sequence() -> Any:
+    module = Net()
+    objects = dict(module.named_parameters())
+    seen: dict[str, Any] = {"first": trainer().predict(module, loader(8, 2))}
+    t = trainer(max_epochs=1)
+    seen["validate before"] = t.validate(module, loader(8, 1), verbose=False)
+    t.fit(module, loader(), loader(8, 1))
+    seen["fit"] = metrics(t), weights(module)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    seen["plain call"] = module(x).detach()
+    seen["test"] = t.test(module, loader(8, 2), verbose=False)
+    seen["predict"] = t.predict(module, [loader(8, 2)])
+    t.fit_loop.max_epochs = 2
+    t.fit(module, loader(), loader(8, 1))
+    seen["second fit"] = metrics(t), weights(module), t.global_step
+    other = trainer(max_epochs=1, schedule="interleaved_1f1b", microbatches=4)
+    other.fit(module, loader())
+    seen["other trainer"] = weights(module), other.global_step
+    split = surface.trainer(max_epochs=1)
+    split.fit(module, loader())
+    seen["another axis"] = weights(module), metrics(split)
+    assert all(p is objects[name] for name, p in module.named_parameters())
+    return seen
+
+
+def test_entry_points_in_sequence(pool: Pool) -> None:
+    check(pool, _in_sequence)
+
+
+class Fails(Net):
+    """Raises in one unit, on the rank that runs it."""
+
+    def __init__(self, place: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+        self.calls = 0
+        (self.net[0] if place == 0 else self.head).register_forward_pre_hook(self._maybe)
+
+    def _maybe(self, module: nn.Module, args: Any) -> None:
+        self.calls += 1
+        if self.calls == 5:
+            raise self.error("on purpose")
+
+
+def _fails(place: int, error: type[BaseException]) -> Any:
+    module = Fails(place, error)
+    began = time.monotonic()
+    try:
+        trainer(timeout=timedelta(seconds=20)).fit(module, loader())
+    except BaseException as caught:
+        return type(caught).__name__, str(caught), "".join(traceback.format_exception(caught)), time.monotonic() - began
+    return "nothing", "", "", time.monotonic() - began
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_exception_in_one_unit_ends_all_ranks_soon(pool: Pool, place: int) -> None:
+    for error, name, said in ((ValueError, "ValueError", "on purpose"), (KeyboardInterrupt, "SystemExit", "1")):
+        results = pool.run(2, _fails, place, error)
+        assert results[place][:2] == (name, said) and "on purpose" in results[place][2]
+        assert results[1 - place][0] == "RuntimeError" and f"pipeline rank {place} failed" in results[1 - place][1]
+        assert all(result[3] < 10 for result in results)
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise ValueError("on purpose")
+
+
+def _stopped(folder: str) -> Any:
+    module = Net()
+    t = trainer([OnExceptionCheckpoint(folder), Ema(), Stops()], enable_checkpointing=True)
+    with contextlib.suppress(ValueError):
+        t.fit(module, loader())
+    written = torch.load(Path(folder) / "on_exception.ckpt", weights_only=False)
+    resumed = trainer([Ema()], max_epochs=2)
+    resumed.fit(module, loader(), ckpt_path=f"{folder}/on_exception.ckpt")
+    states = {name: written[name] for name in ("state_dict", "current_model_state", "optimizer_states")}
+    return states, weights(module), resumed.global_step
+
+
+def test_a_checkpoint_of_averages_is_written_on_an_exception_and_resumed(pool: Pool, tmp_path: Path) -> None:
+    (one,) = pool.run(1, _stopped, str(tmp_path / "one"))
+    for result in pool.run(2, _stopped, str(tmp_path / "two")):
+        assert not compare(one, result)

@@ -70,6 +70,12 @@ class Cell:
         """What the run changed, or None."""
         raise NotImplementedError
 
+    def change_unlent(self) -> Change | None:
+        """What was changed, where all tensors are watched only."""
+        written = {key for key, (tensor, version) in self.versions.items() if version_of(tensor) != version}
+        self.spares = {key: (self.versions[key][0].detach().clone(), -2) for key in written}
+        return self.change()
+
     def restore(self) -> None:
         """Put back what the object held, the same objects."""
         raise NotImplementedError

@@ -165,7 +165,10 @@ class Engine:
         effects: Effects = Effects()
         random.setstate(part.before[1])
         np.random.set_state(part.before[0])
-        with self.programs.watch.told() if counts else self.programs.watch.undone() as found:
+        watch = self.programs.watch
+        if not counts or run.axis is not None:
+            run.inside = watch.inside
+        with watch.told() if counts else watch.undone() as found:
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))

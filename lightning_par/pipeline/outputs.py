@@ -104,6 +104,16 @@ def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def speaking() -> Iterator[None]:
+    """``print`` prints, within `silent` and `recorded`, too."""
+    before, builtins.print = builtins.print, _print
+    try:
+        yield
+    finally:
+        builtins.print = before
+
+
 def say(record: Printed, module: Any) -> None:
     """Print what was recorded."""
     if not record.by_module:

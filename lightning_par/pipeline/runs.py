@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,12 @@ class StageRun(Run):
         tells: whether what the step does to metrics counts.
         key: of the random draws.
         stops: whether the last stage ends behind the last unit.
+
+    Attributes:
+        inside: entered around each call of a unit, given the unit and whether it is in the first microbatch.
     """
+
+    inside: Callable[[nn.Module, bool], AbstractContextManager[None]] | None = None
 
     def __init__(
         self,
@@ -127,7 +133,9 @@ class StageRun(Run):
         if index < self.first:
             return self._from_before(index, record)
         args, kwargs = self._taken(args), self._taken(kwargs)
-        with drawing((*self.draws, index), module), self.aside():
+        first = self.axis is None or self.axis.rank == 0
+        inside = nullcontext() if self.inside is None else self.inside(module, first)
+        with drawing((*self.draws, index), module), self.aside(), inside:
             result = original(*args, **kwargs)
         return self._made(index, self._as_recorded(path, result, record), record)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_par.comm import Axis
 from lightning_par.pipeline.elsewhere import Elsewhere, Origin
+from lightning_par.pipeline.structure import map_tensors
 from lightning_par.pipeline.travel import Kind, kind_of, kinds_at, send_to_all
 from lightning_par.view import ShardedTensor, full
 
@@ -53,6 +54,32 @@ def missing_on_first(state: Mapping[str, Any], keep: bool, axis: Axis | None) ->
     wanted: dict[str, int] = axis.broadcast_object(dict(asked.values()), "state")
     kinds = kinds_at(wanted, {name: x for name, x in state.items() if isinstance(x, Tensor)}, axis, "state")
     return {name: Coming(source, kinds[name]) for name, source in wanted.items()}
+
+
+def whole_where_held(value: Any, keep: bool, axis: Axis) -> Any:
+    """``value`` with every tensor in its dicts, lists and tuples whole on the first rank. All ranks must call it.
+
+    Args:
+        value: what a checkpoint holds; of the same structure on all ranks.
+        keep: whether this rank writes it; the first rank's answer counts for all of the axis.
+        axis: the pipeline axis.
+    """
+    found: dict[str, Tensor] = {}
+    _tensors_in(value, "", found)
+    coming = missing_on_first(found, keep, axis)
+    arrived: dict[int, Tensor] = {}
+    for path in sorted(coming):
+        x = found.get(path, torch.empty(0))
+        arrived[id(x)] = fetch(x, coming[path], axis)
+    return map_tensors(lambda x: arrived.get(id(x), x), value) if keep else value
+
+
+def _tensors_in(value: Any, path: str, found: dict[str, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found[path] = value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _tensors_in(item, f"{path}/{key}", found)
 
 
 def fetch(x: Tensor, coming: Coming, axis: Axis) -> Tensor:

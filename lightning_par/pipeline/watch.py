@@ -18,9 +18,10 @@ from torchmetrics import Metric
 from lightning_par import private
 from lightning_par.pipeline import cells
 from lightning_par.pipeline.cells import Cell, MappingCell
+from lightning_par.pipeline.changes import Change
 from lightning_par.pipeline.effects import Effects
 from lightning_par.pipeline.metrics import Around, StandIns, calling
-from lightning_par.pipeline.outputs import Recorder, recorded, silent
+from lightning_par.pipeline.outputs import Recorder, recorded, silent, speaking
 
 DEPTH = 3  # containers and objects within one another that are looked into
 _ITEMS = 64  # of one container that get a spare
@@ -67,6 +68,7 @@ class Watch:
         self._stand_ins = StandIns()
         self._spares: dict[int, tuple[Tensor, int, Tensor, int]] = {}
         self._last: dict[int, tuple[Tensor, int, Tensor, int]] = {}  # of the run before
+        self._inside: list[tuple[str, Change]] = []  # what hooks of units changed in the run that is on
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -81,6 +83,7 @@ class Watch:
                 yield
         finally:
             overwritten = snapshot.restore()
+            self._keep_inside(snapshot)
         if overwritten:
             raise RuntimeError(_too_large(overwritten))
 
@@ -102,9 +105,34 @@ class Watch:
                     effects.places[name] = cell.dotted
         finally:
             overwritten = snapshot.restore()
+            self._keep_inside(snapshot)
             self._spares, self._last = {}, {}  # what the run stored may be one of them
         if overwritten:
             effects.refused.append(_too_large(overwritten))
+
+    @contextlib.contextmanager
+    def inside(self, unit: nn.Module, prints: bool) -> Iterator[None]:
+        """A unit runs inside, on this rank alone: what its hooks store stays here, though the run be undone.
+
+        Args:
+            unit: the unit.
+            prints: whether what it prints is printed.
+        """
+        with speaking() if prints else contextlib.nullcontext():
+            if not any(private.has_hooks(module) for module in unit.modules()):
+                yield
+                return
+            snapshot = self.snapshot(lend=False)
+            yield
+        changes = [(name, cell.change_unlent()) for name, cell in snapshot.cells.items() if not cell.fixed]
+        self._inside += [(name, change) for name, change in changes if change is not None]
+        snapshot.restore()
+
+    def _keep_inside(self, snapshot: Snapshot) -> None:
+        changes, self._inside = self._inside, []
+        for name, change in changes:
+            if name in snapshot.cells:
+                snapshot.cells[name].apply(change)
 
     def snapshot(self, lend: bool = True) -> Snapshot:
         """What the modules hold now; with ``lend`` their tensors are stood in for until `Snapshot.restore`."""
