@@ -62,6 +62,16 @@ def text(vocab: int = 48, length: int = 8, padded: bool = False) -> Callable[[in
     return make
 
 
+def ragged(data: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
+    """Sequences of another length in each batch of 4, and a last batch of 2 samples."""
+
+    def make(seed: int) -> list[Any]:
+        samples = data(seed)[: 6 if seed else 14]
+        return [tuple(x[: len(x) - i // 4 % 3] for x in sample) for i, sample in enumerate(samples)]
+
+    return make
+
+
 def dicts(vocab: int = 48, length: int = 8, masked: bool = False, seq2seq: bool = False) -> Callable[[int], list[Any]]:
     """Samples as Hugging Face collators make them: input_ids, labels and, padded at the right, attention_mask."""
 
@@ -709,6 +719,35 @@ class TargetNetwork(Regression):
             slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
 
 
+class Statistics(Regression):
+    """Keeps statistics in buffers, of the batch and of activations, in place and anew, and logs of both."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("smallest", torch.full((12,), 9.0))
+        self.register_buffer("mean", torch.zeros(12))
+        self.register_buffer("hidden", torch.zeros(24))
+        self.register_buffer("output", torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[1:](self.net[0](x - self.mean))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.steps += 1
+        self.smallest.clamp_(max=x.amin(0))
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        h = self.net[0](x - self.mean)
+        self.hidden.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        output = self.net[1:](h)
+        self.output[batch_idx % 2].copy_(output.detach().mean(0))
+        loss = F.mse_loss(output, y)
+        self.log("train_loss", loss, sync_dist=True)
+        self.log_dict({"positive": (x > 0).sum().to(x.dtype), "shift": self.mean.norm(), "three": torch.tensor(3.0)})
+        return loss
+
+
 class GradientPenalty(Regression):
     """The loss holds a gradient with respect to the input, hence a double backward."""
 
@@ -1329,6 +1368,7 @@ MODELS: dict[str, Case] = {
     "loss_one_hot": gpt(loss="one_hot"),
     "loss_soft_cap": gpt(loss="soft_cap"),
     "loss_accuracy": gpt(accuracy=True),
+    "loss_ragged": gpt(ragged(text(padded=True)), loss="ignore"),
     # hooks, groups, frozen weights, draws
     "gpt_grad_norm": gpt(kind=GPTWithGradNorm, couples=True),
     "gpt_own_clip": gpt(kind=GPTWithOwnClip, couples=True),
@@ -1347,6 +1387,7 @@ MODELS: dict[str, Case] = {
     "mlp_l2": regression(deep_mlp, L2),
     "mlp_clamped": Case(lambda: ClampedWeights(deep_mlp()), vectors(classes=0), couples=True),
     "mlp_target_network": Case(lambda: TargetNetwork(deep_mlp()), vectors(classes=0), couples=True),
+    "mlp_statistics": Case(lambda: Statistics(deep_mlp()), vectors(classes=0), couples=True),
     "mlp_gradient_penalty": Case(lambda: GradientPenalty(smooth_mlp()), vectors(classes=0)),
     "recommender": Case(Recommender, text()),
     "mlp_layer_norm": mlp(lambda: hidden_mlp(nn.LayerNorm(32), nn.ReLU())),

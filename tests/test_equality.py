@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests import equality
 from tests.equality import Result
 from tests.models import MODELS
 from tests.pool import Pool
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,17 @@ class Row:
         return "-".join([self.case, self.layout, *(f"{key}={value}" for key, value in self.options.items())])
 
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": dict(tensor_parallel_size=1),
     "tp2": dict(tensor_parallel_size=2),
     "tp4": dict(tensor_parallel_size=4),
     "dp2": dict(tensor_parallel_size=1, data_parallel_size=2),
     "dp2-tp2": dict(tensor_parallel_size=2, data_parallel_size=2),
+    "pp2": dict(pipeline_parallel_size=2, microbatches=2),
+    "pp2-auto": dict(pipeline_parallel_size=2),
+    "pp2-uneven": dict(pipeline_parallel_size=2, microbatches=3),  # of batches of 4
+    "pp4": dict(pipeline_parallel_size=4, microbatches=4),
+    "dp2-pp2": dict(pipeline_parallel_size=2, data_parallel_size=2, microbatches=2),
 }
 
 # One of each kind, for the layouts of 4 ranks.
@@ -48,6 +58,33 @@ SELECTION = """
     mlp_l2 encoder_decoder torch_encoder hf_llama hf_t5
 """.split()
 
+# Each for something that a pipeline does: skips, shared denominators, weights and values used in several stages, state,
+# metrics, hooks, shapes that change, samples that mix.
+CUT = """
+    encoder_decoder loss_accuracy loss_ragged mlp_l2 mlp_reused_linear mlp_hooked mlp_clamped mlp_statistics gpt_lora
+    gpt_groups gpt_own_clip gpt_grad_norm gpt_checkpointed recommender lstm vit lightning_demo hf_t5
+""".split()
+MIXED = ["mlp_batch_norm", "contrastive", "hf_bert"]
+
+PIPELINES = [
+    *(Row(case, "pp2") for case in CUT),
+    *(Row(case, "pp2-auto") for case in MIXED),
+    *(Row(case, "pp2-uneven") for case in ("loss_ignore", "unet")),
+    *(Row(case, "pp2", dict(schedule=schedule)) for schedule in SCHEDULES for case in ("gpt_tied", "unet")),
+    Row("gpt_tied", "pp4", dict(schedule="1f1b")),
+    Row("loss_ignore", "pp4", dict(schedule="gpipe")),
+    Row("unet", "pp4", dict(schedule="interleaved_1f1b")),
+    Row("hf_gpt2", "pp4", dict(schedule="interleaved_zero_bubble")),
+    Row("gpt_tied", "pp4", dict(schedule="zbv")),
+    *(Row(case, "dp2-pp2") for case in ("loss_ignore", "vit")),
+    Row("gpt_tied", "dp2-pp2", dict(schedule="zbv")),
+    # accumulation, clipping
+    Row("gpt_tied", "pp2", dict(schedule="zbv", accumulate=3)),
+    Row("gpt", "dp2-pp2", dict(accumulate=2)),
+    Row("gpt_tied", "pp2", dict(clip=0.001, clip_algorithm="value")),
+    Row("gpt", "pp2", dict(clip=None)),
+]
+
 ROWS = [
     *(Row(case, "tp2") for case in MODELS),
     *(Row(case, "tp4") for case in SELECTION),
@@ -59,12 +96,17 @@ ROWS = [
     *(Row(case, "dp2-tp2", dict(accumulate=2)) for case in ("gpt", "vit")),
     *(Row(case, "tp2", dict(clip=0.001, clip_algorithm="value")) for case in ("gpt", "mlp_odd")),
     Row("gpt_swiglu", "tp2", dict(clip=None)),
+    *PIPELINES,
 ]
 
 LOW = [
     Row(case, layout, dict(precision=precision))
     for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
     for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"), ("hf_llama", "tp2"))
+] + [
+    Row(case, "pp2", dict(precision=precision, schedule=schedule))
+    for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+    for case, schedule in (("gpt", "1f1b"), ("gpt_tied", "zbv"))
 ]
 
 
@@ -84,12 +126,18 @@ def one_device(pool: Pool) -> Callable[..., Result]:
 
 def _train(pool: Pool, row: Row, folder: Path) -> tuple[int, list[Result]]:
     """Every rank's result, and the size of the data axis."""
-    layout = LAYOUTS[row.layout]
+    layout, options = dict(LAYOUTS[row.layout]), dict(row.options)
     data_size = layout.get("data_parallel_size", 1)
-    world_size = data_size * layout["tensor_parallel_size"]
+    world_size = prod(size for name, size in layout.items() if name.endswith("_size"))
+    if "schedule" in options:
+        layout["schedule"] = options.pop("schedule")
     return data_size, pool.run(
-        world_size, equality.run, row.case, layout=layout, folder=str(folder), data_size=data_size, **row.options
+        world_size, equality.run, row.case, layout=layout, folder=str(folder), data_size=data_size, **options
     )
+
+
+def _of_one_device(row: Row) -> dict[str, Any]:
+    return {name: option for name, option in row.options.items() if name != "schedule"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -97,7 +145,7 @@ def test_a_layout_never_changes_results(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
     data_size, results = _train(pool, row, tmp_path)
-    reference = one_device(row.case, data_size=data_size, **row.options)
+    reference = one_device(row.case, data_size=data_size, **_of_one_device(row))
     broken = {rank: equality.compare(reference, result, data_size) for rank, result in enumerate(results)}
     lines = [f"rank {rank}: {line}" for rank, found in broken.items() for line in found]
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
@@ -111,10 +159,27 @@ def test_in_low_precision_a_layout_errs_at_most_twice_as_much_as_one_device(
     row.options["eps"] = 0.01
     data_size, results = _train(pool, row, tmp_path)
     exact = one_device(row.case, data_size=data_size, eps=0.01)
-    single = one_device(row.case, data_size=data_size, **row.options)
+    single = one_device(row.case, data_size=data_size, **_of_one_device(row))
     broken = {rank: equality.compare_low(exact, single, result, data_size) for rank, result in enumerate(results)}
     lines = [f"rank {rank}: {line}" for rank, found in broken.items() for line in found]
     assert not lines, "\n" + "\n".join(lines)
+
+
+def _drawing(case: str, schedule: str) -> tuple[Result, Tensor]:
+    """The result, and where torch's generator stands after it."""
+    result = equality.run(case, layout=dict(pipeline_parallel_size=2, microbatches=2, schedule=schedule))
+    return result, torch.get_rng_state()
+
+
+@pytest.mark.parametrize(("case", "schedule"), [("gpt_residual_dropout", "zbv"), ("vae", "1f1b")])
+def test_draws_of_a_pipeline_repeat_bitwise_and_leave_all_generators_alike(
+    case: str, schedule: str, pool: Pool
+) -> None:
+    # Draws are keyed by stage and microbatch, so one device's masks can't be had.
+    first, second = (pool.run(2, _drawing, case, schedule) for _ in range(2))
+    assert [equality.compare(one, other, tolerance=0.0) for (one, _), (other, _) in zip(first, second)] == [[], []]
+    states = [state for _, state in [*first, *second]]
+    assert all(torch.equal(states[0], state) for state in states)
 
 
 def test_every_case_trains_on_one_device_the_same_way_twice(one_device: Callable[..., Result], pool: Pool) -> None:

@@ -188,6 +188,7 @@ class Analysis(FakeRun):
     def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> Event:
         index = len(self.events)
         event = Event(func, kind, self._keys_of(inputs), result, user_line(), self.stage)
+        event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         for n, x in enumerate(tensors_in(result)):
             if id(x) not in self.names:

@@ -36,6 +36,11 @@ class DryRun(Run):
         record = self.program.events[index]
         if inputs != record.inputs:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
+        # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
+        if record.given and index < self.program.tail:
+            tensors = tensors_in((args, kwargs))
+            if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
+                raise ChangedError(f"{user_line()}: the shapes that {func} is given")
         if record.kind == "located":
             names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
         return index, record

@@ -39,7 +39,7 @@ class ChangedError(Exception):
     """The step did something else than what was recorded of it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Event:
     """One torch function, or one call of a unit.
 
@@ -56,6 +56,7 @@ class Event:
         unsized: whether the shape of its result depends on values.
         sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
+        given: the shapes of its inputs that depend on the batch alone.
     """
 
     func: Any
@@ -69,13 +70,14 @@ class Event:
     unsized: bool = False
     sets: bool = False
     writes: bool = False
+    given: tuple[tuple[int, ...], ...] = ()
 
 
 def is_metric_call(event: Event) -> bool:
     return isinstance(event.func, tuple)
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """What one step does on batches of one signature, cut into stages. Made by `lightning_par.pipeline.analysis`.
 

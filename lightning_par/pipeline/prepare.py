@@ -104,7 +104,8 @@ class Programs:
                     known.insert(0, program)
                     return ready
                 generators.set_global_state(start)
-            if len(known) >= MOST_PROGRAMS or (known and known[0] is self._fresh):
+            del known[MOST_PROGRAMS:]
+            if known and known[0] is self._fresh:
                 raise RuntimeError(
                     f"{step.name} does something else each time it runs, first at {self._change}. The "
                     f"{max(self.placement) + 1} ranks of the pipeline can't follow that: what a step does must depend "
