@@ -93,14 +93,16 @@ class Recorder:
 @contextlib.contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
     """What ``module`` logs and what is printed inside is dropped."""
-    with _replaced(module, {"log": _nothing, "log_dict": _nothing, "print": _nothing}), _printing(_nothing, _nothing):
+    methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "all_gather": _of_one_replica(module)}
+    with _replaced(module, methods), _printing(_nothing, _nothing):
         yield
 
 
 @contextlib.contextmanager
 def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     """What ``module`` logs and what is printed to the standard output goes to the ``recorder``."""
-    with _replaced(module, {"log": recorder.log, "print": recorder.print}), _printing(recorder.print_builtin, _print):
+    methods = {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)}
+    with _replaced(module, methods), _printing(recorder.print_builtin, _print):
         yield
 
 
@@ -160,6 +162,21 @@ def _printing(to_stdout: Callable[..., Any], elsewhere: Callable[..., Any]) -> I
         yield
     finally:
         builtins.print = before
+
+
+def _of_one_replica(module: nn.Module) -> Callable[..., Any]:
+    """``self.all_gather`` within a step, which runs several times on every rank."""
+
+    def all_gather(data: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = vars(module).get("_trainer")
+        if trainer is not None and trainer.strategy.groups.data.size > 1:
+            raise NotImplementedError(
+                "self.all_gather within a step of a pipeline with several replicas: log with sync_dist=True, or gather "
+                "what the step returned in on_train_batch_end or on_validation_batch_end."
+            )
+        return data
+
+    return all_gather
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
