@@ -18,6 +18,7 @@ from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.outside import Outside
 from lightning_par.pipeline.settings import Settings
+from lightning_par.pipeline.spent import spent_gradients
 from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.states import whole_where_held
 from lightning_par.pipeline.step import Step
@@ -187,6 +188,8 @@ class PipelineParallelMixin(StrategyMixin):
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self._draws(number):
             step = self._make_step("training_step", args, kwargs)
+            for p in spent_gradients(module, self.optimizers):
+                p.grad = None
             return self._engine.train(step, self._spread.microbatches, own, scale, self._key(number))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

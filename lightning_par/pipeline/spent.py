@@ -1,0 +1,35 @@
+"""Gradients of the step before, which nobody looks at any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def spent_gradients(module: Any, optimizers: list[Optimizer]) -> Iterator[Tensor]:
+    """The parameters whose gradients Lightning zeroes after the step that begins, with no code of the user's between.
+
+    The backwards of a pipeline run within the step. Gradients that are dropped before it make room for the new ones;
+    else there would be two of each.
+
+    Args:
+        module: the LightningModule, in a fit.
+        optimizers: of the trainer.
+    """
+    trainer = module.trainer
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+        return
+    watchers = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
+    if any(not _is_lightnings(getattr(owner, name)) for owner, name in watchers):
+        return
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            yield from (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_lightnings(method: Any) -> bool:
+    package, _, rest = getattr(method, "__module__", "").partition(".")
+    return package in ("lightning", "pytorch_lightning") and rest.endswith(("core.module", "core.hooks", ".callback"))
