@@ -133,7 +133,8 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         Net,
         dict(schedule="1F1B"),
         [
-            "There is no schedule '1F1B'; there are 'gpipe', '1f1b', 'interleaved_1f1b', 'interleaved_zero_bubble', 'zbv'"
+            "There is no schedule '1F1B'; there are 'gpipe', '1f1b', 'interleaved_1f1b', 'interleaved_zero_bubble', "
+            "'zbv'"
         ],
     ),
     "no microbatches": (Net, dict(microbatches=0), ["microbatches must be a positive int or 'auto', got 0"]),
