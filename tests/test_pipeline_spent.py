@@ -1,4 +1,4 @@
-"""Gradients of the step before: gone before a pipeline's backwards make new ones, unless someone still looks at them."""
+"""Gradients of the step before: gone before a pipeline makes new ones, unless someone still looks at them."""
 
 from __future__ import annotations
 
