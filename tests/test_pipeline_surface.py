@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import random
 import time
 import traceback
 from dataclasses import dataclass
@@ -478,6 +479,69 @@ def _branches() -> Any:
 
 def test_steps_that_branch(pool: Pool) -> None:
     check(pool, _branches)
+
+
+class Twice(Watched):
+    """Evaluates the model twice a step, in another order than it trains; values are logged before the last module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net(batch[0])
+        aux = hidden.pow(2).mean()
+        self.log("aux", aux)
+        loss = nn.functional.cross_entropy(self.head(hidden), batch[1]) + aux
+        self.log("train", loss)
+        self.log("item", loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net(batch[0])
+        self.log("hidden", hidden.pow(2).mean())
+        self.log("val", nn.functional.cross_entropy(self.head(hidden), batch[1]))
+        self.log("again", self(batch[0] * 2).max())
+
+
+def _twice() -> Any:
+    module = Twice()
+    t = trainer(max_epochs=2, schedule="zbv", microbatches=3)
+    t.fit(module, loader(18), loader(8, 1))
+    return module.seen, metrics(t), weights(module)
+
+
+def test_an_evaluation_may_go_through_the_model_again(pool: Pool) -> None:
+    check(pool, _twice)
+
+
+class Scalars(Text):
+    """Numbers, crops and rates that are others at each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        alpha = min(1.0, 0.1 * (1 + self.global_step))
+        if "alpha" in self.trainer.callback_metrics:
+            self.log("alpha before", self.trainer.callback_metrics["alpha"])
+        tokens = batch[0][:, : 4 + (self.global_step + random.randint(0, 1)) % 3]
+        logits = self(self.tok(tokens[:, :-1])) * alpha
+        beta = torch.tensor(alpha * 2, dtype=torch.float64)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
+        loss = loss + beta * logits.pow(2).mean()
+        self.log_dict({"alpha": alpha, "beta": beta, "lr": self.optimizers().param_groups[0]["lr"]})
+        self.log("gathered", self.all_gather(loss.detach()).mean())
+        return {"loss": loss, "norm": self.head.weight.norm()}
+
+
+class SameSentences(Sentences):
+    def __getitem__(self, index: int) -> Any:
+        return torch.randint(1, CLASSES, (4, 9), generator=torch.Generator().manual_seed(index)), "no ids"
+
+
+def _scalars() -> Any:
+    module = Scalars()
+    t = trainer(max_epochs=3)
+    t.fit(module, DataLoader(SameSentences(), batch_size=None))
+    return module.seen, metrics(t), weights(module)
+
+
+def test_numbers_and_crops_of_each_step(pool: Pool) -> None:
+    check(pool, _scalars)
 
 
 # --------------------------------------------------------------------------------------------------------- hooks

@@ -67,6 +67,7 @@ class Analysis(FakeRun):
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.effects: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
+        self.lap = 0  # stages, of forwards that may go through all of them again
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
@@ -269,7 +270,10 @@ class Analysis(FakeRun):
     def _move_to(self, path: str) -> None:
         before = sum(called == path for called, _ in self.calls)
         planned = self.homes[path][min(before, len(self.homes[path]) - 1)]
-        homes = [stage for stage in (planned, *self.homes[path]) if stage >= self.stage]
+        began = self.stage // self.lap * self.lap if self.lap else 0
+        homes = [began + stage for stage in (planned, *self.homes[path]) if began + stage >= self.stage]
+        if not homes and self.lap:
+            homes = [began + self.lap + min(self.homes[path])]
         if not homes:
             raise ValueError(
                 f"{user_line()}: {path!r} lives on stage {self.homes[path][-1]} of the pipeline, but here it is called "

@@ -87,7 +87,8 @@ class Engine:
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
         ready = self.programs.prepare(step, microbatches)
-        schedule = make_forward_schedule(self.placement, len(ready.parts))
+        laps = ready.program.stages // self.stages
+        schedule = make_forward_schedule(self.placement * laps, len(ready.parts))
         return self._settle(ready, self._run(ready, schedule, 1.0, key))
 
     def _settle(self, ready: Prepared, effects: Effects) -> Any:
@@ -114,10 +115,10 @@ class Engine:
             began = self.messenger.clock() - self.messenger.waited
             if action.op == "F":
                 run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
-                if action.stage == self.stages - 1:
+                if action.stage == ready.program.stages - 1:
                     told.append(without_graphs(effects) if len(ready.parts) > 1 else effects)
                     if ready.cut and not self._joins(ready, schedule):
-                        frontier.append([_local(run.got[k]).detach() for k in ready.program.crossing[self.stages]])
+                        frontier.append([_local(run.got[k]).detach() for k in ready.program.crossing[-1]])
                 del run, effects  # they hold the microbatch's graph, which its backward frees
             else:
                 crossing.backward(action.op, action.stage, action.microbatch)
@@ -143,7 +144,7 @@ class Engine:
     ) -> tuple[StageRun, Effects]:
         part = ready.parts[microbatch]
         step, program, axis = part.step, part.program, part.axis
-        last = stage == self.stages - 1
+        last = stage == program.stages - 1
         joins = step.grad and program.plain_effects
         counts = last and (axis is None or joins)
         receive = crossing.receive(stage, microbatch)
@@ -184,14 +185,14 @@ class Engine:
         """What lies behind the last unit, once on the whole batch."""
         program = ready.program
         whole: dict[Key, Tensor] = {}
-        for place, name in enumerate(program.crossing[self.stages]):
+        for place, name in enumerate(program.crossing[-1]):
             model, parts = program.values[name], [values[place] for values in frontier]
             if isinstance(model, ShardedTensor):
                 whole[name] = in_order(torch.cat(parts, model.sharded_dim), model, program)
             else:
                 whole[name] = joined(parts) if name in program.summed else parts[0]
         part = ready.parts[0]
-        run = StageRun(program, part.memo, self.stages, None, whole.__getitem__, True, key)
+        run = StageRun(program, part.memo, program.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
             return self._step(part, run, True)[1]
 

@@ -152,7 +152,7 @@ class Programs:
         for name, stages in program.uses.items():
             for stage in stages if name not in self.homes else ():
                 holders = self.holds(name)
-                if self.placement[stage] not in holders:
+                if self.placement[stage % len(self.placement)] not in holders:
                     raise ValueError(
                         f"{step.name} uses {name!r} on stage {stage} of the pipeline, but it is held by pipeline rank "
                         f"{', '.join(map(str, holders))} alone, where training uses it. Use it in the forward of the "

@@ -18,7 +18,8 @@ from lightning_par.view import ShardedTensor
 
 
 def make_program(step: Step, run: Analysis, result: Any, stages: int, microbatches: int, layouts: Layouts) -> Program:
-    starts = (*run.starts, *[run.tail or len(run.events)] * (stages - len(run.starts)))
+    laps = -(-len(run.starts) // stages)
+    starts = (*run.starts, *[run.tail or len(run.events)] * (laps * stages - len(run.starts)))
     _refuse_reads(run, starts[-1])
     uses: dict[str, set[int]] = {}
     for index, event in enumerate(run.events):

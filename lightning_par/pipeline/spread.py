@@ -108,7 +108,8 @@ class Spread:
         bring_back(module, self.axis, also)
 
     def _pairs(self) -> list[tuple[int, int]]:
-        return sorted({(a, b) for a, b in zip(self.at, self.at[1:]) if a != b})
+        # From the last to the first go forwards that run through all stages again.
+        return sorted({(a, b) for a, b in zip((*self.at, *self.at), self.at[1:] + self.at[:1]) if a != b})
 
     def _agree(self, decide: Callable[[], Any]) -> Any:
         """What the first rank decides, on all ranks; all decide, since the user's step may wait for its peers."""
@@ -218,7 +219,7 @@ class Spread:
         for name, stages_used in (program.uses if program is not None else {}).items():
             if name not in homes:
                 p = module.get_parameter(name)
-                ranks.setdefault(id(p), set()).update(self.at[stage] for stage in stages_used)
+                ranks.setdefault(id(p), set()).update(self.at[stage % self.stages] for stage in stages_used)
         last = {self.at[-1]}
         holders = {name: tuple(sorted(ranks.get(id(p), last))) for name, p in module.named_parameters()}
         holders |= {name: tuple(sorted(ranks[id(b)])) for name, b in module.named_buffers() if id(b) in ranks}

@@ -31,7 +31,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def survey(step: Step) -> Call:
     """The tree of module calls that ``step`` makes, with their costs."""
-    run, _ = _analyse(step, {}, None, {}, traced=True)
+    run, _ = _analyse(step, {}, None, {}, 1, traced=True)
     return run.frames[0].call()
 
 
@@ -42,11 +42,11 @@ def study(step: Step, homes: Mapping[str, tuple[int, ...]], stages: int, microba
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
     """
     if microbatches == 1:
-        run, result = _analyse(step, homes, None, {})
+        run, result = _analyse(step, homes, None, {}, stages)
         return make_program(step, run, result, stages, 1, {})
     axis = MicrobatchAxis(microbatches, 0)
-    layouts = _cut_layouts(_layouts(step, homes), step.samples, axis)
-    run, result = _analyse(step, homes, axis, layouts)
+    layouts = _cut_layouts(_layouts(step, homes, stages), step.samples, axis)
+    run, result = _analyse(step, homes, axis, layouts, stages)
     program = make_program(step, run, result, stages, microbatches, layouts)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
@@ -58,6 +58,7 @@ def _analyse(
     homes: Mapping[str, tuple[int, ...]],
     axis: MicrobatchAxis | None,
     layouts: Layouts,
+    stages: int,
     traced: bool = False,
 ) -> tuple[Analysis, Any]:
     intercept.install()
@@ -68,6 +69,7 @@ def _analyse(
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     run.names = fakes.names()
     run.training, run.samples = step.grad, max(1, step.samples)
+    run.lap = 0 if step.grad else stages
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     intercept_calls(copy, run, homes, traced)
     listen(copy, run)
@@ -88,14 +90,14 @@ def _analyse(
     return run, run.followed(result)
 
 
-def _layouts(step: Step, homes: Mapping[str, tuple[int, ...]]) -> Layouts:
+def _layouts(step: Step, homes: Mapping[str, tuple[int, ...]], stages: int) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
-    whole, _ = _analyse(step, homes, None, {})
+    whole, _ = _analyse(step, homes, None, {}, stages)
     # One more, not one less: BatchNorm takes no single sample.
     more = Step(**{**vars(step), "batch": map_tensors(lambda x: _one_more(x, samples), step.batch)})
     try:
-        larger, _ = _analyse(more, homes, None, {})
+        larger, _ = _analyse(more, homes, None, {}, stages)
     except Exception:  # a step may count on its batch size
         larger = None
     layouts: Layouts = {}
