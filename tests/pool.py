@@ -39,7 +39,7 @@ from typing import IO, Any
 
 from torch.distributed import TCPStore
 
-GRACE = 5.0  # seconds that the other ranks get to end once one has failed
+GRACE = 5.0  # seconds
 
 
 class RanksFailedError(RuntimeError):
@@ -79,6 +79,7 @@ class _Template:
 
     def close(self) -> None:
         self.socket.close()
+        self.process.kill()  # its own way out takes seconds
         self.process.wait()
 
 
@@ -134,7 +135,13 @@ class Pool:
         self.template: _Template | None = None
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        grace: float = GRACE,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank; returns the results by rank.
 
@@ -142,6 +149,7 @@ class Pool:
             world_size: how many ranks.
             function: a module-level function (it travels by name); its arguments and results must pickle.
             timeout: seconds until ranks that have not answered are killed.
+            grace: seconds that the others get to end once one rank has failed.
 
         Raises:
             RanksFailedError: a rank raised, died or did not answer in time.
@@ -159,7 +167,7 @@ class Pool:
             worker.connection.send_bytes(
                 pickle.dumps((function.__module__, function.__qualname__, args, kwargs, variables))
             )
-        results, reports = _collect(workers, starts, timeout)
+        results, reports = _collect(workers, starts, timeout, grace)
         del store
         if any(worker.lost for worker in workers):
             self.restart()
@@ -181,7 +189,9 @@ class Pool:
             self.template = None
 
 
-def _collect(workers: list[_Worker], starts: list[int], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(
+    workers: list[_Worker], starts: list[int], timeout: float, grace: float
+) -> tuple[dict[int, Any], dict[int, str]]:
     """Results and failure reports by rank; marks workers that died or hung as lost."""
     results: dict[int, Any] = {}
     reports: dict[int, str] = {}
@@ -201,7 +211,7 @@ def _collect(workers: list[_Worker], starts: list[int], timeout: float) -> tuple
                 results[rank] = answer
             else:
                 reports[rank] = answer
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
     for rank in waiting.values():
         workers[rank].lost = True
         reports[rank] = f"no answer after {timeout:g} s; stacks:\n{workers[rank].stacks(starts[rank])}"
