@@ -24,7 +24,7 @@ from lightning_par.verbs import gather as gather
 from lightning_par.verbs import leave as leave
 from lightning_par.verbs import scatter as scatter
 
-Verb = Literal["all_reduce", "all_gather", "broadcast", "all_to_all", "send", "recv"]
+Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 Kind = Literal["forward", "backward"]
 Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme"}  # what functions of sharded tensors send for
@@ -49,8 +49,8 @@ class Transfer:
         A message counts at its sender, under "send".
         """
         share = (self.ranks - 1) / self.ranks
-        shares = {"all_reduce": 2 * share, "all_gather": share, "all_to_all": share, "recv": 0.0}
-        return self.nbytes * shares.get(self.verb, 1.0)
+        shares = {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0, "recv": 0.0}
+        return self.nbytes * shares.get(self.verb, share)
 
 
 @dataclass
@@ -115,6 +115,10 @@ class Axis:
 
     by_sample = False
     """Whether its parts are samples that run one after another, so that a sum over it is a share of the whole."""
+    pretends = False
+    """Whether nothing moves along it, since tensors are fake."""
+    gradient_shares = False
+    """Whether each rank has a share of a replicated tensor's gradient, they sum to the whole; else each has all."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         self.name = name
@@ -133,7 +137,7 @@ class Axis:
 
     def entered(self, x: Tensor) -> Tensor:
         """`enter` ``x``, once for all that read the same tensor: their gradients then share one all-reduce."""
-        if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        if self.size == 1 or self.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
             return x
         key = id(x)
         known = self._entries.get(key)
@@ -145,6 +149,10 @@ class Axis:
         entry = enter(x, self)
         self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), x._version, entry)
         return entry
+
+    def spread(self, size: int) -> Any:
+        """`Positions` for ``size`` indices that the batch or a gathered result has; None to leave them whole."""
+        return None
 
     def about_to_gather(self, func: Any, x: Tensor) -> None:
         """Called before a function without a rule gathers ``x``. The planner's axis objects."""
@@ -187,6 +195,30 @@ class Axis:
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
         dist.all_gather(parts, x, group=self.group)
         return parts
+
+    def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
+        """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
+        own = parts[self.rank]
+        if self.size == 1:
+            return own
+        numel = sum(part.numel() for part in parts)
+        self._log("reduce_scatter", purpose, numel, numel * own.element_size())
+        out = torch.empty_like(own, memory_format=torch.contiguous_format)
+        dist.reduce_scatter(out, [part.contiguous() for part in parts], group=self.group)
+        return out
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
+        """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.
+
+        Returns:
+            The ``received[i]`` rows of each rank i, one after another.
+        """
+        if self.size == 1:
+            return x
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        self._log("all_to_all", purpose, x.numel(), x.numel() * x.element_size())
+        dist.all_to_all_single(out, x, received, sent, group=self.group)
+        return out
 
     def broadcast_(self, x: Tensor, purpose: str, source: int = 0) -> Tensor:
         """Overwrite the contiguous ``x`` with that of index ``source`` along the axis; returns it."""

@@ -35,9 +35,11 @@ class _Bucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.leaves)
 
-    def launch(self, axis: Axis) -> None:
+    def launch(self, axis: Axis, copies: int) -> None:
         parts = [_zeros(leaf) if leaf.grad is None else leaf.grad.reshape(-1) for leaf in self.leaves]
-        self.flat = torch.cat(parts).div_(axis.size)
+        self.flat = torch.cat(parts)
+        if copies > 1:
+            self.flat.div_(copies)
         self.work = axis.start_all_reduce_(self.flat, "gradients")
 
     def land(self) -> list[tuple[Tensor, Tensor]]:
@@ -69,14 +71,19 @@ class GradientSync:
 
     Args:
         module: its parameters are looked up anew before each backward; ``requires_grad`` may change on the way.
-        axis: the data axis.
+        axis: the ranks that hold the same weights: along data, and along the sequence, too.
         bucket_bytes: the size at which a bucket is full.
+        copies: how many of these ranks have a gradient of their own, to be averaged; None for all. Where there are
+            fewer than ranks, each rank along the sequence has a share of one, and the shares are summed.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, module: nn.Module, axis: Axis, bucket_bytes: int = BUCKET_BYTES, copies: int | None = None
+    ) -> None:
         self.blocked = False
         self._module = module
         self._axis = axis
+        self._copies = axis.size if copies is None else copies
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, Any] = {}
         self._buckets: list[_Bucket] = []
@@ -173,7 +180,7 @@ class GradientSync:
                 bucket = self._buckets[self._launched]
                 if not (everything or bucket.complete):
                     return
-                bucket.launch(self._axis)
+                bucket.launch(self._axis, self._copies)
                 self._launched += 1
 
     def _name(self, x: Tensor) -> str:
@@ -194,7 +201,7 @@ def _refuse_sparse(module: nn.Module) -> None:
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ValueError(
                 f"{name!r} is an {type(child).__name__} with sparse=True. Sparse gradients can't be averaged over the "
-                "data axis: make it with sparse=False, or give the model all devices (data_parallel_size=1)."
+                "data or the sequence axis: make it with sparse=False."
             )
 
 
@@ -276,21 +283,3 @@ def _join(part: Tensor, norm_type: float, axis: Axis) -> Tensor:
     if norm_type == float("inf"):
         return axis.all_reduce_(part.clone(), "clip", "max")
     return axis.all_reduce_(part**norm_type, "clip") ** (1 / norm_type)
-
-
-@torch.no_grad()
-def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
-    """Make an overflow that one rank's part of the gradients met known to the ranks that hold the others."""
-    if axis.size == 1:
-        return
-    flags = private.found_infs(scaler, optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = flags[0].device if flags else leaf(parameters[0]).device
-    met = torch.stack([flag.to(device).view(()) for flag in flags]).amax() if flags else torch.zeros((), device=device)
-    # Zero where no rank had a gradient: one device's scaler then raises.
-    shared = torch.stack([met, torch.full_like(met, float(bool(flags)))])
-    axis.all_reduce_(shared, "overflow", "max")
-    for flag in flags:
-        flag.fill_(shared[0])
-    if not flags and shared[1]:
-        private.note_overflow_flag(scaler, optimizer, shared[:1].clone())

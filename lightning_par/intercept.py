@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_par.random import streams
-from lightning_par.rules.table import on_gather
+from lightning_par.rules.table import announce_gather, sharded_again
 from lightning_par.rules.trial import run_by_sample
 from lightning_par.view import ShardedTensor, full
 
@@ -50,11 +50,12 @@ def _intercept_functions() -> None:
             if result is not NotImplemented:
                 return result
         if views:
-            on_gather(cls, views)
+            announce_gather(cls, views)
             args = tree_map(lambda x: full(x) if isinstance(x, Tensor) else x, args)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             args = (_replaying(args[0]), *args[1:])
-        return plain_apply(cls, *args, **kwargs)
+        result = plain_apply(cls, *args, **kwargs)
+        return sharded_again(result, views) if views else result
 
     torch.autograd.Function.apply = classmethod(functools.wraps(plain_apply)(apply))  # type: ignore[assignment]
 

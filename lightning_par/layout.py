@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.comm import Axis, Kind, Link
+from lightning_par.sequence.axis import SequenceAxis
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
 Size = int | Literal["auto"]
@@ -123,9 +124,9 @@ def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> 
 class Groups:
     """The axes through this rank, with their process groups.
 
-    ``replica`` holds the ranks that share this rank's copy of the model, ``world`` all of them. ``runs`` counts
-    the runs on these groups, ``linked`` holds the pairs of the pipeline axis that have groups for their messages; both
-    alike on all ranks.
+    ``replica`` holds the ranks that share this rank's copy of the model, ``gradients`` those that sum gradients of the
+    same weights, ``world`` all of them. ``runs`` counts the runs on these groups, ``linked`` holds the pairs of the
+    pipeline axis that have groups for their messages; both alike on all ranks.
     """
 
     layout: Layout
@@ -134,6 +135,7 @@ class Groups:
     sequence: Axis
     tensor: Axis
     replica: Axis
+    gradients: Axis
     world: Axis
     runs: Iterator[int] = field(default_factory=count, compare=False)
     linked: set[tuple[int, int]] = field(default_factory=set, compare=False)
@@ -156,6 +158,7 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
             "sequence": ("sequence",),
             "tensor": ("tensor",),
             "replica": ("pipeline", "sequence", "tensor"),
+            "gradients": ("data", "sequence"),
             "world": ("data", "pipeline", "sequence", "tensor"),
         }
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -223,4 +226,5 @@ def _make_axis(
         if len(line) > 1 and line not in made:
             everyone = len(line) == dist.get_world_size()
             made[line] = dist.group.WORLD if everyone else dist.new_group(list(line), timeout=timeout)
-    return Axis(name, own, own.index(me), made.get(own))
+    kind = SequenceAxis if name == "sequence" else Axis
+    return kind(name, own, own.index(me), made.get(own))

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 Array = np.ndarray
 
@@ -109,7 +110,8 @@ class Positions:
     def _cached(self, what: str, rank: int, device: torch.device, make: object) -> Tensor:
         key = (what, rank, device)
         if key not in self._on_device:
-            self._on_device[key] = torch.from_numpy(np.ascontiguousarray(make())).to(device)  # type: ignore[operator]
+            with unset_fake_temporarily():  # it is kept
+                self._on_device[key] = torch.from_numpy(np.ascontiguousarray(make())).to(device)  # type: ignore[operator]
         return self._on_device[key]
 
     # What a function makes of a sharded dim. `_new`, `agree` and `_rows` are all that symbols do differently.

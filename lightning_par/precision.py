@@ -5,8 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
+from lightning_par import private
 from lightning_par.comm import Axis
-from lightning_par.gradients import Counting, clip_by_norm, clip_by_value, share_overflows
+from lightning_par.gradients import Counting, clip_by_norm, clip_by_value
+from lightning_par.view import leaf
 
 
 def adapt(plugin: Any, replica: Axis, once: Counting | None = None) -> None:
@@ -45,3 +49,21 @@ def _clip_by_value(plugin: Any, optimizer: Any, clip_val: float) -> None:
 def _unscale(scaler: Any, replica: Axis, optimizer: Any) -> None:
     type(scaler).unscale_(scaler, optimizer)
     share_overflows(scaler, optimizer, replica)
+
+
+@torch.no_grad()
+def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
+    """Make an overflow that one rank's part of the gradients met known to the ranks that hold the others."""
+    if axis.size == 1:
+        return
+    flags = private.found_infs(scaler, optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = flags[0].device if flags else leaf(parameters[0]).device
+    met = torch.stack([flag.to(device).view(()) for flag in flags]).amax() if flags else torch.zeros((), device=device)
+    # Zero where no rank had a gradient: one device's scaler then raises.
+    shared = torch.stack([met, torch.full_like(met, float(bool(flags)))])
+    axis.all_reduce_(shared, "overflow", "max")
+    for flag in flags:
+        flag.fill_(shared[0])
+    if not flags and shared[1]:
+        private.note_overflow_flag(scaler, optimizer, shared[:1].clone())

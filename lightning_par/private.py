@@ -220,3 +220,8 @@ def in_backward() -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether user code runs when ``module`` is called, beside its forward; torch has no public word for it."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def in_functorch() -> bool:
+    """Whether a transform such as ``vmap`` runs: its tensors can't be wrapped. torch tells it by no public name."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -147,6 +147,7 @@ def record_step(
     *,
     shared: tuple[Any, ...] = (),
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    prepare: Callable[[Any], Any] | None = None,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -156,6 +157,7 @@ def record_step(
         batch: one batch, of any structure.
         shared: objects that the copy of the module shares with it, such as its trainer.
         context: entered around the step, for precision.
+        prepare: makes of the fake batch what the step is given.
 
     Example::
 
@@ -166,11 +168,11 @@ def record_step(
         assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
     """
     with torch.no_grad():
-        recording = _record(module, step, batch, shared, context)
+        recording = _record(module, step, batch, shared, context, prepare)
     if recording.stopped is None:
         return recording
     with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
-        again = _record(module, step, batch, shared, context)
+        again = _record(module, step, batch, shared, context, prepare)
     return again if len(again.events) >= len(recording.events) else recording
 
 
@@ -180,6 +182,7 @@ def _record(
     batch: Any,
     shared: tuple[Any, ...],
     context: Callable[[], contextlib.AbstractContextManager[Any]],
+    prepare: Callable[[Any], Any] | None,
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -199,7 +202,8 @@ def _record(
     with _generators_kept(), quiet(), mode, recorder, context():
         try:
             function = getattr(copy, step)
-            result = function(*_arguments(function, fake_batch))
+            given = fake_batch if prepare is None else prepare(fake_batch)
+            result = function(*_arguments(function, given))
             recorder.took_by(returned, result)
         except Exception as error:  # whatever the user's step may raise on fake tensors: the recording ends there
             stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"

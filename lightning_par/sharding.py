@@ -20,7 +20,7 @@ from lightning_par.tensor.shard import shard_module
 
 log = logging.getLogger(__name__)
 
-_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Sharding:
@@ -84,7 +84,7 @@ class Sharding:
         return make_plan(recording, self.groups.tensor.size, styles)
 
     def _record(self, trainer: Any, module: nn.Module, batch: Any) -> Recording:
-        step = _STEPS[trainer.state.fn.value]
+        step = STEPS[trainer.state.fn.value]
         if batch is None:
             names: dict[int, list[str]] = {}
             parameters = {id(p): p for p in module.parameters()}

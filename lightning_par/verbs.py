@@ -9,6 +9,16 @@
 
 Each is the other's backward in its pair, so gradients of gradients are right too. The convention: the gradient of a
 replicated tensor is whole and equal on every rank (Megatron-LM, arXiv 1909.08053, figure 3).
+
+An axis with ``gradient_shares`` has another one: each rank holds a share of a replicated tensor's gradient, and the
+shares sum to the whole. Every verb's backward is then its adjoint::
+
+    enter   identity                               backward: identity
+    leave   partial sums -> replicated             backward: all-reduce
+    gather  sharded -> replicated                  backward: reduce-scatter
+    scatter replicated -> sharded                  backward: own part among zeros
+
+So parameters that all ranks hold need nothing during backward, and one sum at its end.
 """
 
 from __future__ import annotations
@@ -44,12 +54,13 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return enter(grad, ctx.axis, ctx.purpose), None, None
+        summed = leave if ctx.axis.gradient_shares else enter
+        return summed(grad, ctx.axis, ctx.purpose), None, None
 
 
 def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
-    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+    if axis.size == 1 or axis.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _Enter.apply(x, axis, purpose)
 
@@ -67,7 +78,20 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return scatter(grad, *ctx.args), None, None, None, None
+        back = sum_scatter if ctx.args[2].gradient_shares else scatter
+        return back(grad, *ctx.args), None, None, None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+        ctx.args = dim, positions, axis, purpose
+        parts = [_part_of_rank(x.detach(), dim, positions, rank).contiguous() for rank in range(axis.size)]
+        return axis.reduce_scatter(parts, purpose)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gather(grad, *ctx.args), None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -78,14 +102,25 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return gather(grad, *ctx.args), None, None, None, None
+        back = _among_zeros if ctx.args[2].gradient_shares else gather
+        return back(grad, *ctx.args), None, None, None, None
+
+
+def _among_zeros(part: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
+    zeros = part.new_zeros((*part.shape[:dim], positions.size, *part.shape[dim + 1 :]))
+    return zeros.index_copy(dim, positions.index(axis.rank, part.device), part)
+
+
+def _part_of_rank(x: Tensor, dim: int, positions: Positions, rank: int) -> Tensor:
+    """A view where the part lies in one piece."""
+    own = positions.indices(rank)
+    if len(own) and own[-1] - own[0] + 1 == len(own):
+        return x.narrow(dim, int(own[0]), len(own))
+    return x.index_select(dim, positions.index(rank, x.device))
 
 
 def _own_part(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor:
-    own = positions.indices(axis.rank)
-    if len(own) and own[-1] - own[0] + 1 == len(own):
-        return x.narrow(dim, int(own[0]), len(own)).contiguous()
-    return x.index_select(dim, positions.index(axis.rank, x.device))
+    return _part_of_rank(x, dim, positions, axis.rank).contiguous()
 
 
 def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
@@ -109,6 +144,11 @@ def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str =
     if x.requires_grad and torch.is_grad_enabled():
         return _Gather.apply(x, dim, positions, axis, purpose)
     return _gathered(x, dim, positions, axis, purpose)
+
+
+def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
+    """This rank's part of the sum over the axis of the partial sums ``x`` along ``dim``."""
+    return x if axis.size == 1 else _SumScatter.apply(x, dim, positions, axis, purpose)
 
 
 def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:

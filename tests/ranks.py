@@ -1,7 +1,8 @@
 """The ranks of one mesh axis as threads of this process, for tests of what needs no process group.
 
 One rank runs at a time, until it meets a collective; the others then run up to theirs. What torch and this package
-keep once a process (the generator, the streams of sharded draws) is exchanged with the rank, so each has its own.
+keep once a process (the generator, the streams of sharded draws, who shares gradients) is exchanged with the rank, so
+each has its own.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import random
+from lightning_par import random, shares
 from lightning_par.comm import Axis
+from lightning_par.sequence.axis import SequenceAxis
 
 _PATIENCE = 30.0  # seconds; a wait this long is a deadlock that the checks below did not see
 
@@ -32,6 +34,7 @@ class _Meeting:
         self.round = 0
         self.finished = 0
         self.failures: list[str] = []
+        self.mail: dict[Any, list[Tensor]] = {}  # sent and not yet received, by (sender, receiver, tag)
 
     def exchange(self, rank: int, what: Any, value: Any) -> list[Any]:
         """Every rank's ``value``; ``what`` must be equal on all."""
@@ -66,6 +69,19 @@ class _Meeting:
         self.lock.notify_all()
         raise _Stopped
 
+    def send(self, key: Any, value: Tensor) -> None:
+        self.mail.setdefault(key, []).append(value)
+        self.lock.notify_all()
+
+    def receive(self, key: Any) -> Tensor:
+        """The next message for ``key``."""
+        state = _process_state()
+        self.lock.wait_for(lambda: self.mail.get(key) or self.failures, timeout=_PATIENCE)
+        _restore(state)
+        if not self.mail.get(key):
+            self.fail(f"nobody sends the message (sender, receiver, tag) {key}")
+        return self.mail[key].pop(0)
+
     def finish(self) -> None:
         self.finished += 1
         self._look_for_deadlock()
@@ -75,13 +91,32 @@ class _Stopped(BaseException):
     """Another rank failed."""
 
 
-def _process_state() -> tuple[Tensor, random.Streams]:
-    return torch.default_generator.get_state(), dataclasses.replace(random.streams)
+def _process_state() -> tuple[Tensor, random.Streams, tuple[Axis, ...]]:
+    return torch.default_generator.get_state(), dataclasses.replace(random.streams), shares._axes
 
 
-def _restore(state: tuple[Tensor, random.Streams]) -> None:
+def _restore(state: tuple[Tensor, random.Streams, tuple[Axis, ...]]) -> None:
     torch.default_generator.set_state(state[0])
     vars(random.streams).update(vars(state[1]))
+    shares._axes = state[2]
+
+
+class _Received:
+    """A message on its way into ``x``."""
+
+    def __init__(self, meeting: _Meeting, key: Any, x: Tensor) -> None:
+        self.meeting, self.key, self.x = meeting, key, x
+
+    def wait(self) -> None:
+        value = self.meeting.receive(self.key)
+        assert (value.shape, value.dtype) == (self.x.shape, self.x.dtype), "sent and received tensors differ in form"
+        with torch.no_grad():
+            self.x.copy_(value)
+
+
+class _Sent:
+    def wait(self) -> None:
+        """It has left at once."""
 
 
 class ThreadAxis(Axis):
@@ -127,6 +162,36 @@ class ThreadAxis(Axis):
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
         return [part.clone() for part in self._meet("all_gather", purpose, x)]
 
+    def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
+        if self.size == 1:
+            return parts[0]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        self._log("reduce_scatter", purpose, flat.numel(), flat.numel() * flat.element_size())
+        total = sum(self._meet("reduce_scatter", purpose, flat))
+        own = total.split([part.numel() for part in parts])[self.rank]  # type: ignore[union-attr]
+        return own.clone().view(parts[self.rank].shape)
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
+        if self.size == 1:
+            return x
+        assert x.is_contiguous() and sum(sent) == len(x)
+        self._log("all_to_all", purpose, x.numel(), x.numel() * x.element_size())
+        pieces = [piece.clone() for piece in x.detach().split(sent)]
+        got = [each[self.rank] for each in self._meet("all_to_all", purpose, pieces)]
+        assert [len(piece) for piece in got] == received
+        return torch.cat(got)
+
+    def start_send(self, x: Tensor, to: int, purpose: str, link: Any = None, tag: int = 0) -> Any:
+        assert type(x) is Tensor and x.is_contiguous()
+        self._log("send", purpose, x.numel(), x.numel() * x.element_size(), 2)
+        self._meeting.send((self.rank, to, tag), x.detach().clone())
+        return _Sent()
+
+    def start_recv_(self, x: Tensor, source: int, purpose: str, link: Any = None, tag: int = 0) -> Any:
+        assert type(x) is Tensor and x.is_contiguous()
+        self._log("recv", purpose, x.numel(), x.numel() * x.element_size(), 2)
+        return _Received(self._meeting, (source, self.rank, tag), x)
+
     def broadcast_(self, x: Tensor, purpose: str, source: int = 0) -> Tensor:
         if self.size > 1:
             self._log("broadcast", purpose, x.numel(), x.numel() * x.element_size())
@@ -140,7 +205,15 @@ class ThreadAxis(Axis):
         return list(self._meet("all_gather_object", purpose, value)) if self.size > 1 else [value]
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+class SequenceThreadAxis(ThreadAxis, SequenceAxis):
+    """A sequence axis whose ranks are threads."""
+
+    def __init__(self, size: int, rank: int, meeting: _Meeting, name: str = "sequence") -> None:
+        super().__init__(size, rank, meeting, name)
+        self.zigzag, self.attention = False, None
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: type[ThreadAxis] = ThreadAxis) -> list[Any]:
     """``function(axis, *args)`` on ``size`` ranks; their results in rank order.
 
     Example::
@@ -151,7 +224,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         assert run_ranks(3, total) == [3, 3, 3]
     """
     if size == 1:
-        return [function(ThreadAxis(1, 0, _Meeting(1)), *args)]
+        return [function(kind(1, 0, _Meeting(1)), *args)]
     meeting = _Meeting(size)
     results: list[Any] = [None] * size
     start = _process_state()
@@ -160,7 +233,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         with meeting.lock:
             _restore(start)
             try:
-                results[rank] = function(ThreadAxis(size, rank, meeting), *args)
+                results[rank] = function(kind(size, rank, meeting), *args)
                 meeting.finish()
             except _Stopped:
                 pass

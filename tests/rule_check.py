@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_par import comm
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
+from lightning_par.shares import shared_over
 from lightning_par.view import ShardedTensor
-from tests.ranks import run_ranks
+from tests.ranks import ThreadAxis, run_ranks
 
 KINDS = ("even", "uneven", "zigzag", "empty")
 RANKS = {"one": 1, "even": 2, "uneven": 2, "zigzag": 2, "empty": 3}
@@ -99,16 +100,20 @@ def _leaf(x: Tensor, case: Case) -> Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point() and case.grad)
 
 
-def check(case: Case, kinds: Sequence[str] = KINDS) -> None:
-    """Run ``case`` sharded by each of its layouts, with positions of each of ``kinds``, and compare with the whole."""
+def check(case: Case, kinds: Sequence[str] = KINDS, axis: type[ThreadAxis] = ThreadAxis) -> None:
+    """Run ``case`` sharded by each of its layouts, with positions of each of ``kinds``, and compare with the whole.
+
+    On a sequence axis it may be local or not: there is more that runs locally, and what gathers is sharded again.
+    """
     leaves = [_leaf(x, case) for x in case.inputs]
     whole = outputs(case.call(*_arguments(leaves, case)))
     loss = _loss(whole, whole)
     if loss is not None:
         loss.backward()
     for kind in kinds:
-        tried = replace(case, local=None) if kind == "empty" and not case.empty else case
-        run_ranks(RANKS[kind], _check_layouts, tried, kind, leaves, whole)
+        free = axis.gradient_shares or (kind == "empty" and not case.empty)
+        tried = replace(case, local=None) if free else case
+        run_ranks(RANKS[kind], _check_layouts, tried, kind, leaves, whole, kind=axis)
 
 
 def _check_layouts(axis: Any, case: Case, kind: str, leaves: list[Tensor], whole: list[Any]) -> None:
@@ -172,13 +177,16 @@ def _check_rank(axis: Any, case: Case, reference: list[Tensor], places: list[Any
     loss = _loss(results, whole)
     if loss is None:
         return
-    loss.backward()
+    with shared_over([axis]):
+        loss.backward()
     low = any(isinstance(x, Tensor) and x.dtype in _LOW for x in whole)
     for number, (leaf, x, place) in enumerate(zip(leaves, reference, places)):
         if x.grad is None:
             assert leaf.grad is None or not leaf.grad.any(), f"input {number} has a gradient, and should not"
             continue
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if place is None and axis.gradient_shares:
+            grad = axis.all_reduce_(grad.contiguous(), "check")
         expected = x.grad if place is None else comm._own_part(x.grad, *place, axis)
         _close(grad, expected, f"gradient of input {number}", low)
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_par.comm import Axis, ledger
-from lightning_par.gradients import GradientSync, clip_by_norm, share_overflows
+from lightning_par.gradients import GradientSync, clip_by_norm
 from lightning_par.layout import Layout, make_groups
 from lightning_par.optimizers import adopt
 from lightning_par.pipeline.elsewhere import ElsewhereError, is_elsewhere
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.weights import Once, Placement, bring_back, send_away
 from lightning_par.positions import Positions
+from lightning_par.precision import share_overflows
 from lightning_par.state import unshard_optimizer_state, whole_model_state, whole_optimizer_state
 from lightning_par.tensor.plan import Split, TensorPlan
 from lightning_par.tensor.shard import shard_module, unshard_module

@@ -29,6 +29,12 @@ def scaled_dot_product_attention(
     """Query, key and value (..., heads, T, d) sharded along a dim before the last two: each head by itself."""
     lead = next(x for x in (query, key, value, attn_mask) if isinstance(x, ShardedTensor))
     dim, axis = lead._dim - lead.ndim, lead._axis
+    if axis.gradient_shares and isinstance(query, ShardedTensor) and query._dim == query.ndim - 2:
+        if axis.pretends:
+            return query.with_local(query._local.new_empty((*query._local.shape[:-1], value.shape[-1])))
+        from lightning_par.sequence.attention import attention
+
+        return attention(func, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if dim >= -2 or not isinstance(query, ShardedTensor) or query._dim - query.ndim != dim:
         return NotImplemented
     heads = query._positions

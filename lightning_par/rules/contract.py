@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_par import comm
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
-from lightning_par.rules.table import rule, view
+from lightning_par.rules.table import gathered, moves, rule, view
 from lightning_par.view import ShardedTensor, full
 
 Letters = Sequence[object]
@@ -38,6 +38,19 @@ def sharded_letter(operands: Sequence[Tensor], letters: Sequence[Letters]) -> Cu
     return found
 
 
+def along_one_letter(operands: Sequence[Tensor], letters: Sequence[Letters], result: Letters) -> Sequence[Tensor]:
+    """Where sequences meet along several letters, as queries and keys do, all but one of the result's are gathered."""
+    sharded = [i for i, x in enumerate(operands) if isinstance(x, ShardedTensor) and x._axis.spread(x.shape[x._dim])]
+    if len(sharded) < 2 or sharded_letter(operands, letters) is not None:
+        return operands
+    axes = {id(operands[i]._axis) for i in sharded}  # type: ignore[attr-defined]
+    kept = [i for i in sharded if letters[i][operands[i]._dim] in result]  # type: ignore[attr-defined]
+    if len(axes) > 1 or not kept:
+        return operands
+    lead = max(kept, key=lambda i: (moves(operands[i]), operands[i].numel(), -i))  # type: ignore[arg-type]
+    return [gathered(x) if i in sharded and i != lead else x for i, x in enumerate(operands)]  # type: ignore[arg-type]
+
+
 def local_operands(operands: Sequence[Tensor], letters: Sequence[Letters], cut: Cut) -> list[Tensor] | None:
     """This rank's part of each operand: cut where it has the sharded letter, else entered.
 
@@ -51,7 +64,7 @@ def local_operands(operands: Sequence[Tensor], letters: Sequence[Letters], cut: 
         elif letter in names:
             if operand.shape[list(names).index(letter)] != positions.size:
                 return None  # of size 1, it broadcasts
-            if operand.is_leaf and operand.requires_grad:
+            if operand.is_leaf and operand.requires_grad and not axis.gradient_shares:
                 return None
             local.append(comm.scatter(operand, list(names).index(letter), positions, axis))
         else:
@@ -63,6 +76,7 @@ def contract(
     run: Callable[..., Tensor], operands: Sequence[Tensor], letters: Sequence[Letters], result: Letters
 ) -> Tensor:
     """``run`` on the local parts of ``operands``, whose dims are named by ``letters``, giving dims ``result``."""
+    operands = along_one_letter(operands, letters, result)
     cut = sharded_letter(operands, letters)
     local = None if cut is None else local_operands(operands, letters, cut)
     if cut is None or local is None:

@@ -17,7 +17,7 @@ from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.rules.pick import gather_beside
 from lightning_par.rules.reduce import accumulated_in, kernel_dtype, peak
-from lightning_par.rules.table import rule, view
+from lightning_par.rules.table import moves, rule, view
 from lightning_par.view import ShardedTensor, full
 
 
@@ -51,12 +51,15 @@ class _CrossEntropy(torch.autograd.Function):
         softmax = shifted.exp_()
         total = axis.all_reduce_(softmax.sum(1, keepdim=True), "loss")
         ctx.save_for_backward(softmax.div_(total), place, elsewhere)
+        ctx.axis = axis
         return (total.log() - target_logit).squeeze(1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, place, elsewhere = ctx.saved_tensors
+        if ctx.axis.gradient_shares:
+            grad = ctx.axis.all_reduce_(grad.clone(memory_format=torch.contiguous_format), "loss")
         grad = grad.unsqueeze(1)
         x_grad = softmax * grad
         if softmax.shape[1]:
@@ -202,8 +205,9 @@ def gather(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     dim %= x.ndim
     if not isinstance(x, ShardedTensor) or dim != x._dim:
         return gather_beside(func, x, dim, index)
-    if isinstance(index, ShardedTensor):
+    if isinstance(index, ShardedTensor) and moves(index):
         return NotImplemented
+    index = full(index)
     if func.__name__ == "take_along_dim" and any(index.shape[d] != x.shape[d] for d in range(x.ndim) if d != dim):
         return NotImplemented  # it broadcasts
     place, elsewhere = _own_classes(index, x)

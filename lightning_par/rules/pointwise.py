@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_par.rules.table import aligned, refuse_lost_write, rule, view, writes
+from lightning_par.rules.table import aligned, moves, refuse_lost_write, rule, view, writes
 from lightning_par.view import ShardedTensor, full
 
 _BINARY = "add sub mul div truediv floordiv floor_divide mod pow remainder fmod eq ne lt le gt ge and or xor"
@@ -60,9 +60,9 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lead(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """The sharded argument of most dims: the others are cut as it is."""
+    """The sharded argument of most dims: the others are cut as it is, best those that are whole here anyway."""
     views = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedTensor)]
-    return max(views, key=lambda x: x.ndim)
+    return max(views, key=lambda x: (moves(x), x.ndim))
 
 
 @rule("to", "type")

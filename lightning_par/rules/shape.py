@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.positions import Positions, fold_group
+from lightning_par.rules.along import join_along, one_index, one_index_a_row
 from lightning_par.rules.pick import fill_flagged, own_rows
 from lightning_par.rules.table import aligned, copied, refuse_lost_write, rule, view
 from lightning_par.view import ShardedTensor
@@ -179,7 +180,7 @@ def unbind(func: Any, x: ShardedTensor, dim: int = 0) -> Any:
 def select(func: Any, x: ShardedTensor, dim: int, index: int) -> Any:
     dim %= x.ndim
     if dim == x._dim:
-        return NotImplemented
+        return one_index(x, index) if type(index) is int else NotImplemented
     return view(x._local.select(dim, index), x._dim - (dim < x._dim), x._positions, x._axis)
 
 
@@ -216,7 +217,7 @@ def getitem(func: Any, x: Any, key: Any) -> Any:
         return NotImplemented
     found = _basic(x, key)
     if found is None:
-        return own_rows(x, key)
+        return _token(x, key)
     items, place, item = found
     start, stop, step = item.indices(x.shape[x._dim])
     if (start, stop, step) != (0, x.shape[x._dim], 1):
@@ -224,6 +225,21 @@ def getitem(func: Any, x: Any, key: Any) -> Any:
     items[place] = slice(None)
     dim = sum(not isinstance(other, int) for other in items[:place])
     return view(x._local[tuple(items)], dim, x._positions, x._axis)
+
+
+def _token(x: ShardedTensor, key: Any) -> Any:
+    """An index of the sharded dim itself."""
+    items = list(key) if isinstance(key, tuple) else [key]
+    if all(item is Ellipsis or type(item) in (int, slice) for item in items):
+        at = items.index(Ellipsis) if Ellipsis in items else len(items)
+        dim = x._dim if x._dim < at else x._dim - x.ndim + len(items)
+        if dim < len(items) and type(items[dim]) is int:
+            picked = one_index(x, items[dim])
+            rest = tuple(items[:dim] + items[dim + 1 :])
+            return picked if picked is NotImplemented or not rest else picked[rest]
+        return NotImplemented
+    picked = one_index_a_row(x, key)
+    return own_rows(x, key) if picked is NotImplemented else picked
 
 
 @rule("__setitem__")
@@ -267,7 +283,9 @@ def cat(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
 
 def _cat_with_plain(parts: list[Tensor], dim: int, lead: ShardedTensor) -> Any:
     """Plain parts are cut as the sharded one is, where they are joined along another dim."""
-    if dim % lead.ndim == lead._dim or any(x.ndim != lead.ndim for x in parts) or lead.shape[lead._dim] == 1:
+    if dim % lead.ndim == lead._dim:
+        return join_along(parts, dim, lead)
+    if any(x.ndim != lead.ndim for x in parts) or lead.shape[lead._dim] == 1:
         return NotImplemented
     local = [aligned(x, lead._dim - lead.ndim, lead._positions, lead._axis) for x in parts]
     if any(x is None for x in local):

@@ -32,6 +32,8 @@ _ALIASES = {
     "split_sizes": "split_size", "indices_or_sections": "chunks", "sections": "chunks",
 }  # fmt: skip
 
+_running: Any = None  # the function whose rule runs
+
 gathers: Counter[tuple[str, str]] = Counter()
 """How often a function without a rule gathered its arguments, by (function, file:line)."""
 
@@ -53,11 +55,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _resolved[func]
     except KeyError:
         found = _resolved[func] = _resolve(func)
+    global _running
     if found is not None:
+        _running = func
         result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
         if result is not NotImplemented:
             return result
-    return _gathered(func, args, kwargs)
+    return run_whole(func, args, kwargs)
 
 
 def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,6 +135,8 @@ def is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
     """Count and report a function that gathers, once by name and line."""
+    if views[0].axis.pretends:
+        return
     name = getattr(func, "__name__", str(func))
     place = user_line()
     gathers[name, place] += 1
@@ -149,7 +155,8 @@ def user_line() -> str:
     return "an unknown line"
 
 
-def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on gathered arguments."""
     views: list[ShardedTensor] = []
     tree_map(lambda t: views.append(t) if isinstance(t, ShardedTensor) else None, (args, kwargs))
     if views[0].axis.by_sample:
@@ -158,9 +165,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = run_by_sample(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    for view in views:
-        view.axis.about_to_gather(func, view)
-    on_gather(func, views)
+    announce_gather(func, views)
     written = _written(func, args, kwargs)
     for target in written:
         refuse_lost_write(func, target)
@@ -177,7 +182,34 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*whole_args, **whole_kwargs)
     for target in written:
         _write_back(func, target, wholes[id(target)])
-    return tree_map(lambda x: next((t for t in written if x is wholes[id(t)]), x), result) if written else result
+    if written:
+        return tree_map(lambda x: next((t for t in written if x is wholes[id(t)]), x), result)
+    return sharded_again(result, views)
+
+
+def announce_gather(func: Any, views: list[ShardedTensor]) -> None:
+    """Tell the axes and the user that ``func`` runs on whole tensors."""
+    moved = [view for view in views if moves(view)]
+    for view in moved:
+        view.axis.about_to_gather(func, view)
+    if moved:
+        on_gather(func, moved)
+
+
+def sharded_again(result: Any, views: list[ShardedTensor]) -> Any:
+    """What a function made of gathered sequences is cut again, where the sequence is still to be seen in it."""
+    lead = next((view for view in views if moves(view)), views[0])
+    if lead.axis.spread(lead.shape[lead._dim]) is None:
+        return result
+    return tree_map(lambda x: _cut_like(x, lead) if type(x) is Tensor else x, result)
+
+
+def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:
+    dim, size = lead._dim, lead.shape[lead._dim]
+    if x.ndim <= dim or x.shape[dim] < size // 2 or (x.ndim != lead.ndim and x.shape[dim] != size):
+        return x
+    positions = lead._positions if x.shape[dim] == size else lead.axis.spread(x.shape[dim])
+    return x if positions is None else view(comm.scatter(x, dim, positions, lead.axis), dim, positions, lead.axis)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
@@ -197,6 +229,19 @@ def _write_back(func: Any, target: ShardedTensor, whole: Tensor) -> None:
     initialises = (getattr(func, "__module__", None) or "").startswith("torch.nn.init")
     with torch.no_grad() if leaf and initialises else contextlib.nullcontext():
         target._local.copy_(target.part_of(whole))
+
+
+def gathered(x: ShardedTensor) -> Tensor:
+    """All of ``x`` for the rule that runs, reported as a gather unless it is there already."""
+    if moves(x):
+        x._axis.about_to_gather(_running, x)
+        on_gather(_running, [x])
+    return comm.gather(x._local, x._dim, x._positions, x._axis) if moves(x) else x.full_tensor()
+
+
+def moves(x: ShardedTensor) -> bool:
+    """Whether making ``x`` whole takes communication."""
+    return type(x) is ShardedTensor
 
 
 def copied(x: Tensor) -> Tensor:
@@ -239,11 +284,14 @@ def enter(x: Any, axis: Axis) -> Any:
 def aligned(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor | None:
     """This rank's part of ``x`` cut along ``dim`` (negative) as ``positions`` say, or all of it where it broadcasts.
 
-    None where ``x`` is sharded otherwise, or has another size there.
+    None where ``x`` has another size there, or is sharded otherwise; along the sequence it is then sharded anew.
     """
     if isinstance(x, ShardedTensor):
-        same = x._dim - x.ndim == dim and x._axis is axis and x._positions.agree(positions)
-        return x._local if same else None
+        if x._dim - x.ndim == dim and x._axis is axis and x._positions.agree(positions):
+            return x._local
+        if x._axis is not axis or axis.spread(x.shape[x._dim]) is None:
+            return None
+        x = gathered(x)
     if x.ndim < -dim or x.shape[dim] == 1:
         return enter(x, axis)
     return comm.scatter(x, dim % x.ndim, positions, axis) if x.shape[dim] == positions.size else None

@@ -48,7 +48,8 @@ class StrategyMixin(StepsMixin, SavingMixin):
         self._shard_model(trainer)
         self._close_gradients()
         if fitting:
-            self._gradients = GradientSync(self.model, self.groups.data)
+            along = self.groups.data if self.groups.sequence.size == 1 else self.groups.gradients
+            self._gradients = GradientSync(self.model, along, copies=self.groups.data.size)
             self.setup_optimizers(trainer)
             self._adopt_optimizers()
         self.setup_precision_plugin()
@@ -93,7 +94,7 @@ class StrategyMixin(StepsMixin, SavingMixin):
     def _share_metrics(self) -> None:
         if self.lightning_module is not None:
             gather_metrics_over(self.groups.data, self.lightning_module)
-            if self.groups.tensor.size > 1:
+            if self.groups.tensor.size > 1 or self.groups.sequence.size > 1:
                 hand_metrics_whole_tensors(self.lightning_module)
 
     # Metrics may be made in a hook that runs after `setup`.

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_par import generators
 from lightning_par.batch import broadcast_batch
 from lightning_par.random import streams
+from lightning_par.shares import shared_over
 from lightning_par.strategy.ranks import RanksMixin
 from lightning_par.view import ShardedTensor, full
 
@@ -32,9 +33,11 @@ class StepsMixin(RanksMixin):
             generators.unpack_state(state)
         return batch
 
-    def _step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _step(self) -> Generator[None, None, None]:
         """What all ranks run alike: sharded tensors talk without asking whether their peers are there."""
-        return nullcontext() if self._meeting is None else self._meeting.step()
+        with shared_over([self.groups.sequence]), nullcontext() if self._meeting is None else self._meeting.step():
+            yield
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._step():
@@ -44,22 +47,26 @@ class StepsMixin(RanksMixin):
         with self._step():
             return super().optimizer_step(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self._draws(self.lightning_module.trainer.fit_loop.total_batch_idx):
-            return _whole(super().training_step(*args, **kwargs))
+            return _whole(super().training_step(self._marked(batch), *args, **kwargs))
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._draws_of_evaluation():
-            return _whole(super().validation_step(*args, **kwargs))
+            return _whole(super().validation_step(self._marked(batch), *args, **kwargs))
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._draws_of_evaluation():
-            return _whole(super().test_step(*args, **kwargs))
+            return _whole(super().test_step(self._marked(batch), *args, **kwargs))
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._draws_of_evaluation():
-            return _whole(super().predict_step(*args, **kwargs))
+            return _whole(super().predict_step(self._marked(batch), *args, **kwargs))
+
+    def _marked(self, batch: Any) -> Any:
+        """The batch, whose sequences are known as such where they are to be split."""
+        return batch
 
     @contextmanager
     def _draws(self, step: int) -> Generator[None, None, None]:

@@ -1,0 +1,238 @@
+"""What the batch alone determines: whole on every rank, and cut along the sequence where it meets a shard.
+
+All ranks along the sequence axis get the same batch. Masks, positions, shifted labels and the like, made of it, are
+computed whole, with no communication, by whatever function. Where such a tensor meets a parameter or a sharded
+activation it is sharded, along the dim that is known to be the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par import comm, private
+from lightning_par.positions import Positions
+from lightning_par.rules.table import RULES, dispatch, run_whole, writes
+from lightning_par.sequence.axis import SequenceAxis
+from lightning_par.view import ShardedTensor
+
+_SLICES = {"__getitem__", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "select"}
+_NOT_TENSORS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+_dims: dict[Any, tuple[tuple[int, Positions] | None, ...]] = {}
+
+
+class BatchTensor(ShardedTensor):
+    """A whole tensor that knows which dim is the sequence; to rules it is a shard, whose local part is cut on demand.
+
+    Args:
+        whole: plain, the same on all ranks.
+        dim: the sequence, from 0.
+        positions: who holds which index of the dim.
+        axis: the sequence axis.
+
+    Example::
+
+        axis = SequenceAxis("sequence", ranks=(0,), rank=0, group=None)
+        ids = BatchTensor(torch.tensor([[1, 2], [3, 4]]), 1, Positions.of([0, 0]), axis)
+        assert (ids != 2).sum().item() == 3
+    """
+
+    _whole: Tensor
+    _cut: tuple[int, Tensor] | None
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, dim: int, positions: Positions, axis: Any) -> BatchTensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            self = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+        self._whole, self._dim, self._positions, self._axis = whole, dim, positions, axis
+        self._cut = None
+        return self
+
+    @property
+    def _local(self) -> Tensor:  # type: ignore[override]
+        whole = self._whole
+        if whole.requires_grad:
+            return comm.scatter(whole, self._dim, self._positions, self._axis)
+        if self._cut is None or self._cut[0] != whole._version:
+            self._cut = whole._version, comm._own_part(whole, self._dim, self._positions, self._axis)
+        return self._cut[1]
+
+    def full_tensor(self, purpose: str = "gather") -> Tensor:
+        """The whole tensor; no communication."""
+        return self._whole
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._whole.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._whole.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> BatchTensor:  # type: ignore[override]
+        self._whole.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Summed over the ranks' shares; all of them must ask."""
+        grad = self._whole.grad
+        return None if grad is None else comm.leave(grad, self._axis)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._whole.grad = value
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._whole.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self._whole.grad_fn
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchTensor:
+        import copy
+
+        return BatchTensor(copy.deepcopy(self._whole, memo), self._dim, self._positions, self._axis)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # type: ignore[override]
+        return self._whole.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name != "grad" and all(map(_of_batch, tree_leaves((args, kwargs)))):
+            return _computed_whole(func, args, kwargs)
+        if writes(name) and args and isinstance(args[0], BatchTensor):
+            return run_whole(func, args, kwargs)  # a rule would write into a part that was cut for it
+        return dispatch(func, args, kwargs)
+
+
+def _of_batch(x: Any) -> bool:
+    """Whether an argument is no shard and no weight."""
+    if not isinstance(x, Tensor) or isinstance(x, BatchTensor):
+        return True
+    return not isinstance(x, ShardedTensor | nn.Parameter) and not x.requires_grad
+
+
+def _computed_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, BatchTensor)]
+    whole_args, whole_kwargs = tree_map(lambda x: x._whole if isinstance(x, BatchTensor) else x, (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
+    if private.in_functorch() or not isinstance(result, Tensor | tuple | list):
+        return result
+    outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    known = {id(x._whole): x for x in given}
+    if all(id(x) in known for x in outputs):  # written in place, or handed through
+        return tree_map(lambda x: known[id(x)] if isinstance(x, Tensor) else x, result)
+    places = iter(_places(func, args, kwargs, outputs, given[0]))
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        place = next(places)
+        return x if place is None else BatchTensor(x, *place, given[0]._axis)
+
+    return tree_map(wrapped, result)
+
+
+def _places(
+    func: Any, args: Any, kwargs: Any, outputs: list[Tensor], lead: BatchTensor
+) -> tuple[tuple[int, Positions] | None, ...]:
+    """The dim of each output that is the sequence, and who holds what of it; None where it has none."""
+    leaves = tree_leaves((args, kwargs))
+    key = (func, tuple(map(_described, leaves)), tuple(x.shape for x in outputs), lead._axis.ranks)
+    if key not in _dims:
+        _dims[key] = tuple(_tried(func, args, kwargs, outputs, lead))
+    return _dims[key]
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, BatchTensor):
+        return tuple(x.shape), x.dtype, x._dim, x._positions
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    return x if isinstance(x, _NOT_TENSORS) else repr(x)
+
+
+def _tried(
+    func: Any, args: Any, kwargs: Any, outputs: list[Tensor], lead: BatchTensor
+) -> list[tuple[int, Positions] | None]:
+    """By the rule of ``func`` on shapes alone; where it has none, an output of the same length is taken for one."""
+    shards: list[Any] = [None] * len(outputs)
+    found = RULES.get(getattr(func, "__name__", ""))
+    draws = found is not None and found.__module__.endswith(".random")  # a trial would move the streams
+    if found is not None and not draws and not writes(func.__name__):
+        silent = _Silent(lead._axis)
+        fake_args, fake_kwargs = tree_map(lambda x: silent.shape_of(x), (args, kwargs))
+        try:
+            result = dispatch(func, fake_args, fake_kwargs)
+            shards = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        except Exception:  # a rule may look at values; then the lengths are compared
+            shards = [None] * len(outputs)
+    return [_place(func, out, shard, lead) for out, shard in zip(outputs, shards, strict=False)]
+
+
+def _place(func: Any, out: Tensor, shard: Any, lead: BatchTensor) -> tuple[int, Positions] | None:
+    axis: Any = lead._axis
+    if isinstance(shard, ShardedTensor):
+        if out.shape != shard.shape:
+            return None
+        if getattr(func, "__name__", "") in _SLICES:  # a shorter sequence is spread anew: nothing has to move
+            positions = axis.spread(out.shape[shard._dim])
+            return None if positions is None else (shard._dim, positions)
+        return shard._dim, shard._positions
+    if out.ndim > lead._dim and out.shape[lead._dim] == lead.shape[lead._dim]:
+        return lead._dim, lead._positions
+    return None
+
+
+class _Silent(SequenceAxis):
+    """Moves nothing, for trials of rules on shapes alone."""
+
+    def __init__(self, axis: Any) -> None:
+        super().__init__(axis.name, axis.ranks, axis.rank, None)
+        self.zigzag = getattr(axis, "zigzag", False)
+
+    def shape_of(self, x: Any) -> Any:
+        if isinstance(x, BatchTensor):
+            shape = list(x.shape)
+            shape[x._dim] = x._positions.count(self.rank)
+            local = torch.empty(shape, dtype=x.dtype, device="meta")
+            return ShardedTensor(local, x._dim, x._positions, self)
+        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+    def all_reduce_(self, x: Tensor, purpose: str, op: Any = "sum") -> Tensor:
+        return x
+
+    def about_to_gather(self, func: Any, x: Tensor) -> None:
+        raise RuntimeError("a trial moves nothing")
+
+    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+        raise RuntimeError("a trial moves nothing")
+
+
+def mark(batch: Any, dims: Callable[[int, Tensor], int | None], axis: SequenceAxis, apply: Callable[..., Any]) -> Any:
+    """``batch`` with the tensors of it that have a sequence as `BatchTensor`.
+
+    Args:
+        batch: of any structure.
+        dims: given the number of a tensor in the batch, and it, the dim that is the sequence, or None.
+        axis: the sequence axis.
+        apply: ``apply(batch, Tensor, function)``, for what structures a batch may have.
+    """
+    number = -1
+
+    def marked(x: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        dim = dims(number, x)
+        positions = None if dim is None or type(x) is not Tensor else axis.spread(x.shape[dim])
+        return x if positions is None or dim is None else BatchTensor(x, dim, positions, axis)
+
+    return apply(batch, Tensor, marked)

@@ -1,0 +1,128 @@
+"""From a module to its sequence plan: peek a batch, run the step once, and once more as if it were split."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_par import intercept, shares
+from lightning_par.layout import Groups
+from lightning_par.peek import peek_batch
+from lightning_par.record import Recording, record_step
+from lightning_par.rules.table import user_line
+from lightning_par.sequence.axis import SequenceAxis
+from lightning_par.sequence.batch_tensor import mark
+from lightning_par.sequence.plan import SequenceDim, SequencePlan, make_plan
+from lightning_par.sharding import STEPS
+
+
+class PlanningAxis(SequenceAxis):
+    """Rank 0 of an axis on which nothing moves: tensors are fake. It notes what would gather."""
+
+    pretends = True
+
+    def __init__(self, ranks: int, zigzag: bool) -> None:
+        super().__init__("sequence", tuple(range(ranks)), 0, None)
+        self.zigzag = zigzag
+        self.found: Counter[tuple[str, str]] = Counter()
+
+    def about_to_gather(self, func: Any, x: Tensor) -> None:
+        self.found[getattr(func, "__name__", str(func)), user_line()] += 1
+
+    def start_all_reduce_(self, x: Tensor, purpose: str, op: Any = "sum") -> None:
+        return None
+
+    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+        return [torch.empty_like(x) for _ in self.ranks]
+
+
+class Planning:
+    """Plans the sequence axis for one run of a Trainer's entry point, and marks its batches.
+
+    Args:
+        groups: the mesh axes.
+        wish: the user's ``sequence_dim``.
+    """
+
+    def __init__(self, groups: Groups, wish: SequenceDim) -> None:
+        self.groups = groups
+        self.wish = wish
+        self.plan: SequencePlan | None = None
+        self.seconds = 0.0
+
+    def apply(self, trainer: Any, module: nn.Module) -> SequencePlan:
+        """Plan on the first rank, for all. All ranks must call it.
+
+        Raises:
+            ValueError: the user's ``sequence_dim`` fits no tensor of the batch; on every rank.
+        """
+        intercept.install()
+        shares.install()
+        batch = peek_batch(trainer, module)
+        started = time.monotonic()
+        outcome: SequencePlan | str
+        failure: Exception | None = None
+        try:
+            outcome = self._planned(trainer, module, batch)
+        except Exception as error:  # whatever it is, the other ranks wait for the first one's answer
+            failure, outcome = error, f"{error}" if isinstance(error, ValueError) else f"{error!r} on rank 0"
+        outcome = self.groups.world.broadcast_object(outcome, "plan")
+        if isinstance(outcome, str):
+            raise failure if failure is not None and self.groups.world.rank == 0 else ValueError(outcome)
+        axis: Any = self.groups.sequence
+        self.plan, axis.zigzag = outcome, outcome.zigzag
+        self.seconds = time.monotonic() - started
+        return outcome
+
+    def marked(self, batch: Any) -> Any:
+        """``batch``, whose sequences are known as such."""
+        axis, plan = self.groups.sequence, self.plan
+        if plan is None or not isinstance(axis, SequenceAxis):
+            return batch
+        return mark(batch, plan.dim_of, axis, apply_to_collection)
+
+    def _planned(self, trainer: Any, module: nn.Module, batch: Any) -> SequencePlan:
+        ranks = self.groups.sequence.size
+        names = names_of(batch)
+        if batch is None:
+            return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")
+        recording = self._run(trainer, module, batch)
+        plan = make_plan(recording, names, ranks, self.wish)
+        axis = PlanningAxis(ranks, plan.zigzag)
+        split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, apply_to_collection))
+        gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
+        return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped)
+
+    def _run(self, trainer: Any, module: nn.Module, batch: Any, prepare: Any = None) -> Recording:
+        shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
+        context = trainer.strategy.precision_plugin.forward_context
+        step = STEPS[trainer.state.fn.value]
+        return record_step(module, step, batch, shared=shared, context=context, prepare=prepare)
+
+
+def names_of(batch: Any) -> list[str]:
+    """A name for each tensor of ``batch``, in the order in which it is traversed: its key, its place, or nothing."""
+    names: list[str] = []
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            names.append(name)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, f"{name}.{key}" if name else str(key))
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                walk(item, f"{name}[{number}]")
+        elif hasattr(value, "__dataclass_fields__"):
+            for key in value.__dataclass_fields__:
+                walk(getattr(value, key), f"{name}.{key}" if name else key)
+
+    walk(batch, "")
+    return names
