@@ -200,8 +200,9 @@ def _refuse_sparse(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ValueError(
-                f"{name!r} is an {type(child).__name__} with sparse=True. Sparse gradients can't be averaged over the "
-                "data or the sequence axis: make it with sparse=False."
+                f"{name!r} is an {type(child).__name__} with sparse=True. Sparse gradients can't be averaged over "
+                "ranks that hold the same weights: make it with sparse=False, or use a layout that has none "
+                "(data_parallel_size=1, no sequence axis)."
             )
 
 
