@@ -127,14 +127,21 @@ def _precision(precision: str) -> dict[str, Any]:
     return dict(precision=precision)
 
 
+_STRATEGIES = {
+    "pipeline_parallel_size": "PipelineParallelStrategy",
+    "sequence_parallel_size": "SequenceParallelStrategy",
+    "placement": "LayerPlacementStrategy",
+}
+"""An argument that a strategy alone has, and the strategy."""
+
+
 def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
     if layout is None:
         return dict(accelerator="cpu", devices=1)
     import lightning_par
 
-    pipeline = "pipeline_parallel_size" in layout
-    kind: Any = lightning_par.PipelineParallelStrategy if pipeline else lightning_par.TensorParallelStrategy
-    strategy = kind(**layout)
+    kind = next((kind for argument, kind in _STRATEGIES.items() if argument in layout), "TensorParallelStrategy")
+    strategy = getattr(lightning_par, kind)(**layout)
     return dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
 
 
