@@ -1,0 +1,140 @@
+"""`scaled_dot_product_attention` of a query that is sharded along the sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_par import comm
+from lightning_par.comm import Axis
+from lightning_par.positions import Positions
+from lightning_par.random import sharded_draw, streams
+from lightning_par.sequence import rows, scheme, ulysses
+from lightning_par.sequence.arguments import Arguments, read
+from lightning_par.sequence.gathered import Gathered
+from lightning_par.sequence.ring import PURPOSE, Ring
+from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
+from lightning_par.view import ShardedTensor
+
+
+def attention(
+    func: Any,
+    query: ShardedTensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Exact attention over the whole sequence, by the scheme that the query's axis asks for.
+
+    Args:
+        func: torch's function, which Ulysses calls.
+        query: (..., H, T, d), sharded along T on an axis whose replicated tensors' gradients are shares.
+        key: (..., K, S, d), sharded along S on that axis, or plain, the same on all ranks.
+        value: (..., L, S, e), as ``key``.
+        attn_mask: broadcasts to (..., H, T, S); plain, or sharded along T or S.
+        dropout_p: the probability to drop a weight; each rank draws from its own stream.
+        is_causal: whether queries see keys up to their own position.
+        scale: of the scores; 1 / sqrt(d) by default.
+        enable_gqa: whether K may divide H.
+
+    Returns:
+        (..., H, T, e), sharded as the query is; `NotImplemented` where the parts can't be computed apart.
+
+    Raises:
+        ValueError: the axis asks for a scheme by name that this call can't have; see `scheme.choose`.
+
+    Example::
+
+        F.scaled_dot_product_attention(query, key, value, is_causal=True)  # the query being sharded along T
+    """
+    call = read(query, key, value, attn_mask, is_causal, dropout_p, enable_gqa)
+    if call is None:
+        return NotImplemented
+    axis = query._axis
+    settings: AttentionSettings = getattr(axis, "attention", None) or AttentionSettings()
+    degrees = () if settings.grid is None or settings.grid.ulysses is None else (settings.grid.ulysses.size,)
+    chosen = scheme.choose(settings.asked, axis.size, call.shapes, degrees)
+    grid = _grid(chosen, axis, settings)
+    out = _attend(func, call, grid, chosen, axis, dropout_p, is_causal, _scale(scale, call))
+    result = call.result(out)
+    return ShardedTensor(result, result.ndim - 2, query._positions, axis)
+
+
+def _scale(scale: float | None, call: Arguments) -> float:
+    return call.q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _grid(chosen: Scheme, axis: Axis, settings: AttentionSettings) -> Grid:
+    if chosen.kind == "product":
+        assert settings.grid is not None, "the strategy makes the axes of a product; see `scheme.make_grid`"
+        return settings.grid
+    return Grid(axis, None) if chosen.kind == "ulysses" else Grid(None, axis)
+
+
+def _attend(
+    func: Any, call: Arguments, grid: Grid, chosen: Scheme, axis: Axis, p: float, is_causal: bool, scale: float
+) -> Tensor:
+    """This rank's rows (B, H, T, e)."""
+    inner, outer = grid.part(call.queries)
+    q, k, v, keys = _onto_heads(call, grid)
+    mask = _own_mask(call, grid)
+    if grid.ring is None:
+        with sharded_draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
+            gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
+            out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+    else:
+        key = streams.next_key(axis.rank) if p > 0.0 else 0
+        task = rows.Task(outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key)
+        out = rows.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
+    if grid.ulysses is not None:
+        (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)
+    return out
+
+
+def _onto_heads(call: Arguments, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Positions | None]:
+    """This rank's heads of its group's queries, keys and values, and which group holds which keys."""
+    axis = grid.ulysses
+    outer = None if call.keys is None else grid.part(call.keys)[1]
+    if axis is None:
+        return call.q, call.k, call.v, outer
+    tokens = grid.part(call.queries)[0]
+    if call.keys is None:
+        (q,) = ulysses.to_heads((call.q,), (tokens,), axis)
+        return q, ulysses.own_heads(call.k, axis), ulysses.own_heads(call.v, axis), None
+    kept = grid.part(call.keys)[0]
+    q, k, v = ulysses.to_heads((call.q, call.k, call.v), (tokens, kept, kept), axis)
+    return q, k, v, outer
+
+
+def _own_mask(call: Arguments, grid: Grid) -> Tensor | None:
+    """The rows of the group's queries, for this rank's heads."""
+    mask = call.mask
+    if mask is None:
+        return None
+    inner, outer = grid.part(call.queries)
+    if not call.mask_is_cut:
+        mask = mask if grid.ulysses is None else ulysses.own_heads(mask, grid.ulysses)
+        return mask if grid.ring is None or mask.shape[2] == 1 else comm.scatter(mask, 2, outer, grid.ring, PURPOSE)
+    if grid.ulysses is None:
+        return mask
+    if mask.shape[1] == 1 or not mask.is_floating_point():
+        return ulysses.own_heads(comm.gather(mask, 2, inner, grid.ulysses, PURPOSE), grid.ulysses)
+    return ulysses.to_heads((mask,), (inner,), grid.ulysses)[0]
+
+
+def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> rows.Carrier:
+    if keys is None:
+        return rows.Whole()
+    return Gathered(ring, keys) if chosen.kind == "all_gather" else Ring(ring, keys)
+
+
+def _everywhere(size: int) -> Positions:
+    """Keys that every rank holds, as those of one source."""
+    return Positions.of(np.zeros(size, int))

@@ -1,0 +1,152 @@
+"""Keys and values go round a ring of ranks, one block at a time, while the block before is computed with.
+
+Forward each block makes c - 1 hops. Backward it does again, and each rank sends what it contributes to a block's
+gradients straight to the rank that owns it, in the dtype of the keys: as many bytes as a ring of partial sums, and
+rounded once, not at every hop. In all 6bsh(c-1)/c elements leave a rank for b sequences of s tokens with h key features
+(Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from lightning_par.comm import Axis, Kind, Link
+from lightning_par.positions import Positions
+from lightning_par.sequence.by_hand import wide
+from lightning_par.sequence.parcel import Parcel, given_back, needed_of
+from lightning_par.sequence.rows import Meet, MeetBack
+
+PURPOSE = "attention"
+_CALLS = 1 << 12  # tags of so many calls differ; no two ranks are ever that far apart
+_made: weakref.WeakKeyDictionary[Axis, int] = weakref.WeakKeyDictionary()
+
+
+class Ring:
+    """The carrier of one attention call whose keys lie spread over ``axis``.
+
+    All ranks of the axis make it for the same calls in the same order, those that hold no tokens, too.
+
+    Args:
+        axis: the ring, in the order of its ranks.
+        keys: who holds which keys and values.
+
+    Messages with gloo go by tags. NCCL goes by order: all ranks begin the same exchanges in the same order, and in each
+    one the rank that sends upwards sends first, so that no cycle of ranks waits for each other even on one stream.
+    Where `Axis.links` has a group for the pair it is used, and exchanges then run beside each other.
+
+    Example::
+
+        out = rows.attend(q, k, v, None, Task(positions, positions, axis.rank, True, 0.125), Ring(axis, positions))
+    """
+
+    def __init__(self, axis: Axis, keys: Positions) -> None:
+        self.axis, self.keys = axis, keys
+        number = _made[axis] = _made.get(axis, -1) + 1
+        self._tag = number % _CALLS * axis.size * 4
+
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
+        for source, k_block, v_block in self._rotate(k, v, "forward"):
+            meet(source, k_block, v_block)
+
+    def backward(
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        home = _Homeward(self, needed_of((k, v), needed))
+        for source, k_block, v_block in self._rotate(k, v, "backward"):
+            home.add(source, needed_of(meet(source, k_block, v_block), needed))
+        return given_back(home.totals(), needed, k.dtype)
+
+    def _rotate(self, k: Tensor, v: Tensor, kind: Kind) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each rank's block, this one's first; the next one is on its way meanwhile. Two are in memory at most."""
+        size, me = self.axis.size, self.axis.rank
+        if size == 1:
+            yield me, k, v
+            return
+        parcel = Parcel.of(k, v)
+        largest = parcel.size(max(self.keys.count(rank) for rank in range(size)))
+        here, there = (_buffer(k, largest) for _ in range(2))
+        parcel.pack((k, v), here)
+        for hop in range(size):
+            source = (me - hop) % size
+            tokens = self.keys.count(source)
+            arrive: Callable[[], None] | None = None
+            if hop + 1 < size:
+                following = (source - 1) % size
+                sent, received = here[: parcel.size(tokens)], there[: parcel.size(self.keys.count(following))]
+                arrive = self._exchange(sent, (me + 1) % size, received, (me - 1) % size, kind, 2 * hop)
+            k_block, v_block = parcel.unpack(here, tokens)
+            yield source, k_block, v_block
+            if arrive is not None:
+                arrive()
+            here, there = there, here
+
+    def _exchange(
+        self, sent: Tensor, to: int, received: Tensor, source: int, kind: Kind, number: int
+    ) -> Callable[[], None]:
+        """Begin to send and to receive, which the callable that it returns waits for; nothing travels empty."""
+        axis, me = self.axis, self.axis.rank
+        tag = self._tag + 2 * axis.size * (kind == "backward") + number
+
+        def send() -> list[object]:
+            return [axis.start_send(sent, to, PURPOSE, self._link(kind, me, to), tag)] if sent.numel() else []
+
+        def receive() -> list[object]:
+            link = self._link(kind, source, me)
+            return [axis.start_recv_(received, source, PURPOSE, link, tag)] if received.numel() else []
+
+        works = [*send(), *receive()] if to > me else [*receive(), *send()]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()  # type: ignore[attr-defined]
+
+        return wait
+
+    def _link(self, kind: Kind, sender: int, receiver: int) -> Link | None:
+        link = (kind, sender, receiver)
+        return link if self.axis.links is not None and link in self.axis.links else None
+
+
+class _Homeward:
+    """Contributions to gradients on their way to the rank that owns the keys, and what has come home."""
+
+    def __init__(self, ring: Ring, own: list[Tensor]) -> None:
+        self.ring, self.parcel = ring, Parcel.of(*own)
+        self.own = own
+        self.sums: list[Tensor] = []
+        self.arrive: Callable[[], None] | None = None
+        self.received: Tensor | None = None
+
+    def add(self, source: int, grads: list[Tensor]) -> None:
+        """Take this rank's contribution to the keys of ``source``, float32 or wider; the own ones come first."""
+        size, me = self.ring.axis.size, self.ring.axis.rank
+        if source == me or not grads:
+            self.sums = grads
+            return
+        self._collect()
+        hop = (me - source) % size
+        sent = self.parcel.pack(grads, self.own[0].new_empty(self.parcel.size(grads[0].shape[2])))
+        self.received = self.own[0].new_empty(self.parcel.size(self.own[0].shape[2]))
+        giver = (me + hop) % size
+        self.arrive = self.ring._exchange(sent, source, self.received, giver, "backward", 2 * hop + 1)
+
+    def _collect(self) -> None:
+        if self.arrive is None or self.received is None:
+            return
+        self.arrive()
+        for total, part in zip(self.sums, self.parcel.unpack(self.received, self.own[0].shape[2]), strict=True):
+            total += wide(part)
+        self.arrive = self.received = None
+
+    def totals(self) -> list[Tensor]:
+        """The gradients of this rank's keys and values, as many as are needed."""
+        self._collect()
+        return self.sums
+
+
+def _buffer(like: Tensor, size: int) -> Tensor:
+    """Room for one block of keys and values."""
+    return like.new_empty(size)
