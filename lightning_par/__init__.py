@@ -5,6 +5,7 @@ Example::
     Trainer(strategy="tensor_parallel", devices=4)
     Trainer(strategy=lightning_par.TensorParallelStrategy(tensor_parallel_size=2), devices=4)
     Trainer(strategy=lightning_par.PipelineParallelStrategy(schedule="zbv"), devices=4)
+    Trainer(strategy=lightning_par.SequenceParallelStrategy(attention="ring"), devices=4)
 
 The classes here belong to ``lightning.pytorch``; those in `lightning_par.pl` to ``pytorch_lightning``. Nothing heavy is
 imported before a name is used, since ``import torch`` imports this module.
@@ -19,15 +20,28 @@ from lightning_par import registry
 if TYPE_CHECKING:
     from lightning_par.comm import ledger
     from lightning_par.layout import Layout
-    from lightning_par.lightning_strategies import PipelineParallelStrategy, ScheduleTrace, TensorParallelStrategy
+    from lightning_par.lightning_strategies import (
+        PipelineParallelStrategy,
+        ScheduleTrace,
+        SequenceParallelStrategy,
+        TensorParallelStrategy,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Layout", "PipelineParallelStrategy", "ScheduleTrace", "TensorParallelStrategy", "ledger"]
+__all__ = [
+    "Layout",
+    "PipelineParallelStrategy",
+    "ScheduleTrace",
+    "SequenceParallelStrategy",
+    "TensorParallelStrategy",
+    "ledger",
+]
 
 _HOME = {
     "Layout": "lightning_par.layout",
     "PipelineParallelStrategy": "lightning_par.lightning_strategies",
     "ScheduleTrace": "lightning_par.lightning_strategies",
+    "SequenceParallelStrategy": "lightning_par.lightning_strategies",
     "TensorParallelStrategy": "lightning_par.lightning_strategies",
     "ledger": "lightning_par.comm",
 }

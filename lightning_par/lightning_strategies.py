@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_par.namespace import LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.pipeline.trace import ScheduleTraceMixin
+from lightning_par.sequence.strategy import SequenceParallelMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
 
@@ -18,6 +19,11 @@ class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):
 
 class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):
     __doc__ = PipelineParallelMixin.__doc__
+    namespace = LIGHTNING
+
+
+class SequenceParallelStrategy(SequenceParallelMixin, ParallelStrategy):
+    __doc__ = SequenceParallelMixin.__doc__
     namespace = LIGHTNING
 
 

@@ -8,6 +8,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from lightning_par.namespace import PYTORCH_LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.pipeline.trace import ScheduleTraceMixin
+from lightning_par.sequence.strategy import SequenceParallelMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
 
@@ -18,6 +19,11 @@ class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):  # type: ig
 
 class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
     __doc__ = PipelineParallelMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
+class SequenceParallelStrategy(SequenceParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = SequenceParallelMixin.__doc__
     namespace = PYTORCH_LIGHTNING
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # has no public home
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_par.namespace import Namespace

@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_par import shares
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.random import streams
 from lightning_par.rules.table import RULES
 from lightning_par.view import ShardedTensor
-from tests.ranks import ThreadAxis, run_ranks
+from tests.ranks import SequenceThreadAxis, ThreadAxis, run_ranks
 from tests.rule_cases import CASES
 from tests.rule_check import Case, call_on_one_rank, check
+
+shares.install()
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings that the cases call on purpose
 
@@ -27,6 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings t
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_value_and_gradient(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_value_and_gradient_along_the_sequence(case: Case) -> None:
+    check(case, ["zigzag"], SequenceThreadAxis)
 
 
 class _Called(TorchFunctionMode):

@@ -7,6 +7,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,12 +16,15 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from lightning_par.pipeline.located import READS, Event, Key, is_located
+from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call
 from lightning_par.pipeline.memo import touches_state
+from lightning_par.pipeline.memory import Memory
 from lightning_par.pipeline.metrics import value_like
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.placeholders import read_placeholder
+from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
+from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.tracing import FakeRun
 from lightning_par.pipeline.values import cut_to, written_into
@@ -36,8 +40,8 @@ class Analysis(FakeRun):
 
     Args:
         mode: of the fakes.
-        homes: unit -> the stages where it lives, one for each call; empty to look for units.
-        names: ids of fake parameters -> their names.
+        stages: how the step is to be cut; without units to look for some.
+        grad: whether a backward follows.
         axis: a microbatch axis, or None where the batch is not cut.
         batch: its tensors are the first that depend on the batch alone.
         layouts: where tensors that depend on the batch alone hold samples.
@@ -46,28 +50,27 @@ class Analysis(FakeRun):
     def __init__(
         self,
         mode: FakeTensorMode,
-        homes: dict[str, tuple[int, ...]],
-        names: dict[int, str],
+        stages: Stages,
+        grad: bool,
         axis: MicrobatchAxis | None,
         batch: Any,
         layouts: Layouts,
     ) -> None:
         super().__init__(mode, axis)
-        self.homes, self.names, self.layouts = homes, names, layouts
+        self.stretches, self.homes = stages.stretches(grad), stages.homes
+        self.names: dict[int, str] = {}  # of fake parameters, by id
+        self.layouts = layouts
         self.events: list[Event] = []
         self.keys: dict[int, Key] = {}
         self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
         self.tags: dict[int, str] = {}
-        self.stage = 0
-        self.starts = [0]
         self.tail = 0
+        self.memory = None if stages.relays else Memory()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
-        self.calls: list[tuple[str, int]] = []
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.effects: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
-        self.lap = 0  # stages, of forwards that may go through all of them again
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
@@ -89,13 +92,14 @@ class Analysis(FakeRun):
         for x in located:
             self._use_parameter(x)
         sums = self.axis.sums if self.axis is not None else 0
-        unsized = self.unsized
+        unsized, flops = self.unsized, self.frames[-1].flops
         result, cuts = self._with_or_without_samples(func, args, kwargs, target, located)
         sets = name == "__setitem__" and target is None
         result = args[0] if sets else result
         reduced = self.axis is not None and self.axis.sums > sums
         event = self._keep(func, "located", inputs, result)
         event.cuts, event.unsized, event.sets = cuts, self.unsized > unsized, sets
+        event.flops = self.frames[-1].flops - flops
         if self.axis is not None:
             event.shares = self._tag(name, args, kwargs, result, reduced)
         if target is not None:
@@ -158,7 +162,7 @@ class Analysis(FakeRun):
         if touches_state(func, args, kwargs, result, self.is_state):
             self.views.update(id(x) for x in tensors)
             self.changes_state |= writes(name)
-        self.events.append(Event(func, "batch", (), None, user_line(), self.stage))
+        self.events.append(Event(func, "batch", (), None, user_line()))
         self.shapes.append([(index, *x.shape) for x in tensors])
         self.batch_keys.update((id(x), (index, n)) for n, x in enumerate(tensors))
         self.kept.append(result)
@@ -167,6 +171,12 @@ class Analysis(FakeRun):
     def is_state(self, x: Tensor) -> bool:
         """Whether the module held it before the step, or it is a view of such a tensor; of what no model is in."""
         return id(x) not in self.batch_keys or id(x) in self.views
+
+    def uses(self) -> Iterable[Use]:
+        """Every located value with each event that takes it; metrics, logs and what is returned take it at the end."""
+        for index, event in enumerate(self.events):
+            yield from ((key, inf if is_metric_call(event) else index) for key in event.inputs)
+        yield from ((self.keys[id(x)], inf) for x in self.effects if id(x) in self.keys)
 
     def finish(self) -> None:
         """After the step: what it wrote into tensors of the module counts as used at its end."""
@@ -182,18 +192,22 @@ class Analysis(FakeRun):
         elif not all(id(x) in self.names for x in located):
             self.reads.append((len(self.events), place))
         result = read_placeholder(name, located[0], args)
-        self.events.append(Event(func, "read", self._keys_of(located), result, place, self.stage))
+        self.events.append(Event(func, "read", self._keys_of(located), result, place))
         self.kept.append((args, kwargs))
         return result
 
     def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> Event:
         index = len(self.events)
-        event = Event(func, kind, self._keys_of(inputs), result, user_line(), self.stage)
+        event = Event(func, kind, self._keys_of(inputs), result, user_line())
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
+        if self.memory is not None:
+            self.memory.settle(index)
         for n, x in enumerate(tensors_in(result)):
             if id(x) not in self.names:
                 self.keys[id(x)] = (index, n)
+                if self.memory is not None:
+                    self.memory.made((index, n), x)
         self.kept.append((inputs, result))
         return event
 
@@ -240,14 +254,14 @@ class Analysis(FakeRun):
     # ------------------------------------------------------------------------------------------------ modules, effects
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._move_to(path)
-        self.calls.append((path, self.stage))
+        self.stretches.meet(path, len(self.events))
         inputs = tensors_in((args, kwargs))
         sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)
         if self.axis is not None:
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
+        flops = self.frames[-1].flops
         try:
             result = original(*args, **kwargs)
         except SamplesMixError as error:
@@ -259,30 +273,13 @@ class Analysis(FakeRun):
             if self.axis.cuts > cuts and any(self._may_hold_samples(x) for x in tensors_in((args, kwargs))):
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
         self.units.append((path, len(self.events)))
-        self._keep(path, "located", inputs, result)
+        self._keep(path, "located", inputs, result).flops = self.frames[-1].flops - flops
         self.tail = len(self.events)
         return result
 
     def _may_hold_samples(self, x: Tensor) -> bool:
         """Whether a tensor that is not known to hold samples has a dim of their count."""
         return not isinstance(x, ShardedTensor) and any(size and size % self.samples == 0 for size in x.shape)
-
-    def _move_to(self, path: str) -> None:
-        before = sum(called == path for called, _ in self.calls)
-        planned = self.homes[path][min(before, len(self.homes[path]) - 1)]
-        began = self.stage // self.lap * self.lap if self.lap else 0
-        homes = [began + stage for stage in (planned, *self.homes[path]) if began + stage >= self.stage]
-        if not homes and self.lap:
-            homes = [began + self.lap + min(self.homes[path])]
-        if not homes:
-            raise ValueError(
-                f"{user_line()}: {path!r} lives on stage {self.homes[path][-1]} of the pipeline, but here it is called "
-                f"after modules of stage {self.stage}. Steps of one model must call its modules in the same order; "
-                "or name stages with `stages=` so that both orders fit."
-            )
-        while self.stage < homes[0]:
-            self.stage += 1
-            self.starts.append(len(self.events))
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = map_tensors(self.mode.from_tensor, value_like(metric, method, args, kwargs))

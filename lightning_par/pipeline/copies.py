@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import private
 from lightning_par.pipeline.analysis import Analysis
-from lightning_par.pipeline.located import MetricCall, UnitCall
-from lightning_par.pipeline.metrics import METHODS
+from lightning_par.pipeline.located import UnitCall
+from lightning_par.pipeline.metrics import METHODS, MetricCall
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import tensors_in
 

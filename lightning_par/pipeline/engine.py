@@ -17,15 +17,19 @@ from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.effects import Effects, apply, merged
 from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
-from lightning_par.pipeline.located import Key, StageDoneError
+from lightning_par.pipeline.located import Key, Program, StageDoneError
 from lightning_par.pipeline.messages import Messenger
+from lightning_par.pipeline.order import Order
 from lightning_par.pipeline.prepare import Part, Prepared, Programs, call_step
 from lightning_par.pipeline.runs import StageRun
-from lightning_par.pipeline.schedule import Schedule, make_forward_schedule, make_schedule
+from lightning_par.pipeline.schedule import Schedule
 from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import map_tensors
+from lightning_par.pipeline.traffic import Traffic
 from lightning_par.view import ShardedTensor
+
+MOST_KEPT = 64  # kinds of steps whose messages are known
 
 
 @dataclass
@@ -36,8 +40,7 @@ class Engine:
         module: the LightningModule.
         axis: the pipeline axis.
         device: of this rank.
-        schedule: its name.
-        placement: the rank of each stage.
+        order: in which the ranks run stages.
         programs: of its steps.
         finish_gradients: sums the gradients of parameters that live on several ranks.
     """
@@ -45,8 +48,7 @@ class Engine:
     module: nn.Module
     axis: Axis
     device: torch.device
-    schedule: str
-    placement: tuple[int, ...]
+    order: Order
     programs: Programs
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
@@ -54,8 +56,12 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
-        self.stages = len(self.placement)
-        self.last = self.placement[-1] == self.axis.rank
+        self._traffic: dict[tuple[int, ...], Traffic] = {}
+
+    @property
+    def schedule(self) -> str:
+        """The name of the order in which the ranks run stages."""
+        return self.order.name
 
     # ------------------------------------------------------------------------------------------------------ the steps
 
@@ -72,7 +78,7 @@ class Engine:
             if self.coupled
             else self.programs.prepare(step, microbatches)
         )
-        schedule = make_schedule(self.schedule, self.axis.size, len(ready.parts), self.stages)
+        schedule = self.order.training([part.program for part in ready.parts])
         with gradients_apart(parameters):
             effects = self._run(ready, schedule, scale, key)
             found = {p: p.grad for p in parameters}
@@ -87,14 +93,13 @@ class Engine:
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
         ready = self.programs.prepare(step, microbatches)
-        laps = ready.program.stages // self.stages
-        schedule = make_forward_schedule(self.placement * laps, len(ready.parts))
+        schedule = self.order.forwards([part.program for part in ready.parts])
         return self._settle(ready, self._run(ready, schedule, 1.0, key))
 
     def _settle(self, ready: Prepared, effects: Effects) -> Any:
         """What the step did becomes known, and done, on all ranks."""
         self.messenger.finish()
-        effects = effects.travel(self.axis, self.placement[-1], self.device)
+        effects = effects.travel(self.axis, ready.program.last_rank, self.device)
         generators.set_global_state(ready.after)
         with ready.step.context():  # numbers that are logged become tensors of the precision's dtype
             apply(effects, self.module, self.programs.watch, show=self.axis.rank == 0)
@@ -103,10 +108,10 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- while it runs
 
     def _run(self, ready: Prepared, schedule: Schedule, scale: float, key: tuple[int, ...]) -> Effects:
-        programs, axes = [part.program for part in ready.parts], [part.axis for part in ready.parts]
-        crossing = Crossing(programs, schedule, self.axis.rank, self.messenger, axes, schedule.trains)
-        told: list[Effects] = []
-        frontier: list[list[Tensor]] = []
+        traffic = self._traffic_of([part.program for part in ready.parts], schedule)
+        crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts])
+        told: dict[int, Effects] = {}
+        frontier: dict[int, list[Tensor]] = {}
         self.messenger.timed = self.trace is not None
         actions = schedule.actions[self.axis.rank]
         for place, action in enumerate(actions):
@@ -115,26 +120,47 @@ class Engine:
             began = self.messenger.clock() - self.messenger.waited
             if action.op == "F":
                 run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
-                if action.stage == ready.program.stages - 1:
-                    told.append(without_graphs(effects) if len(ready.parts) > 1 else effects)
+                if action.stage == ready.parts[action.microbatch].program.stages - 1:
+                    told[action.microbatch] = without_graphs(effects) if len(ready.parts) > 1 else effects
                     if ready.cut and not self._joins(ready, schedule):
-                        frontier.append([_local(run.got[k]).detach() for k in ready.program.crossing[-1]])
+                        at_tail = [_local(run.got[key]).detach() for key in ready.program.routes.tail]
+                        frontier[action.microbatch] = at_tail
                 del run, effects  # they hold the microbatch's graph, which its backward frees
             else:
                 crossing.backward(action.op, action.stage, action.microbatch)
             if self.trace is not None:
                 start = began + self.messenger.waited
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
-        if not self.last:
+        return self._whole(ready, schedule, told, frontier, key)
+
+    def _whole(
+        self,
+        ready: Prepared,
+        schedule: Schedule,
+        told: dict[int, Effects],
+        frontier: dict[int, list[Tensor]],
+        key: tuple[int, ...],
+    ) -> Effects:
+        """What the step did, from what its microbatches did, on the rank that knows."""
+        if ready.program.last_rank != self.axis.rank:
             return Effects()
         if len(ready.parts) == 1:
             return told[0]
+        parts = [told[i] for i in sorted(told)]
         if ready.coupled:
             shares = [part.share for part in ready.parts]
-            return merged(told, lambda parts: averaged(parts, shares))
+            return merged(parts, lambda values: averaged(values, shares))
         if self._joins(ready, schedule):
-            return merged(told, lambda parts: joined(parts))
-        return self._tail(ready, frontier, key)
+            return merged(parts, lambda values: joined(values))
+        return self._tail(ready, [frontier[i] for i in sorted(frontier)], key)
+
+    def _traffic_of(self, programs: list[Program], schedule: Schedule) -> Traffic:
+        key = (id(schedule), *map(id, programs))  # which a kept traffic keeps alive
+        if key not in self._traffic:
+            while len(self._traffic) >= MOST_KEPT:
+                del self._traffic[next(iter(self._traffic))]
+            self._traffic[key] = Traffic(programs, schedule, self.axis.rank)
+        return self._traffic[key]
 
     def _joins(self, ready: Prepared, schedule: Schedule) -> bool:
         return schedule.trains and ready.program.plain_effects
@@ -185,7 +211,7 @@ class Engine:
         """What lies behind the last unit, once on the whole batch."""
         program = ready.program
         whole: dict[Key, Tensor] = {}
-        for place, name in enumerate(program.crossing[-1]):
+        for place, name in enumerate(program.routes.tail):
             model, parts = program.values[name], [values[place] for values in frontier]
             if isinstance(model, ShardedTensor):
                 whole[name] = in_order(torch.cat(parts, model.sharded_dim), model, program)

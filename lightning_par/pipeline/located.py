@@ -2,17 +2,15 @@
 
 Every torch function at container level, and every call of a unit, is an event. Events that see nothing but the batch
 are computed whole, once a step; events that see parameters are *located*: they run on the stage whose stretch of the
-step they lie in. Stretches follow one another in the order of execution, so stage s needs from the stages before it
-just the values that live across the place where its stretch begins.
+step they lie in. Stretches follow one another in the order of execution, so what a stage needs comes from those before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +20,9 @@ from lightning_par import private
 from lightning_par.pipeline.structure import map_tensors
 from lightning_par.positions import Positions
 from lightning_par.view import ShardedTensor
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.routes import Routes
 
 Key = tuple[int, int]  # (event, which of its tensors); events of the batch's own tensors are -1
 Kind = Literal["batch", "located", "read"]
@@ -50,13 +51,13 @@ class Event:
         inputs: the located values that it takes, in order.
         result: what it returned in the analysis; its tensors stand for absent values.
         place: ``file:line`` of the user's code.
-        stage: whose stretch it lies in.
         shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
         cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
         unsized: whether the shape of its result depends on values.
         sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
         given: the shapes of its inputs that depend on the batch alone.
+        flops: that it costs.
     """
 
     func: Any
@@ -64,13 +65,13 @@ class Event:
     inputs: tuple[Key, ...]
     result: Any
     place: str
-    stage: int = 0
     shares: tuple[int, ...] = ()
     cuts: bool = False
     unsized: bool = False
     sets: bool = False
     writes: bool = False
     given: tuple[tuple[int, ...], ...] = ()
+    flops: float = 0.0
 
 
 def is_metric_call(event: Event) -> bool:
@@ -84,8 +85,11 @@ class Program:
     Attributes:
         events: all of them, in order.
         starts: the event with which each stage's stretch begins.
+        at: the rank of each stage, as an index along the pipeline axis.
         tail: the first event behind the last call of a unit.
-        crossing: for each stage, and at last for the tail, the values that come from before it.
+        routes: the ways of the values that cross from stage to stage.
+        after: for each stage, those whose forwards run before its own.
+        costs: the flops of each stage's forward.
         layouts: tensors that depend on the batch alone and hold samples: along which dim, and by which positions.
         values: the recorded tensor of every crossing value.
         wanted: crossing values that get a gradient.
@@ -97,13 +101,15 @@ class Program:
         plain_effects: whether all that the step logs and returns are shares or samples, so that they can be joined.
         changes_batch: whether it writes into tensors that depend on the batch alone.
         uses: the stages that use a unit, or a parameter that no unit holds.
-        calls: every call of a unit with its stage, in order.
     """
 
     events: list[Event]
     starts: tuple[int, ...]
+    at: tuple[int, ...]
     tail: int
-    crossing: tuple[tuple[Key, ...], ...]
+    routes: Routes
+    after: tuple[tuple[int, ...], ...]
+    costs: tuple[float, ...]
     layouts: dict[Key, tuple[int, Positions]]
     values: dict[Key, Tensor]
     wanted: frozenset[Key]
@@ -115,11 +121,15 @@ class Program:
     plain_effects: bool = False
     changes_batch: bool = False
     uses: dict[str, set[int]] = field(default_factory=dict)
-    calls: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def stages(self) -> int:
         return len(self.starts)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage, which knows what the step did."""
+        return self.at[-1]
 
     def end(self, stage: int) -> int:
         """The first event that is not the stage's any more."""
@@ -273,23 +283,3 @@ def release_units(module: nn.Module) -> None:
         call = private.get_call(unit)
         if isinstance(call, UnitCall):
             private.reset_call(unit, call.original)
-
-
-class MetricCall:
-    """Takes the place of a metric's method, whose call is one event."""
-
-    def __init__(self, metric: Any, method: str) -> None:
-        self.metric = metric
-        self.method = method
-        self.original = getattr(metric, method)
-        functools.update_wrapper(self, self.original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = Run.current
-        if run is None or run.depth:
-            return self.original(*args, **kwargs)
-        run.depth += 1
-        try:
-            return run.metric(self.metric, self.method, self.original, run.followed(args), run.followed(kwargs))
-        finally:
-            run.depth -= 1

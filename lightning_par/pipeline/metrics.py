@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_par import private
+from lightning_par.pipeline.located import Run
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 
 Around = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -136,3 +138,23 @@ class _Untrained(torch.autograd.Function):
 
 def _untrained(x: Tensor, name: str) -> Tensor:
     return _Untrained.apply(x, torch.zeros((), requires_grad=True), name) if x.is_floating_point() else x
+
+
+class MetricCall:
+    """Takes the place of a metric's method, whose call is one event."""
+
+    def __init__(self, metric: Any, method: str) -> None:
+        self.metric = metric
+        self.method = method
+        self.original = getattr(metric, method)
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = Run.current
+        if run is None or run.depth:
+            return self.original(*args, **kwargs)
+        run.depth += 1
+        try:
+            return run.metric(self.metric, self.method, self.original, run.followed(args), run.followed(kwargs))
+        finally:
+            run.depth -= 1

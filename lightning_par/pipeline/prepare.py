@@ -15,6 +15,7 @@ from lightning_par.pipeline.located import ChangedError, Program
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.study import study
 from lightning_par.pipeline.values import share_of
@@ -73,15 +74,13 @@ class Programs:
 
     Args:
         module: the LightningModule.
-        homes: unit -> the stages where its calls run.
-        placement: the rank of each stage.
+        stages: how they are cut.
         watch: the module's Python state.
         holds: the ranks that hold a parameter.
     """
 
     module: nn.Module
-    homes: dict[str, tuple[int, ...]]
-    placement: tuple[int, ...]
+    stages: Stages
     watch: Watch
     holds: Callable[[str], tuple[int, ...]]
     made: dict[Any, list[Program]] = field(default_factory=dict)
@@ -107,9 +106,9 @@ class Programs:
             del known[MOST_PROGRAMS:]
             if known and known[0] is self._fresh:
                 raise RuntimeError(
-                    f"{step.name} does something else each time it runs, first at {self._change}. The "
-                    f"{max(self.placement) + 1} ranks of the pipeline can't follow that: what a step does must depend "
-                    "on the batch, the module's attributes and random numbers of torch, numpy or `random` alone."
+                    f"{step.name} does something else each time it runs, first at {self._change}. {self.stages.ranks} "
+                    "ranks that share the model can't follow that: what a step does must depend on the batch, the "
+                    "module's attributes and random numbers of torch, numpy or `random` alone."
                 )
             wanted = self._study(step, wanted, signature, known)
 
@@ -137,7 +136,7 @@ class Programs:
         if signature in self.refused:
             return 1
         try:
-            program = study(step, self.homes, len(self.placement), microbatches)
+            program = study(step, self.stages, microbatches)
         except SamplesMixError as error:
             if microbatches == 1:
                 raise
@@ -150,13 +149,13 @@ class Programs:
 
     def _check_parameters(self, step: Step, program: Program) -> None:
         for name, stages in program.uses.items():
-            for stage in stages if name not in self.homes else ():
+            for stage in stages if name not in self.stages.homes else ():
                 holders = self.holds(name)
-                if self.placement[stage % len(self.placement)] not in holders:
+                if program.at[stage] not in holders:
                     raise ValueError(
-                        f"{step.name} uses {name!r} on stage {stage} of the pipeline, but it is held by pipeline rank "
-                        f"{', '.join(map(str, holders))} alone, where training uses it. Use it in the forward of the "
-                        "module that it belongs to, or name stages with `stages=` so that both meet."
+                        f"{step.name} uses {name!r} on rank {program.at[stage]} of those that share the model, but it "
+                        f"is held by rank {', '.join(map(str, holders))} alone, where training uses it. Use it in the "
+                        "forward of the module that it belongs to, or place modules so that both meet."
                     )
 
     def _signature(self, step: Step, microbatches: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from torch import Tensor
@@ -10,41 +11,33 @@ from torch import Tensor
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.located import Event, Key, Program, is_metric_call
 from lightning_par.pipeline.microbatch import SamplesMixError
+from lightning_par.pipeline.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.step import Step, loss_in
+from lightning_par.pipeline.stretches import Cut
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.rules.table import writes
 from lightning_par.view import ShardedTensor
 
 
-def make_program(step: Step, run: Analysis, result: Any, stages: int, microbatches: int, layouts: Layouts) -> Program:
-    laps = -(-len(run.starts) // stages)
-    starts = (*run.starts, *[run.tail or len(run.events)] * (laps * stages - len(run.starts)))
-    _refuse_reads(run, starts[-1])
+def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts) -> Program:
+    cut = run.stretches.cut(run, microbatches)
+    _refuse_reads(run, cut.starts[-1])
     uses: dict[str, set[int]] = {}
-    for index, event in enumerate(run.events):
-        event.stage = sum(start <= index for start in starts) - 1
     for name, index in (*run.direct, *run.units):
-        uses.setdefault(name, set()).add(run.events[index].stage)
-    last_use: dict[Key, float] = {}
-    for index, event in enumerate(run.events):
-        last_use.update(dict.fromkeys(event.inputs, float(index)))
-    last_use.update((run.keys[id(x)], float("inf")) for x in run.effects if id(x) in run.keys)
-    cuts = (*starts, run.tail)
-    measured = _measured(run)
-    last_use = {key: last for key, last in last_use.items() if key not in measured}
-    crossing = tuple(
-        tuple(sorted(key for key, last in last_use.items() if key[0] < cut <= last)) if cut else () for cut in cuts
-    )
-    crossing = ((), *crossing[1:])
-    values = {key: tensors_in(run.events[key[0]].result)[key[1]] for keys in crossing for key in keys}
+        uses.setdefault(name, set()).add(stage_of(cut.starts, index))
+    routes = _routes(run, cut.starts)
+    values = {key: tensors_in(run.events[key[0]].result)[key[1]] for key in routes.keys}
     loss = loss_in(result)
     return Program(
         events=run.events,
-        summed=_summed(run, {key: values[key] for key in crossing[-1]}),
-        starts=starts,
+        summed=_summed(run, {key: values[key] for key in routes.tail}),
+        starts=cut.starts,
+        at=cut.at,
         tail=run.tail,
-        crossing=crossing,
+        routes=routes,
+        after=_after(step, run, cut, routes),
+        costs=_costs(run, cut.starts),
         layouts=layouts,
         values=values,
         wanted=_wanted(values, loss) if step.grad else frozenset(),
@@ -56,8 +49,58 @@ def make_program(step: Step, run: Analysis, result: Any, stages: int, microbatch
         and all(_joins(run, x) for x in run.effects),
         changes_batch=any(event.kind == "batch" and writes(_name(event)) for event in run.events),
         uses=uses,
-        calls=run.calls,
     )
+
+
+def _routes(run: Analysis, starts: Sequence[int]) -> Routes:
+    measured = _measured(run)
+    uses = [use for use in run.uses() if use[0] not in measured]
+    if run.memory is None:
+        return relayed(uses, starts, run.tail)
+    routes = direct(uses, starts, run.tail, run.memory.written)
+    _refuse_torn(run, routes, uses, starts)
+    return routes
+
+
+def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Sequence[int]) -> None:
+    """What is written into in one place and seen through another view elsewhere can't be had on several devices."""
+    assert run.memory is not None
+    last = {key for key, event in uses if event == inf}
+    for keys in run.memory.sharing.values():
+        for key in keys:
+            for event in run.memory.written.get(key, ()):
+                stage = stage_of(starts, event)
+                views = {key for key, _ in routes.coming[stage]}.intersection(keys)
+                if len(views) > 1 or (key in last and stage != stage_of(starts, key[0])):
+                    raise ValueError(
+                        f"{run.events[event].place}: a value from another device is written into here, in place, and "
+                        f"seen elsewhere through another tensor, made at {run.events[key[0]].place}. Write a function "
+                        "that returns a new tensor, e.g. `x = x + y` for `x += y`, or put both lines in one place."
+                    )
+
+
+def _after(step: Step, run: Analysis, cut: Cut, routes: Routes) -> tuple[tuple[int, ...], ...]:
+    """For each stage, those whose values it takes, and those of its rank that call the same modules before it."""
+    called: list[set[int]] = [set() for _ in cut.starts]
+    for path, index in run.units:
+        called[stage_of(cut.starts, index)].update(id(m) for m in step.module.get_submodule(path).modules())
+    return tuple(
+        tuple(
+            earlier
+            for earlier in range(stage)
+            if earlier in {source for _, source in routes.coming[stage]}
+            or cut.at[earlier] == cut.at[stage]
+            and called[earlier] & called[stage]
+        )
+        for stage in range(len(cut.starts))
+    )
+
+
+def _costs(run: Analysis, starts: Sequence[int]) -> tuple[float, ...]:
+    costs = [0.0] * len(starts)
+    for index, event in enumerate(run.events):
+        costs[stage_of(starts, index)] += event.flops
+    return tuple(costs)
 
 
 def _name(event: Event) -> str:
@@ -89,15 +132,15 @@ def _refuse_reads(run: Analysis, last: int) -> None:
         if index < last:
             raise ValueError(
                 f"{place}: the step reads a value that depends on the model here, and goes on to modules that are on a "
-                "later stage of the pipeline, which can't know it in time. Move this into a module's forward, compute "
-                "it with tensors (torch.where), or use TensorParallelStrategy."
+                "later stage, which can't know it in time. Move this into a module's forward, compute it with tensors "
+                "(torch.where), or use TensorParallelStrategy."
             )
     for event in run.events[:last]:
         if event.unsized:
             raise ValueError(
                 f"{event.place}: how many values `{getattr(event.func, '__name__', event.func)}` returns depends on "
-                "values of the model, and modules of a later stage of the pipeline follow. Move this into the forward "
-                "of a module that stays on one stage (`stages=` can say so), or use TensorParallelStrategy."
+                "values of the model, and modules of a later stage follow. Move this into the forward of a module that "
+                "stays in one place, or use TensorParallelStrategy."
             )
 
 

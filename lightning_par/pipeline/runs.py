@@ -34,7 +34,7 @@ class StageRun(Run):
         memo: of the batch.
         stage: which stage; ``program.stages`` for the tail.
         axis: the microbatch, None where the batch is not cut.
-        receive: gives a value that comes from the stage before.
+        receive: gives a value that comes from another stage.
         tells: whether what the step does to metrics counts.
         key: of the random draws.
         stops: whether the last stage ends behind the last unit.
@@ -66,8 +66,9 @@ class StageRun(Run):
         self.last = stage >= program.stages - 1 and not stops
         if stops:
             self.end = program.tail
-        self.coming = set(program.crossing[stage])
-        self.leaving = set() if tail else set(program.crossing[stage + 1])
+        routes = program.routes
+        self.coming = set(routes.tail) if tail else {key for key, _ in routes.coming[stage]}
+        self.leaving = () if tail else tuple(routes.leaving[stage])
         self.got: dict[Key, Tensor] = {}
         self.names: dict[int, Key] = {}  # of absent tensors
         self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
@@ -83,9 +84,9 @@ class StageRun(Run):
                 if self.memo.is_state(target):
                     target.copy_(value)
 
-    def outputs(self) -> list[Tensor]:
-        """What the next stage needs, after the run."""
-        return [self.got[key] for key in self.program.crossing[self.stage + 1]]
+    def outputs(self) -> dict[Key, Tensor]:
+        """What other stages need, after the run."""
+        return {key: self.got[key] for key in self.leaving}
 
     def _next(self, func: Any) -> tuple[int, Event | None]:
         index, self.count = self.count, self.count + 1
@@ -146,7 +147,7 @@ class StageRun(Run):
         return original(*self._present(args), **self._present(kwargs))
 
     def _from_before(self, index: int, record: Event) -> Any:
-        """A value of an earlier stage: received where it is needed, else absent."""
+        """A value from before this stage: received where it is needed, else absent."""
         if record.kind == "read":
             return record.result
         numbers = iter(range(len(tensors_in(record.result))))
@@ -226,9 +227,8 @@ class StageRun(Run):
         return map_tensors(wrap, result)
 
     def _made(self, index: int, result: Any, record: Event) -> Any:
-        if self.leaving or self.coming:
-            for n, x in enumerate(tensors_in(result)):
-                self.got[index, n] = x
-            if self.names:  # user code may still hold the absent tensor that was written into
-                self.names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
+        for n, x in enumerate(tensors_in(result)):
+            self.got[index, n] = x
+        if self.names:  # user code may still hold the absent tensor that was written into
+            self.names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
         return result

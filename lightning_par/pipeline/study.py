@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,64 +19,57 @@ from lightning_par.pipeline.outputs import hushed
 from lightning_par.pipeline.placeholders import AbsentNumber
 from lightning_par.pipeline.program import make_program
 from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.stretches import Row, Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.units import Call
 from lightning_par.positions import Positions
 from lightning_par.random import streams
 from lightning_par.record import quiet
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
-
 
 def survey(step: Step) -> Call:
     """The tree of module calls that ``step`` makes, with their costs."""
-    run, _ = _analyse(step, {}, None, {}, 1, traced=True)
+    run, _ = _analyse(step, Row({}, (0,)), None, {}, traced=True)
     return run.frames[0].call()
 
 
-def study(step: Step, homes: Mapping[str, tuple[int, ...]], stages: int, microbatches: int) -> Program:
-    """The program of ``step``, where the calls of unit ``path`` run on the stages ``homes[path]``.
+def study(step: Step, stages: Stages, microbatches: int) -> Program:
+    """The program of ``step``, cut into ``stages``.
 
     Raises:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
     """
     if microbatches == 1:
-        run, result = _analyse(step, homes, None, {}, stages)
-        return make_program(step, run, result, stages, 1, {})
+        run, result = _analyse(step, stages, None, {})
+        return make_program(step, run, result, 1, {})
     axis = MicrobatchAxis(microbatches, 0)
-    layouts = _cut_layouts(_layouts(step, homes, stages), step.samples, axis)
-    run, result = _analyse(step, homes, axis, layouts, stages)
-    program = make_program(step, run, result, stages, microbatches, layouts)
+    layouts = _cut_layouts(_layouts(step, stages), step.samples, axis)
+    run, result = _analyse(step, stages, axis, layouts)
+    program = make_program(step, run, result, microbatches, layouts)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
     return program
 
 
 def _analyse(
-    step: Step,
-    homes: Mapping[str, tuple[int, ...]],
-    axis: MicrobatchAxis | None,
-    layouts: Layouts,
-    stages: int,
-    traced: bool = False,
+    step: Step, stages: Stages, axis: MicrobatchAxis | None, layouts: Layouts, traced: bool = False
 ) -> tuple[Analysis, Any]:
     intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, step)
     batch = map_tensors(cloned, step.batch)
-    run = Analysis(mode, dict(homes), {}, axis, batch, layouts)
+    run = Analysis(mode, stages, step.grad, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     run.names = fakes.names()
     run.training, run.samples = step.grad, max(1, step.samples)
-    run.lap = 0 if step.grad else stages
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
-    intercept_calls(copy, run, homes, traced)
+    intercept_calls(copy, run, stages.homes, traced)
     listen(copy, run)
     before = vars(streams).copy()
     AbsentNumber.cut = axis is not None
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), quiet(), hushed(), grad, step.context(), run:
+        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory or nullcontext(), run:
             streams.begin_step(0, 0)
             result = getattr(copy, step.name)(batch, *step.rest)
     finally:
@@ -85,19 +77,19 @@ def _analyse(
         vars(streams).update(before)
     run.kept.append(result)
     run.effects += tensors_in(run.followed(result))
-    run.effects += held(copy, homes, run)
+    run.effects += held(copy, stages.homes, run)
     run.finish()
     return run, run.followed(result)
 
 
-def _layouts(step: Step, homes: Mapping[str, tuple[int, ...]], stages: int) -> Layouts:
+def _layouts(step: Step, stages: Stages) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
-    whole, _ = _analyse(step, homes, None, {}, stages)
+    whole, _ = _analyse(step, stages, None, {})
     # One more, not one less: BatchNorm takes no single sample.
     more = Step(**{**vars(step), "batch": map_tensors(lambda x: _one_more(x, samples), step.batch)})
     try:
-        larger, _ = _analyse(more, homes, None, {}, stages)
+        larger, _ = _analyse(more, stages, None, {})
     except Exception:  # a step may count on its batch size
         larger = None
     layouts: Layouts = {}
@@ -122,6 +114,3 @@ def _one_more(x: Tensor, samples: int) -> Tensor:
 def _cut_layouts(layouts: Layouts, samples: int, axis: MicrobatchAxis) -> Layouts:
     own = axis.positions(samples)
     return {key: (dim, own.repeat(positions.size // samples)) for key, (dim, positions) in layouts.items()}
-
-
-# ------------------------------------------------------------------------------------------------------- the program

@@ -30,6 +30,7 @@ class AttentionUse:
     keys: int
     batch: int
     features: int  # of a head
+    itemsize: int
     causal: bool
     masked: bool
 
@@ -121,7 +122,8 @@ def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:
             batch = query.numel() // max(1, heads * query.shape[-2] * query.shape[-1])
             masked = _given(event, 3, "attn_mask") is not None
             causal = bool(_given(event, 5, "is_causal"))
-            counted[heads, kv_heads, query.shape[-2], key.shape[-2], batch, query.shape[-1], causal, masked] += 1
+            form = (heads, kv_heads, query.shape[-2], key.shape[-2], batch, query.shape[-1], query.element_size())
+            counted[(*form, causal, masked)] += 1
     return tuple(AttentionUse(count, *key) for key, count in counted.items())
 
 

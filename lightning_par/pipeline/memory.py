@@ -1,0 +1,71 @@
+"""Memory that several values of a step share, and who writes into it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_par.pipeline.located import Key
+from lightning_par.pipeline.structure import tensors_in
+from lightning_par.private import TorchDispatchMode
+from lightning_par.view import ShardedTensor
+
+
+class Memory(TorchDispatchMode):
+    """On around a recorded run, it notes which events write into the memory of which values.
+
+    Attributes:
+        written: the events that write into the memory of a value after it was made, ascending.
+
+    Example::
+
+        memory = Memory()
+        with memory:
+            x = torch.ones(3)
+            memory.made((0, 0), x)
+            x[:1].add_(1)
+            memory.settle(1)
+        assert memory.written == {(0, 0): [1]}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[Key, list[int]] = defaultdict(list)
+        self.sharing: dict[StorageWeakRef, list[Key]] = defaultdict(list)
+        self._now: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, name in _mutable(func):
+            value = args[place] if place < len(args) else kwargs.get(name)
+            self._now.update(memory for x in tensors_in(value) if (memory := _memory(x)) is not None)
+        return func(*args, **kwargs)
+
+    def made(self, key: Key, x: Tensor) -> None:
+        """The value ``key`` is ``x``."""
+        if (memory := _memory(x)) is not None:
+            self.sharing[memory].append(key)
+
+    def settle(self, event: int) -> None:
+        """What was written since was written by ``event``, into values that were made before."""
+        now, self._now = self._now, set()
+        for memory in now & self.sharing.keys():
+            for key in self.sharing[memory]:
+                self.written[key].append(event)
+
+
+def _memory(x: Tensor) -> StorageWeakRef | None:
+    x = x.local if isinstance(x, ShardedTensor) else x
+    return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else None
+
+
+@cache
+def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that a function writes into, by place and name."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)

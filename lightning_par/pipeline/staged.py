@@ -1,0 +1,177 @@
+"""What strategies share whose ranks each hold a part of the model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.elementwise import refuse_joint_updates
+from lightning_par.launch import StartMethod
+from lightning_par.meeting import Meeting
+from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.pipeline.engine import Engine
+from lightning_par.pipeline.outside import Outside
+from lightning_par.pipeline.spent import spent_gradients
+from lightning_par.pipeline.spread import Spread
+from lightning_par.pipeline.states import whole_where_held
+from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.weights import Once, bring_back
+from lightning_par.strategy import StrategyMixin
+
+
+class StagedMixin(StrategyMixin):
+    """Runs the steps of a module whose layers are spread over the ranks of the pipeline axis.
+
+    Subclasses say how they are spread: `make_spread`.
+    """
+
+    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, start_method: StartMethod) -> None:
+        super().__init__(process_group_backend, timeout, start_method)
+        self._spread: Spread | None = None
+        self._engine: Engine | None = None
+        self._outside: Outside | None = None
+
+    def make_spread(self, timeout: timedelta) -> Spread:
+        """How the module of this run is to be spread; ``timeout`` is that of process groups."""
+        raise NotImplementedError
+
+    axis_name = "pipeline"
+    """What the ranks along the axis are called, in messages and in the ledger."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """What runs the steps; None before a run has spread the model, and where there is one stage."""
+        return self._engine
+
+    # --------------------------------------------------------------------------------------------------- around a run
+
+    def setup(self, trainer: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self.groups.pipeline.size > 1 and trainer.state.fn.value == "fit" and not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {type(self).__name__} "
+                "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
+                "TensorParallelStrategy, or automatic optimization with one optimizer."
+            )
+        self._engine = None
+        self.groups.pipeline.name = self.axis_name
+        bring_back(module, self.groups.pipeline)  # a run that an exception ended left its stages
+        super().setup(trainer)
+
+    def _shard_model(self, trainer: Any) -> None:
+        super()._shard_model(trainer)
+        if self.groups.pipeline.size > 1:
+            assert self.lightning_module is not None
+            timeout = self.timeout or timedelta(minutes=30)
+            self._spread = self.make_spread(timeout)
+            self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
+            axis = self.groups.pipeline
+            meeting = Meeting(axis, self.timeout, f"pipeline {self._run}")
+            self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers if self.groups.pipeline.size > 1 else ():
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    "LBFGS runs the step several times for one update and looks at all gradients at once, which ranks "
+                    "with different layers do not share. Use TensorParallelStrategy, or another optimizer."
+                )
+            refuse_joint_updates(optimizer)
+
+    def _adopt_optimizers(self) -> None:
+        super()._adopt_optimizers()
+        if self._outside is not None:
+            for optimizer in self.optimizers:
+                self._outside.adopt(optimizer)
+
+    def teardown(self) -> None:
+        if self._outside is not None:
+            self._outside.close()
+        self._outside = None
+        super().teardown()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # Callbacks may have added copies of the module, of which this rank holds a part.
+        if self._groups is not None:
+            checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _counting(self) -> Once | None:
+        if self._spread is None or self.lightning_module is None:
+            return None
+        return Once(self.lightning_module, self._spread.placement, self.groups.pipeline)
+
+    def _unspread_model(self) -> None:
+        if self._spread is not None and self.lightning_module is not None:
+            trainer: Any = self.lightning_module.trainer
+            self._spread.undo(self.lightning_module, trainer.callbacks)
+        self._spread = self._engine = None
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    @contextmanager
+    def _draws(self, step: int) -> Generator[None, None, None]:
+        with super()._draws(step), nullcontext() if self._outside is None else self._outside.step():
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if closure_loss.requires_grad:
+            closure_loss.register_hook(lambda _: self._forget_gradients())
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        if self._outside is not None:
+            self._outside.forget_gradients()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._engine is None or self._spread is None:
+            return super().training_step(*args, **kwargs)
+        module: Any = self.lightning_module
+        number = module.trainer.fit_loop.total_batch_idx
+        own = [p for p in module.parameters() if p.requires_grad and not is_elsewhere(p)]
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        with self._draws(number):
+            step = self._make_step("training_step", args, kwargs)
+            for p in spent_gradients(module, self.optimizers):
+                p.grad = None
+            return self._engine.train(step, self._spread.microbatches, own, scale, self._key(number))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation("predict_step", args, kwargs)
+
+    def _evaluation(self, name: str, args: Any, kwargs: Any) -> Any:
+        if self._engine is None or self._spread is None:
+            return getattr(super(), name)(*args, **kwargs)
+        with self._draws_of_evaluation():
+            step = self._make_step(name, args, kwargs)
+            return self._engine.evaluate(step, self._spread.microbatches, self._key(-self._evaluated))
+
+    def _make_step(self, name: str, args: Any, kwargs: Any) -> Step:
+        module: Any = self.lightning_module
+        trainer = module.trainer
+        shared = (trainer, self, *trainer.loggers, *trainer.callbacks)
+        context = self.precision_plugin.forward_context
+        given = [*args, *kwargs.values()]
+        batch, rest = given[0], given[1:]
+        return Step(module, name, batch, tuple(rest), context, name == "training_step", self.root_device, shared)
+
+    def _key(self, number: int) -> tuple[int, int]:
+        return torch.initial_seed() + self.groups.data.rank, number

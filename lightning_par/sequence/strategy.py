@@ -1,0 +1,116 @@
+"""The strategy of the sequence axis."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_par.launch import StartMethod
+from lightning_par.layout import Layout, Size
+from lightning_par.meeting import Meeting
+from lightning_par.sequence.plan import check_sequence_dim
+from lightning_par.sequence.planning import Planning
+from lightning_par.sequence.scheme import check_asked, ulysses_size
+from lightning_par.sequence.sharing import attend_along
+from lightning_par.sequence.table import show_plan
+from lightning_par.strategy import StrategyMixin
+from lightning_par.tensor.held import make_held_whole
+
+
+class SequenceParallelMixin(StrategyMixin):
+    """Splits long sequences over the devices, attention exact; each device holds the whole model.
+
+    What others also call context parallelism. (Megatron's "sequence parallelism" is ``shard_residual`` of
+    `TensorParallelStrategy`.)
+
+    Args:
+        sequence_parallel_size: Ranks that share a sequence. ``"auto"`` takes all that ``data_parallel_size`` leaves.
+        data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes the devices that
+            ``sequence_parallel_size`` leaves, or 1 if that is ``"auto"``, too.
+        attention: ``"ring"`` passes keys and values round, ``"ulysses"`` exchanges heads for tokens, ``"all_gather"``
+            gathers keys and values; ``{"ulysses": 2, "ring": 4}`` does both on 8 ranks. ``"auto"`` takes what moves the
+            fewest bytes.
+        sequence_dim: Which dim of the batch's tensors is the sequence, where it is not found out by itself: one for
+            all, or a dict of the batch's keys. A wrong one costs speed, not results.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
+        timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
+            again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
+            ``"popen"`` for scripts and ``"fork"`` in notebooks.
+
+    Raises:
+        ValueError: at once for an unknown attention or start method; when the Trainer is made, if the sizes don't
+            multiply to ``devices * num_nodes``.
+        TypeError: ``sequence_dim`` is neither an int nor a dict of ints.
+
+    Example::
+
+        Trainer(strategy=SequenceParallelStrategy(attention="ring"), devices=4)
+    """
+
+    def __init__(
+        self,
+        sequence_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
+        sequence_dim: int | dict[str, int] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: StartMethod = "auto",
+    ) -> None:
+        self.attention = check_asked(attention)
+        check_sequence_dim(sequence_dim)
+        super().__init__(process_group_backend, timeout, start_method)
+        self.sequence_parallel_size: Size = sequence_parallel_size
+        self.data_parallel_size: Size = data_parallel_size
+        self.sequence_dim = sequence_dim
+        self._planning: Planning | None = None
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        layout = Layout.resolve(
+            world_size, own="sequence", data=self.data_parallel_size, sequence=self.sequence_parallel_size
+        )
+        ulysses_size(self.attention, layout.sequence)
+        return layout
+
+    def _shard_model(self, trainer: Any) -> None:
+        super()._shard_model(trainer)
+        axis = self.groups.sequence
+        if axis.size == 1:
+            return
+        assert self.lightning_module is not None
+        attend_along(self.groups, self.attention, self.timeout or timedelta(minutes=30))
+        self._planning = Planning(self.groups, self.sequence_dim)
+        plan = self._planning.apply(trainer, self.lightning_module)
+        self._meeting = axis.guard = Meeting(axis, self.timeout)
+        if self.groups.world.rank == 0:
+            show_plan(plan, self.attention, self.groups.layout, self._planning.seconds)
+
+    def _unshard_model(self) -> None:
+        if self._planning is not None and self.lightning_module is not None:
+            trainer: Any = self.lightning_module.trainer
+            make_held_whole([self.lightning_module, *trainer.callbacks])
+        self._planning = None
+        super()._unshard_model()
+
+    def teardown(self) -> None:
+        if self._groups is not None:
+            self.groups.sequence.guard = None
+        super().teardown()
+
+    def _marked(self, batch: Any) -> Any:
+        return batch if self._planning is None else self._planning.marked(batch)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._planning is None or self.lightning_module is None:
+            return
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter._backward_hooks:
+                raise RuntimeError(
+                    f"{name!r} has a gradient hook, which would see this rank's share of the gradient alone. Change "
+                    "gradients in the LightningModule's on_before_optimizer_step or configure_gradient_clipping, "
+                    "where they are whole."
+                )
