@@ -196,6 +196,7 @@ def _record(
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(fake(parameter)), []).append(name)
+        fake(parameter)._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks
     copy = stand_in(module, fake, shared, recorder.took)
     fake_batch = apply_to_collection(batch, Tensor, fake)
     result, stopped = None, None

@@ -88,7 +88,8 @@ def _print_rich(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", caption="\n".join(footer), caption_justify="left")
+    width = len(title)
+    table = Table(min_width=width, title=title, title_justify="left", caption="\n".join(footer), caption_justify="left")
     for index, name in enumerate(header):
         table.add_column(name, overflow="fold", no_wrap=index != wraps)
     for row in rows:

@@ -57,8 +57,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _resolved[func] = _resolve(func)
     global _running
     if found is not None:
-        _running = func
+        caller, _running = _running, func
         result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
+        _running = caller
         if result is not NotImplemented:
             return result
     return run_whole(func, args, kwargs)
@@ -201,7 +202,9 @@ def sharded_again(result: Any, views: list[ShardedTensor]) -> Any:
     lead = next((view for view in views if moves(view)), views[0])
     if lead.axis.spread(lead.shape[lead._dim]) is None:
         return result
-    return tree_map(lambda x: _cut_like(x, lead) if type(x) is Tensor else x, result)
+    return tree_map(
+        lambda x: x if isinstance(x, ShardedTensor) or not isinstance(x, Tensor) else _cut_like(x, lead), result
+    )
 
 
 def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:

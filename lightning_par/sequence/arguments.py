@@ -35,6 +35,7 @@ class Arguments:
         mask_is_cut: whether ``mask`` has this rank's rows only; else all rows, or one for all.
         batch: the leading dims before the heads, whose product is B.
         dims: of the result.
+        fused: whether torch takes a kernel whose result lies in memory as the query does, not in order.
     """
 
     q: Tensor
@@ -46,6 +47,7 @@ class Arguments:
     mask_is_cut: bool
     batch: tuple[int, ...]
     dims: int
+    fused: bool
 
     @property
     def shapes(self) -> Shapes:
@@ -56,8 +58,8 @@ class Arguments:
 
     def result(self, out: Tensor) -> Tensor:
         """``out`` (B, H, T, e) with the dims and strides that torch gives it, so that the same views of it work."""
-        inside = self.q.stride(1) < self.q.stride(2) and out.shape == self.q.shape
-        out = out.transpose(1, 2).contiguous().transpose(1, 2) if inside else out.contiguous()
+        turned = self.fused and self.q.stride(1) < self.q.stride(2)
+        out = out.transpose(1, 2).contiguous().transpose(1, 2) if turned else out.contiguous()
         return out.view(*self.batch, *out.shape[1:]) if self.dims > 3 else out.view(out.shape[4 - self.dims :])
 
 
@@ -84,10 +86,12 @@ def read(
     rows, is_cut = (None, False) if mask is None else _rows(mask, query)
     dims = max(x.ndim for x in (query, key, value))
     batch, H = target[:-3], target[-3]
-    q = _four(query._local, batch).expand(-1, H, -1, -1)
-    q = q.expand(prod(batch), -1, -1, -1)
+    q = _four(query._local, batch).expand(prod(batch), H, -1, -1)
+    mask_grad = mask is not None and mask.requires_grad
+    fused = dims == 4 and query.shape[-1] == value.shape[-1] and not mask_grad and (p == 0.0 or q.is_cuda)
     mask = None if rows is None else _four(rows, batch)
-    return Arguments(q, _four(k, batch), _four(v, batch), mask, query._positions, key_positions, is_cut, batch, dims)
+    k, v = _four(k, batch), _four(v, batch)
+    return Arguments(q, k, v, mask, query._positions, key_positions, is_cut, batch, dims, fused)
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import comm, private
@@ -232,7 +233,7 @@ def mark(batch: Any, dims: Callable[[int, Tensor], int | None], axis: SequenceAx
         nonlocal number
         number += 1
         dim = dims(number, x)
-        positions = None if dim is None or type(x) is not Tensor else axis.spread(x.shape[dim])
+        positions = None if dim is None or type(x) not in (Tensor, FakeTensor) else axis.spread(x.shape[dim])
         return x if positions is None or dim is None else BatchTensor(x, dim, positions, axis)
 
     return apply(batch, Tensor, marked)

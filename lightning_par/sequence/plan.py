@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.record import Event, Recording
+from lightning_par.sequence.scheme import Asked, Scheme, Shapes, choose, ulysses_size
 
 Shape = tuple[int, ...]
 SequenceDim = int | Mapping[str, int] | None
@@ -33,6 +34,14 @@ class AttentionUse:
     itemsize: int
     causal: bool
     masked: bool
+
+    @property
+    def shapes(self) -> Shapes:
+        return Shapes(self.batch, self.heads, self.kv_heads, self.queries, self.keys, self.features)
+
+    def scheme(self, asked: Asked, ranks: int) -> Scheme:
+        degree = ulysses_size(asked, ranks)
+        return choose(asked, ranks, self.shapes, (degree,) if 1 < degree < ranks else ())
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,9 @@ def check_sequence_dim(wish: object) -> None:
         )
 
 
-def make_plan(recording: Recording, names: Sequence[str], ranks: int, wish: SequenceDim) -> SequencePlan:
+def make_plan(
+    recording: Recording, names: Sequence[str], ranks: int, wish: SequenceDim, asked: Asked = "auto"
+) -> SequencePlan:
     """The plan for what ``recording`` shows.
 
     Args:
@@ -85,15 +96,16 @@ def make_plan(recording: Recording, names: Sequence[str], ranks: int, wish: Sequ
         names: of the tensors in the batch, in order.
         ranks: along the sequence axis.
         wish: the user's ``sequence_dim``.
+        asked: the user's ``attention``.
 
     Raises:
-        ValueError: no tensor of the batch has the dim that the user names.
+        ValueError: no tensor of the batch has the dim that the user names, or attention can't be computed as asked.
     """
     shapes = tuple(tuple(x.shape) for x in recording.batch)
     found = sequence_lengths(recording)
     dims = _wished(shapes, names, wish) if wish is not None else tuple(_guess(x, found, ranks) for x in recording.batch)
     uses = attention_uses(recording)
-    zigzag = any(use.causal for use in uses)
+    zigzag = any(use.causal and use.scheme(asked, ranks).ring > 1 for use in uses)
     return SequencePlan(ranks, shapes, dims, tuple(names), zigzag, uses, stopped=recording.stopped)
 
 
@@ -135,7 +147,8 @@ def _guess(x: Tensor, lengths: set[int], ranks: int) -> int | None:
     """Dim 1 where it is as long as a sequence, or a token longer or shorter, as shifted labels are; else another."""
     near = {length + more for length in lengths for more in (-1, 0, 1)}
     order = [1, 0, *range(2, x.ndim)]
-    fitting = [d for d in order if d < x.ndim and x.shape[d] in near and x.shape[d] >= 2 * ranks]
+    long = [d for d in order if d < x.ndim and x.shape[d] >= 2 * ranks]
+    fitting = [d for d in long if x.shape[d] in (near if d else lengths)]  # dim 0 is mostly the samples
     if fitting:
         return fitting[0]
     if not lengths and x.ndim == 3 and x.shape[1] >= 2 * ranks:  # samples of features over time

@@ -20,6 +20,7 @@ from lightning_par.rules.table import user_line
 from lightning_par.sequence.axis import SequenceAxis
 from lightning_par.sequence.batch_tensor import mark
 from lightning_par.sequence.plan import SequenceDim, SequencePlan, make_plan
+from lightning_par.sequence.scheme import Asked
 from lightning_par.sharding import STEPS
 
 
@@ -34,7 +35,8 @@ class PlanningAxis(SequenceAxis):
         self.found: Counter[tuple[str, str]] = Counter()
 
     def about_to_gather(self, func: Any, x: Tensor) -> None:
-        self.found[getattr(func, "__name__", str(func)), user_line()] += 1
+        if func != "full_tensor":  # the function that asked for it is counted
+            self.found[getattr(func, "__name__", str(func)), user_line()] += 1
 
     def start_all_reduce_(self, x: Tensor, purpose: str, op: Any = "sum") -> None:
         return None
@@ -49,11 +51,13 @@ class Planning:
     Args:
         groups: the mesh axes.
         wish: the user's ``sequence_dim``.
+        asked: the user's ``attention``.
     """
 
-    def __init__(self, groups: Groups, wish: SequenceDim) -> None:
+    def __init__(self, groups: Groups, wish: SequenceDim, asked: Asked) -> None:
         self.groups = groups
         self.wish = wish
+        self.asked = asked
         self.plan: SequencePlan | None = None
         self.seconds = 0.0
 
@@ -94,7 +98,7 @@ class Planning:
         if batch is None:
             return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")
         recording = self._run(trainer, module, batch)
-        plan = make_plan(recording, names, ranks, self.wish)
+        plan = make_plan(recording, names, ranks, self.wish, self.asked)
         axis = PlanningAxis(ranks, plan.zigzag)
         split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, apply_to_collection))
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())

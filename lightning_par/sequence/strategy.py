@@ -82,7 +82,7 @@ class SequenceParallelMixin(StrategyMixin):
             return
         assert self.lightning_module is not None
         attend_along(self.groups, self.attention, self.timeout or timedelta(minutes=30))
-        self._planning = Planning(self.groups, self.sequence_dim)
+        self._planning = Planning(self.groups, self.sequence_dim, self.attention)
         plan = self._planning.apply(trainer, self.lightning_module)
         self._meeting = axis.guard = Meeting(axis, self.timeout)
         if self.groups.world.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_par.sequence.plan import AttentionUse, SequencePlan
-from lightning_par.sequence.scheme import Shapes, choose, elements
+from lightning_par.sequence.scheme import elements
 from lightning_par.table import bytes_text, show_table
 
 
@@ -25,7 +25,7 @@ def input_rows(plan: SequencePlan) -> list[tuple[str, str, str]]:
             held = f"up to {tokens} of {shape[dim]} along dim {dim}"
             if shape[dim] < 2 * plan.ranks:
                 held = f"all of it: {shape[dim]} tokens are too few for {plan.ranks} ranks"
-        rows.append((name or "the batch", " x ".join(map(str, shape)) or "1", held))
+        rows.append((f"batch{name}" if name[:1] in ("", "[") else name, " x ".join(map(str, shape)) or "1", held))
     return rows
 
 
@@ -50,6 +50,6 @@ def _attention_line(use: AttentionUse, asked: Any, ranks: int) -> str:
     heads = f"{use.heads} heads" if use.heads == use.kv_heads else f"{use.heads} heads, {use.kv_heads} of keys"
     lengths = f"{use.queries} x {use.keys}"
     what = f"Attention, {use.calls} calls, {kind}, {lengths}, {heads}"
-    shapes = Shapes(use.batch, use.heads, use.kv_heads, use.queries, use.keys, use.features)
-    scheme = choose(asked, ranks, shapes)
-    return f"{what}: {scheme}, {bytes_text(elements(scheme, shapes) * use.itemsize * use.calls)} sent by a rank a step."
+    scheme = use.scheme(asked, ranks)
+    sent = bytes_text(elements(scheme, use.shapes) * use.itemsize * use.calls)
+    return f"{what}: {scheme}, {sent} sent by a rank a step."
