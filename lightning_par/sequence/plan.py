@@ -134,8 +134,9 @@ def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:
             batch = query.numel() // max(1, heads * query.shape[-2] * query.shape[-1])
             masked = _given(event, 3, "attn_mask") is not None
             causal = bool(_given(event, 5, "is_causal"))
-            form = (heads, kv_heads, query.shape[-2], key.shape[-2], batch, query.shape[-1], query.element_size())
-            counted[(*form, causal, masked)] += 1
+            sizes = (heads, kv_heads, query.shape[-2], key.shape[-2], batch, query.shape[-1], query.element_size())
+            form = (*sizes, causal, masked)
+            counted[form] += 1
     return tuple(AttentionUse(count, *key) for key, count in counted.items())
 
 
