@@ -113,11 +113,16 @@ def on_one_device(call: Call) -> list[Tensor | None]:
     return [out.detach(), *grads_of(out, leaves, call.grad())]
 
 
-def on_rank(axis: Axis, call: Call) -> list[Tensor | None]:
-    """This rank's part of `on_one_device`."""
+def parts_on_rank(axis: Axis, call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's leaves, and the arguments made of them."""
     places = call.places(axis.size)
     leaves = [leaf(x if place is None else comm._own_part(x, *place, axis)) for x, place in zip(call.inputs, places)]
-    given = [x if place is None else ShardedTensor(x, *place, axis) for x, place in zip(leaves, places)]
+    return leaves, [x if place is None else ShardedTensor(x, *place, axis) for x, place in zip(leaves, places)]
+
+
+def on_rank(axis: Axis, call: Call) -> list[Tensor | None]:
+    """This rank's part of `on_one_device`."""
+    leaves, given = parts_on_rank(axis, call)
     out = attention(F.scaled_dot_product_attention, *given, **call.options)
     assert isinstance(out, ShardedTensor) and out.shape == call.grad().shape and out.dtype == call.inputs[0].dtype
     grad = comm._own_part(call.grad(), out.sharded_dim, out.positions, axis)
@@ -141,14 +146,15 @@ def _in_order(pieces: tuple[Tensor, ...], dim: int, positions: Positions) -> Ten
     return whole if order is None else whole.index_select(dim, order)
 
 
-def _run(axis: Any, asked: Asked, call: Call) -> list[Tensor | None]:
+def run(axis: Any, asked: Asked, call: Call) -> list[Tensor | None]:
+    """One rank's part of ``call``."""
     prepare(axis, asked)
     return on_rank(axis, call)
 
 
 def over_ranks(ranks: int, asked: Asked, call: Call) -> list[Tensor | None]:
     """What `on_one_device` computes, on ``ranks`` threads."""
-    return joined(run_ranks(ranks, _run, asked, call), call)
+    return joined(run_ranks(ranks, run, asked, call), call)
 
 
 def check(ranks: int, asked: Asked, call: Call, tolerance: float = 1e-11) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_par.comm import Ledger, ledger
 from tests.ranks import run_ranks
-from tests.sequence_ranks import KINDS, PRODUCT, SCHEMES, Call, _run, check, normal, over_ranks
+from tests.sequence_ranks import KINDS, PRODUCT, SCHEMES, Call, check, normal, on_one_device, over_ranks, run
 
 B, D = 2, 3
 schemes = pytest.mark.parametrize(("asked", "ranks"), SCHEMES, ids=str)
@@ -120,18 +120,12 @@ def test_halves_are_as_exact_as_on_one_device(asked: Any, ranks: int, dtype: tor
     exact = tuple(x.to(dtype).double() for x in (normal(2, heads, 48, 8, seed=seed) for seed in range(3)))
     call = Call(tuple(x.to(dtype) for x in exact), dict(is_causal=True))
     out, *grads = _double(exact, call)
-    for ours, theirs, true in zip(over_ranks(ranks, asked, call), _one(call), (out, *grads)):
+    for ours, theirs, true in zip(over_ranks(ranks, asked, call), on_one_device(call), (out, *grads)):
         assert ours is not None and theirs is not None and true is not None
         assert ours.dtype == dtype
         ours_off, theirs_off = ((x.double() - true).abs().max().item() for x in (ours, theirs))
         assert ours_off <= 2 * theirs_off
         assert (ours.double() - true).norm() <= 2 * (theirs.double() - true).norm()
-
-
-def _one(call: Call) -> list[Tensor | None]:
-    from tests.sequence_ranks import on_one_device
-
-    return on_one_device(call)
 
 
 def _double(exact: tuple[Tensor, ...], call: Call) -> list[Tensor]:
@@ -142,7 +136,7 @@ def _double(exact: tuple[Tensor, ...], call: Call) -> list[Tensor]:
 
 def _moved(asked: Any, ranks: int, call: Call) -> Ledger:
     with ledger() as moved:
-        run_ranks(ranks, _run, asked, call)
+        run_ranks(ranks, run, asked, call)
     assert {t.purpose for t in moved.transfers} <= {"attention"}
     return moved
 
