@@ -23,6 +23,7 @@ from lightning_par.verbs import enter as enter
 from lightning_par.verbs import gather as gather
 from lightning_par.verbs import leave as leave
 from lightning_par.verbs import scatter as scatter
+from lightning_par.verbs import sum_scatter as sum_scatter
 
 Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 Kind = Literal["forward", "backward"]
@@ -115,6 +116,8 @@ class Axis:
 
     by_sample = False
     """Whether its parts are samples that run one after another, so that a sum over it is a share of the whole."""
+    depth = 3
+    """Of a tensor sharded over two axes, the one of smaller depth is the outer one."""
     pretends = False
     """Whether nothing moves along it, since tensors are fake."""
     gradient_shares = False
@@ -129,6 +132,8 @@ class Axis:
         """Called before sharded tensors talk; see `lightning_par.meeting`."""
         self.links: dict[Link, dist.ProcessGroup] | None = None
         """Groups for messages alone, where the backend needs them; see `lightning_par.layout.make_message_groups`."""
+        self.residual: Any = None
+        """Where tokens are sharded between islands along a tensor axis; see `lightning_par.tensor.residual`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     @property

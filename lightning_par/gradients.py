@@ -22,6 +22,7 @@ BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to
 class _Bucket:
     """Leaves whose gradients travel as one message, and how far it is on its way."""
 
+    axis: Axis
     leaves: list[Tensor] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     flat: Tensor | None = None
@@ -35,12 +36,12 @@ class _Bucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.leaves)
 
-    def launch(self, axis: Axis, copies: int) -> None:
+    def launch(self, copies: int) -> None:
         parts = [_zeros(leaf) if leaf.grad is None else leaf.grad.reshape(-1) for leaf in self.leaves]
         self.flat = torch.cat(parts)
         if copies > 1:
             self.flat.div_(copies)
-        self.work = axis.start_all_reduce_(self.flat, "gradients")
+        self.work = self.axis.start_all_reduce_(self.flat, "gradients")
 
     def land(self) -> list[tuple[Tensor, Tensor]]:
         """Wait; returns every leaf with its averaged gradient."""
@@ -75,14 +76,21 @@ class GradientSync:
         bucket_bytes: the size at which a bucket is full.
         copies: how many of these ranks have a gradient of their own, to be averaged; None for all. Where there are
             fewer than ranks, each rank along the sequence has a share of one, and the shares are summed.
+        split: the ranks among ``axis`` that hold the same part of a split parameter; None for all of ``axis``.
     """
 
     def __init__(
-        self, module: nn.Module, axis: Axis, bucket_bytes: int = BUCKET_BYTES, copies: int | None = None
+        self,
+        module: nn.Module,
+        axis: Axis,
+        bucket_bytes: int = BUCKET_BYTES,
+        copies: int | None = None,
+        split: Axis | None = None,
     ) -> None:
         self.blocked = False
         self._module = module
         self._axis = axis
+        self._split = split or axis
         self._copies = axis.size if copies is None else copies
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, Any] = {}
@@ -135,23 +143,29 @@ class GradientSync:
         self._armed = True
 
     def _find_leaves(self) -> None:
-        found = {id(x): x for x in map(leaf, self._module.parameters()) if not is_elsewhere(x)}
-        leaves = {i: x for i, x in found.items() if x.requires_grad or i in self._touched}
+        found = {id(leaf(p)): p for p in self._module.parameters() if self._along(p).size > 1}
+        held = {i: (leaf(p), self._along(p)) for i, p in found.items() if not is_elsewhere(leaf(p))}
+        along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
+        leaves = {i: held[i][0] for i in along}
         if leaves.keys() == self._bucket_of.keys():
             return
         for i in self._handles.keys() - leaves.keys():
             self._handles.pop(i).remove()
         for i in leaves.keys() - self._handles.keys():
             self._handles[i] = leaves[i].register_post_accumulate_grad_hook(self._on_gradient)
-        self._fill_buckets(list(leaves.values()))
+        self._fill_buckets([(x, along[i]) for i, x in leaves.items()])
 
-    def _fill_buckets(self, leaves: list[Tensor]) -> None:
+    def _along(self, parameter: Tensor) -> Axis:
+        """The ranks that sum the gradients of ``parameter``."""
+        return self._split if isinstance(parameter, ShardedTensor) else self._axis
+
+    def _fill_buckets(self, leaves: list[tuple[Tensor, Axis]]) -> None:
         self._buckets, self._bucket_of = [], {}
-        filling: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-        for x in reversed(leaves):  # about the order in which backward reaches them
-            key = (x.dtype, x.device)
+        filling: dict[tuple[torch.dtype, torch.device, bool], _Bucket] = {}
+        for x, axis in reversed(leaves):  # about the order in which backward reaches them
+            key = (x.dtype, x.device, axis is self._axis)
             if key not in filling or filling[key].nbytes + x.numel() * x.element_size() > self._bucket_bytes:
-                filling[key] = _Bucket()
+                filling[key] = _Bucket(axis)
                 self._buckets.append(filling[key])
             filling[key].leaves.append(x)
             self._bucket_of[id(x)] = filling[key]
@@ -180,7 +194,7 @@ class GradientSync:
                 bucket = self._buckets[self._launched]
                 if not (everything or bucket.complete):
                     return
-                bucket.launch(self._axis, self._copies)
+                bucket.launch(self._copies)
                 self._launched += 1
 
     def _name(self, x: Tensor) -> str:

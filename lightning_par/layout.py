@@ -125,8 +125,8 @@ class Groups:
     """The axes through this rank, with their process groups.
 
     ``replica`` holds the ranks that share this rank's copy of the model, ``gradients`` those that sum gradients of the
-    same weights, ``world`` all of them. ``runs`` counts the runs on these groups, ``linked`` holds the pairs of the
-    pipeline axis that have groups for their messages; both alike on all ranks.
+    same weights, ``stage`` all that have the same layers, ``world`` all of them. ``runs`` counts the runs on these
+    groups, ``linked`` holds the pairs of the pipeline axis that have groups for messages; both alike on all ranks.
     """
 
     layout: Layout
@@ -136,6 +136,7 @@ class Groups:
     tensor: Axis
     replica: Axis
     gradients: Axis
+    stage: Axis
     world: Axis
     runs: Iterator[int] = field(default_factory=count, compare=False)
     linked: set[tuple[int, int]] = field(default_factory=set, compare=False)
@@ -159,6 +160,7 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
             "tensor": ("tensor",),
             "replica": ("pipeline", "sequence", "tensor"),
             "gradients": ("data", "sequence"),
+            "stage": ("data", "sequence", "tensor"),
             "world": ("data", "pipeline", "sequence", "tensor"),
         }
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}

@@ -58,6 +58,18 @@ class _Leave(torch.autograd.Function):
         return summed(grad, ctx.axis, ctx.purpose), None, None
 
 
+def _plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) or not hasattr(x, "_held") and not hasattr(x, "_local")
+
+
+def _on_parts(verb: Any, x: Any, *args: Any, dim: int | None = None) -> Tensor:
+    """``verb`` on the local part of an ``x`` that is sharded over another axis, too."""
+    x = getattr(x, "_held", x)
+    if x._dim == dim:  # both along one dim: all of it is needed
+        return verb(x.full_tensor(), *args)
+    return x.with_local(verb(x._local, *args))
+
+
 def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
     if axis.size == 1 or axis.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
@@ -66,8 +78,16 @@ def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
 
 
 def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
-    """The sum over the axis of the partial sums ``x``, replicated."""
-    return x if axis.size == 1 else _Leave.apply(x, axis, purpose)
+    """The sum over the axis of the partial sums ``x``, replicated, or sharded by tokens as the residual stream is."""
+    if axis.size == 1:
+        return x
+    if not _plain(x):
+        return _on_parts(leave, x, axis, purpose)
+    if axis.residual is not None:
+        closed = axis.residual.closed(x, purpose)
+        if closed is not NotImplemented:
+            return closed
+    return _Leave.apply(x, axis, purpose)
 
 
 class _Gather(torch.autograd.Function):
@@ -141,6 +161,8 @@ def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str =
     """The whole tensor whose dim ``dim`` the ranks hold by ``positions``; ``x`` is this rank's part."""
     if axis.size == 1:
         return x
+    if not _plain(x):
+        return _on_parts(gather, x, dim, positions, axis, purpose, dim=dim)
     if x.requires_grad and torch.is_grad_enabled():
         return _Gather.apply(x, dim, positions, axis, purpose)
     return _gathered(x, dim, positions, axis, purpose)
@@ -148,7 +170,11 @@ def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str =
 
 def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
     """This rank's part of the sum over the axis of the partial sums ``x`` along ``dim``."""
-    return x if axis.size == 1 else _SumScatter.apply(x, dim, positions, axis, purpose)
+    if axis.size == 1:
+        return x
+    if not _plain(x):
+        return _on_parts(sum_scatter, x, dim, positions, axis, purpose, dim=dim)
+    return _SumScatter.apply(x, dim, positions, axis, purpose)
 
 
 def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
@@ -156,6 +182,8 @@ def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str 
     if axis.size == 1:
         return x
     axis.about_to_cut(x)
+    if not _plain(x):
+        return _part_of_rank(x, dim, positions, axis.rank)  # torch's own gradient of it is among zeros
     if x.requires_grad and torch.is_grad_enabled() and not axis.by_sample:  # there the gradient's shares are padded
         return _Scatter.apply(x, dim, positions, axis, purpose)
     return _own_part(x, dim, positions, axis)

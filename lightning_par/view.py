@@ -208,4 +208,6 @@ def leaf(param: Tensor) -> Tensor:
 
 def full(value: Tensor) -> Tensor:
     """The whole tensor, plain; all ranks along its axis must call it."""
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value
+    while isinstance(value, ShardedTensor):  # it may be sharded over two axes
+        value = value.full_tensor()
+    return value

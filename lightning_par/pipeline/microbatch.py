@@ -35,6 +35,7 @@ class MicrobatchAxis(Axis):
         assert x.mean().item() == 0.25  # a quarter of the whole batch's mean, 1
     """
 
+    depth = 1
     by_sample = True
 
     def __init__(self, count: int, index: int) -> None:

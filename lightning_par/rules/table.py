@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_par import comm
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
+from lightning_par.rules import mixed
+from lightning_par.rules.report import gathers as gathers
+from lightning_par.rules.report import on_gather as on_gather
+from lightning_par.rules.report import user_line as user_line
 from lightning_par.view import ShardedTensor, full
-
-log = logging.getLogger(__name__)
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
@@ -33,9 +32,6 @@ _ALIASES = {
 }  # fmt: skip
 
 _running: Any = None  # the function whose rule runs
-
-gathers: Counter[tuple[str, str]] = Counter()
-"""How often a function without a rule gathered its arguments, by (function, file:line)."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -51,6 +47,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
+    if mixed.possible and mixed.has_several_axes(args, kwargs):
+        return mixed.by_axis(func, args, kwargs)
     try:
         found = _resolved[func]
     except KeyError:
@@ -132,28 +130,6 @@ def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
 @rule("is_same_size")
 def is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape
-
-
-def on_gather(func: Any, views: list[ShardedTensor]) -> None:
-    """Count and report a function that gathers, once by name and line."""
-    if views[0].axis.pretends:
-        return
-    name = getattr(func, "__name__", str(func))
-    place = user_line()
-    gathers[name, place] += 1
-    if gathers[name, place] == 1 and views[0].axis.ranks[views[0].axis.rank] == 0:
-        log.warning("`%s` has no local rule and gathers a sharded tensor %s at %s", name, tuple(views[0].shape), place)
-
-
-def user_line() -> str:
-    """``file:line`` of the innermost frame outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "lightning_par.")) and module not in ("torch", "lightning_par"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "an unknown line"
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

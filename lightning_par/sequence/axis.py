@@ -51,6 +51,7 @@ class SequenceAxis(Axis):
         assert axis.spread(8).indices(0).tolist() == [0, 1, 6, 7]
     """
 
+    depth = 2
     gradient_shares = True
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:

@@ -52,10 +52,12 @@ class Planning:
         groups: the mesh axes.
         wish: the user's ``sequence_dim``.
         asked: the user's ``attention``.
+        axis: along which tokens are shared out; the sequence axis by default.
     """
 
-    def __init__(self, groups: Groups, wish: SequenceDim, asked: Asked) -> None:
+    def __init__(self, groups: Groups, wish: SequenceDim, asked: Asked, axis: Any = None) -> None:
         self.groups = groups
+        self.axis: Any = groups.sequence if axis is None else axis
         self.wish = wish
         self.asked = asked
         self.plan: SequencePlan | None = None
@@ -80,20 +82,16 @@ class Planning:
         outcome = self.groups.world.broadcast_object(outcome, "plan")
         if isinstance(outcome, str):
             raise failure if failure is not None and self.groups.world.rank == 0 else ValueError(outcome)
-        axis: Any = self.groups.sequence
-        self.plan, axis.zigzag = outcome, outcome.zigzag
+        self.plan, self.axis.zigzag = outcome, outcome.zigzag
         self.seconds = time.monotonic() - started
         return outcome
 
     def marked(self, batch: Any) -> Any:
         """``batch``, whose sequences are known as such."""
-        axis, plan = self.groups.sequence, self.plan
-        if plan is None or not isinstance(axis, SequenceAxis):
-            return batch
-        return mark(batch, plan.dim_of, axis, apply_to_collection)
+        return batch if self.plan is None else mark(batch, self.plan.dim_of, self.axis, apply_to_collection)
 
     def _planned(self, trainer: Any, module: nn.Module, batch: Any) -> SequencePlan:
-        ranks = self.groups.sequence.size
+        ranks = self.axis.size
         names = names_of(batch)
         if batch is None:
             return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal
 
-from torch import Tensor
-
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
 from lightning_par.meeting import Meeting
@@ -16,7 +14,6 @@ from lightning_par.sequence.scheme import check_asked, ulysses_size
 from lightning_par.sequence.sharing import attend_along
 from lightning_par.sequence.table import show_plan
 from lightning_par.strategy import StrategyMixin
-from lightning_par.tensor.held import make_held_whole
 
 
 class SequenceParallelMixin(StrategyMixin):
@@ -66,7 +63,6 @@ class SequenceParallelMixin(StrategyMixin):
         self.sequence_parallel_size: Size = sequence_parallel_size
         self.data_parallel_size: Size = data_parallel_size
         self.sequence_dim = sequence_dim
-        self._planning: Planning | None = None
 
     def resolve_layout(self, world_size: int) -> Layout:
         layout = Layout.resolve(
@@ -88,29 +84,7 @@ class SequenceParallelMixin(StrategyMixin):
         if self.groups.world.rank == 0:
             show_plan(plan, self.attention, self.groups.layout, self._planning.seconds)
 
-    def _unshard_model(self) -> None:
-        if self._planning is not None and self.lightning_module is not None:
-            trainer: Any = self.lightning_module.trainer
-            make_held_whole([self.lightning_module, *trainer.callbacks])
-        self._planning = None
-        super()._unshard_model()
-
     def teardown(self) -> None:
         if self._groups is not None:
             self.groups.sequence.guard = None
         super().teardown()
-
-    def _marked(self, batch: Any) -> Any:
-        return batch if self._planning is None else self._planning.marked(batch)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        if self._planning is None or self.lightning_module is None:
-            return
-        for name, parameter in self.lightning_module.named_parameters():
-            if parameter._backward_hooks:
-                raise RuntimeError(
-                    f"{name!r} has a gradient hook, which would see this rank's share of the gradient alone. Change "
-                    "gradients in the LightningModule's on_before_optimizer_step or configure_gradient_clipping, "
-                    "where they are whole."
-                )

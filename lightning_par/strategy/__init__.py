@@ -48,8 +48,7 @@ class StrategyMixin(StepsMixin, SavingMixin):
         self._shard_model(trainer)
         self._close_gradients()
         if fitting:
-            along = self.groups.data if self.groups.sequence.size == 1 else self.groups.gradients
-            self._gradients = GradientSync(self.model, along, copies=self.groups.data.size)
+            self._gradients = self._make_gradient_sync(self.model)
             self.setup_optimizers(trainer)
             self._adopt_optimizers()
         self.setup_precision_plugin()
@@ -58,6 +57,12 @@ class StrategyMixin(StepsMixin, SavingMixin):
         self._share_metrics()
         if self.groups.data.size == 1:
             quiet_sync_advice()
+
+    def _make_gradient_sync(self, module: nn.Module) -> GradientSync:
+        groups = self.groups
+        split = groups.data if groups.sequence.size == 1 else groups.gradients
+        whole = groups.stage if groups.tensor.gradient_shares else split
+        return GradientSync(module, whole, copies=groups.data.size, split=split)
 
     def setup_optimizers(self, trainer: Any) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
@@ -126,8 +131,10 @@ class StrategyMixin(StepsMixin, SavingMixin):
                 state.unshard_optimizer_state(optimizer, self._stages)
             self._unspread_model()
             trainer: Any = self.lightning_module.trainer
+            if self._planning is not None:
+                make_held_whole([self.lightning_module, *trainer.callbacks])
             self._sharding.undo(self.lightning_module, trainer.callbacks)
-        self._sharding = None
+        self._sharding = self._planning = None
 
     def _unspread_model(self) -> None:
         """Called before parts of weights are joined: bring back the weights that other ranks hold."""

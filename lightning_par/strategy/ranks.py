@@ -16,6 +16,7 @@ from lightning_par.layout import Groups, Layout, make_groups
 from lightning_par.logging import reduce_over_axis, reduce_over_group
 from lightning_par.meeting import Meeting
 from lightning_par.namespace import OTHER, Namespace
+from lightning_par.sequence.planning import Planning
 from lightning_par.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class RanksMixin(_Base):
         self._groups: Groups | None = None
         self._gradients: GradientSync | None = None
         self._sharding: Sharding | None = None
+        self._planning: Planning | None = None
         self._meeting: Meeting | None = None
         self.plan: dict[str, str] | None = None
         self._synced_batch_norm = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par import generators
 from lightning_par.batch import broadcast_batch
@@ -36,7 +36,10 @@ class StepsMixin(RanksMixin):
     @contextmanager
     def _step(self) -> Generator[None, None, None]:
         """What all ranks run alike: sharded tensors talk without asking whether their peers are there."""
-        with shared_over([self.groups.sequence]), nullcontext() if self._meeting is None else self._meeting.step():
+        with (
+            shared_over([self.groups.sequence, self.groups.tensor]),
+            nullcontext() if self._meeting is None else self._meeting.step(),
+        ):
             yield
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -66,7 +69,7 @@ class StepsMixin(RanksMixin):
 
     def _marked(self, batch: Any) -> Any:
         """The batch, whose sequences are known as such where they are to be split."""
-        return batch
+        return batch if self._planning is None else self._planning.marked(batch)
 
     @contextmanager
     def _draws(self, step: int) -> Generator[None, None, None]:
@@ -84,6 +87,8 @@ class StepsMixin(RanksMixin):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
             self._gradients.before_backward()
+        if self._planning is not None and self.lightning_module is not None:
+            _refuse_hooks(self.lightning_module)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
@@ -106,3 +111,14 @@ class StepsMixin(RanksMixin):
 def _whole(output: Any) -> Any:
     """What leaves a step is plain: callbacks and loops know nothing of shards."""
     return apply_to_collection(output, ShardedTensor, full)
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Where gradients are shares until backward has ended."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            raise RuntimeError(
+                f"{name!r} has a gradient hook, which would see this rank's share of the gradient alone. Change "
+                "gradients in the LightningModule's on_before_optimizer_step or configure_gradient_clipping, where "
+                "they are whole."
+            )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
+from lightning_par.sequence.planning import Planning
 from lightning_par.strategy import StrategyMixin
 from lightning_par.tensor.plan import check_styles
+from lightning_par.tensor.residual import shard_residual, whole_residual
 
 
 class TensorParallelMixin(StrategyMixin):
@@ -21,6 +23,9 @@ class TensorParallelMixin(StrategyMixin):
             ``tensor_parallel_size`` leaves, or 1 if that is ``"auto"``, too.
         plan: How to split modules by name, where the plan found by itself is not wanted: patterns such as
             ``"blocks.*.mlp.up"`` to ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
+        shard_residual: Share out the tokens of the residual stream between islands: norms and dropout then work on a
+            part of the sequence, and each all-reduce becomes an all-gather and a reduce-scatter, of the same bytes.
+            (Megatron calls this sequence parallelism.)
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
@@ -41,6 +46,7 @@ class TensorParallelMixin(StrategyMixin):
         tensor_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         plan: dict[str, str] | None = None,
+        shard_residual: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
@@ -50,6 +56,24 @@ class TensorParallelMixin(StrategyMixin):
         self.tensor_parallel_size: Size = tensor_parallel_size
         self.data_parallel_size: Size = data_parallel_size
         self.plan = plan
+        self.shard_residual = shard_residual
+
+    def _shard_model(self, trainer: Any) -> None:
+        super()._shard_model(trainer)
+        axis = self.groups.tensor
+        if axis.size == 1 or not self.shard_residual:
+            return
+        assert self.lightning_module is not None
+        residual = shard_residual(axis)
+        residual.guard = axis.guard
+        self._planning = Planning(self.groups, None, "auto", residual)
+        self._planning.apply(trainer, self.lightning_module)
+        residual.zigzag = False  # attention is whole
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._groups is not None:
+            whole_residual(self.groups.tensor)
 
     def resolve_layout(self, world_size: int) -> Layout:
         return Layout.resolve(world_size, own="tensor", data=self.data_parallel_size, tensor=self.tensor_parallel_size)

@@ -1,0 +1,37 @@
+"""Functions that gather, counted and told to the user once by name and line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from typing import Any
+
+from lightning_par.view import ShardedTensor
+
+log = logging.getLogger(__name__)
+
+gathers: Counter[tuple[str, str]] = Counter()
+"""How often a function without a rule gathered its arguments, by (function, file:line)."""
+
+
+def on_gather(func: Any, views: list[ShardedTensor]) -> None:
+    """Count and report a function that gathers, once by name and line."""
+    if views[0].axis.pretends:
+        return
+    name = getattr(func, "__name__", str(func))
+    place = user_line()
+    gathers[name, place] += 1
+    if gathers[name, place] == 1 and views[0].axis.ranks[views[0].axis.rank] == 0:
+        log.warning("`%s` has no local rule and gathers a sharded tensor %s at %s", name, tuple(views[0].shape), place)
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "lightning_par.")) and module not in ("torch", "lightning_par"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
