@@ -5,6 +5,7 @@ Example::
     Trainer(strategy="tensor_parallel", devices=4)
     Trainer(strategy=lightning_par.TensorParallelStrategy(tensor_parallel_size=2), devices=4)
     Trainer(strategy=lightning_par.PipelineParallelStrategy(schedule="zbv"), devices=4)
+    Trainer(strategy=lightning_par.LayerPlacementStrategy({"encoder": 0, "decoder": 1}), devices=2)
     Trainer(strategy=lightning_par.SequenceParallelStrategy(attention="ring"), devices=4)
 
 The classes here belong to ``lightning.pytorch``; those in `lightning_par.pl` to ``pytorch_lightning``. Nothing heavy is
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_par.comm import ledger
     from lightning_par.layout import Layout
     from lightning_par.lightning_strategies import (
+        LayerPlacementStrategy,
         PipelineParallelStrategy,
         ScheduleTrace,
         SequenceParallelStrategy,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "LayerPlacementStrategy",
     "Layout",
     "PipelineParallelStrategy",
     "ScheduleTrace",
@@ -38,6 +41,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "LayerPlacementStrategy": "lightning_par.lightning_strategies",
     "Layout": "lightning_par.layout",
     "PipelineParallelStrategy": "lightning_par.lightning_strategies",
     "ScheduleTrace": "lightning_par.lightning_strategies",

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_par.namespace import LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.pipeline.trace import ScheduleTraceMixin
+from lightning_par.placement.strategy import LayerPlacementMixin
 from lightning_par.sequence.strategy import SequenceParallelMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
@@ -24,6 +25,11 @@ class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):
 
 class SequenceParallelStrategy(SequenceParallelMixin, ParallelStrategy):
     __doc__ = SequenceParallelMixin.__doc__
+    namespace = LIGHTNING
+
+
+class LayerPlacementStrategy(LayerPlacementMixin, ParallelStrategy):
+    __doc__ = LayerPlacementMixin.__doc__
     namespace = LIGHTNING
 
 

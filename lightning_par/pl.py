@@ -8,6 +8,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from lightning_par.namespace import PYTORCH_LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.pipeline.trace import ScheduleTraceMixin
+from lightning_par.placement.strategy import LayerPlacementMixin
 from lightning_par.sequence.strategy import SequenceParallelMixin
 from lightning_par.tensor.strategy import TensorParallelMixin
 
@@ -24,6 +25,11 @@ class PipelineParallelStrategy(PipelineParallelMixin, ParallelStrategy):  # type
 
 class SequenceParallelStrategy(SequenceParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
     __doc__ = SequenceParallelMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
+class LayerPlacementStrategy(LayerPlacementMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = LayerPlacementMixin.__doc__
     namespace = PYTORCH_LIGHTNING
 
 

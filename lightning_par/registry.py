@@ -24,7 +24,7 @@ CLASSES = {
     "layer_placement": "LayerPlacementStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
 }
-BUILT = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
+BUILT = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "layer_placement")
 
 # The module that holds a namespace's registry -> our module with the classes made for that namespace.
 HOMES = {

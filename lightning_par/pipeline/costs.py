@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.units import Call
@@ -19,6 +21,7 @@ class Frame:
     path: str
     numel: int
     flops: float = 0.0
+    nbytes: float = 0.0
     children: list[Call] = field(default_factory=list)
     closing: tuple[str, int] | None = None  # why it may not be opened, and after how many calls in it that showed
 
@@ -27,7 +30,7 @@ class Frame:
         closed = None
         if self.closing is not None and any(child.numel for child in self.children[self.closing[1] :]):
             closed = self.closing[0]
-        return Call(self.path, self.flops, self.numel, tuple(self.children), closed)
+        return Call(self.path, self.flops, self.numel, tuple(self.children), closed, self.nbytes)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -53,3 +56,14 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 def _size(x: Tensor) -> int:
     return x.local.numel() if isinstance(x, ShardedTensor) else x.numel()
+
+
+def nbytes_of(args: Any, kwargs: Any, result: Any) -> float:
+    """The memory of what a function returned, without that of its arguments."""
+    known = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    new = {_memory(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+    return float(sum(x.numel() * x.element_size() for memory, x in new.items() if memory not in known))
+
+
+def _memory(x: Tensor) -> Any:
+    return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else id(x)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from lightning_par.pipeline.located import Program, Run, intercept_units, releas
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
 from lightning_par.pipeline.prepare import Programs
-from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.step import Step, step_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.study import study, survey
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
@@ -26,13 +26,11 @@ from lightning_par.pipeline.units import Call
 from lightning_par.pipeline.watch import Watch
 from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
 
-STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-
 
 class Spread:
     """One module over the ranks of the pipeline axis, in one run of a Trainer's entry point.
 
-    Subclasses say how: `plan`, `order`, `pairs` and `show`.
+    Subclasses say how, by the methods before `apply`.
 
     Args:
         groups: the mesh axes.
@@ -74,6 +72,13 @@ class Spread:
         """Print what was decided, on the first rank."""
         raise NotImplementedError
 
+    def fingerprint(self, plan: Any) -> str | None:
+        """What must be the same on all ranks, where code of the user's decides."""
+        return None
+
+    def check(self, plan: Any, module: nn.Module, placement: Placement) -> None:
+        """Refuse a plan that can't be, once it is known who holds what."""
+
     def automatic(self, samples: int) -> int:
         """How many microbatches a batch of ``samples`` is cut into where the user leaves it open."""
         return 1
@@ -89,21 +94,11 @@ class Spread:
         started = time.monotonic()
         make_message_groups(self.groups.layout, self.timeout, self.pairs())
         batch = peek_batch(trainer, module)
-        entry = trainer.state.fn.value
-        name = STEPS[entry]
-        rest = _indices(getattr(module, name))
-        shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
-        context = trainer.strategy.precision_plugin.forward_context
-        step = Step(module, name, batch, rest, context, entry == "fit", device, shared)
-        training = {m: m.training for m in module.modules()}
-        if entry != "fit":  # as the loop will do
-            module.eval()
-        try:
+        step = step_of(trainer, module, batch, device)
+        with _as_the_loop_will_run(module, step):
             plan, stages, program = self._agree(lambda: self._decide(step, batch is not None))
-        finally:
-            for m, mode in training.items():
-                m.training = mode
         self.placement = _place(module, stages, program)
+        self.check(plan, module, self.placement)
         if self.groups.world.rank == 0:
             self.show(plan, module, program, step.grad, time.monotonic() - started)
         axes = make_holder_axes(self.placement, self.groups, self.timeout)
@@ -130,7 +125,7 @@ class Spread:
         release_units(module)
         bring_back(module, self.axis, also)
 
-    def _agree(self, decide: Callable[[], Any]) -> Any:
+    def _agree(self, decide: Callable[[], tuple[Any, Stages, Program | None]]) -> tuple[Any, Stages, Program | None]:
         """What is decided, on all ranks; all decide, since the user's step may wait for its peers."""
         outcome: Any = None
         failure: Exception | None = None
@@ -139,11 +134,18 @@ class Spread:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         told = None if failure is None else f"{failure}" or repr(failure)
-        failures = self.groups.world.all_gather_object(told, "plan")
+        mine = None if outcome is None else self.fingerprint(outcome[0])
+        answers = self.groups.world.all_gather_object((told, mine), "plan")
         if failure is not None:
             raise failure
-        if any(failures):
-            raise ValueError(next(text for text in failures if text))
+        if any(text for text, _ in answers):
+            raise ValueError(next(text for text, _ in answers if text))
+        for rank, (_, theirs) in enumerate(answers):
+            if theirs != answers[0][1]:
+                raise ValueError(
+                    f"The layers are placed in another way on rank {rank} than on rank 0. On rank 0:\n{answers[0][1]}\n"
+                    f"On rank {rank}:\n{theirs}\nThe placement must not depend on the rank."
+                )
         return outcome
 
     def _decide(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
@@ -211,6 +213,18 @@ class Spread:
             self.microbatches = 1
 
 
+@contextmanager
+def _as_the_loop_will_run(module: nn.Module, step: Step) -> Iterator[None]:
+    training = {m: m.training for m in module.modules()}
+    if not step.grad:
+        module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in training.items():
+            m.training = mode
+
+
 def _place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:
     """Which ranks hold which tensors: those of the stages that use them, and what no stage uses the last."""
     ranks: dict[int, set[int]] = {}
@@ -266,10 +280,3 @@ def _static(module: nn.Module) -> Call:
         return Call(path, float(numel), numel, tuple(call(*child) for child in children))
 
     return call("", module)
-
-
-def _indices(function: Callable[..., Any]) -> tuple[int, ...]:
-    """What Lightning gives a step beside the batch, the first time."""
-    parameters = list(inspect.signature(function).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(0 for p in positional[1:] if p.name in ("batch_idx", "dataloader_idx") or p.default is p.empty)

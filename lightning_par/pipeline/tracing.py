@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.pipeline.costs import Frame, flops_of
+from lightning_par.pipeline.costs import Frame, flops_of, nbytes_of
 from lightning_par.pipeline.located import Run
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.rules.table import writes
@@ -63,6 +63,8 @@ class FakeRun(Run):
             except Exception:
                 raise error from None
         self.frames[-1].flops += flops_of(func, args, kwargs, result)
+        if self.axis is None:
+            self.frames[-1].nbytes += nbytes_of(args, kwargs, result)
         return result
 
     def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -90,6 +92,7 @@ class FakeRun(Run):
         frame = self.frames.pop()
         call = frame.call()
         self.frames[-1].flops += call.flops
+        self.frames[-1].nbytes += call.nbytes
         self.frames[-1].children.append(call)
 
     def close_modules(self, why: str) -> None:

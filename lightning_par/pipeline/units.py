@@ -20,6 +20,7 @@ class Call:
         numel: parameters of the module and of all modules in it.
         children: the calls of modules within this call.
         closed: why it can't be opened, e.g. "reads a value"; None where it can.
+        nbytes: of the values that are made in the whole call, children included.
     """
 
     path: str
@@ -27,6 +28,24 @@ class Call:
     numel: int
     children: tuple[Call, ...] = ()
     closed: str | None = None
+    nbytes: float = 0.0
+
+
+class ClosedError(ValueError):
+    """A module that was to be called apart lies in one that can't be taken apart.
+
+    Args:
+        path: of the module.
+        holder: of the one that calls it.
+        reason: why that can't be taken apart.
+    """
+
+    def __init__(self, path: str, holder: str, reason: str) -> None:
+        self.path, self.holder, self.reason = path, holder, reason
+        super().__init__(
+            f"stages names {path!r}, which is called by {holder!r}, and that can't be taken apart over stages: "
+            f"{reason}. Write {holder!r} in its place."
+        )
 
 
 def walk(root: Call) -> Iterator[Call]:
@@ -80,8 +99,9 @@ def choose_units(
     """The modules to be called as a whole, in execution order.
 
     A container is opened while there are fewer units than ``stages``, or where the stages come out uneven and opening
-    it helps. With ``required``, only what lies around those is opened. No unit holds another, unless it can't be opened
-    and a module in it is called from elsewhere, too. Where all that can be is open, there may be fewer than ``stages``.
+    it helps. With ``required``, only what lies around those and ``opened`` is opened. No unit holds another, unless it
+    can't be opened and a module in it is called from elsewhere, too. Where all that can be is open, there may be fewer
+    than ``stages``.
 
     Args:
         root: the recorded step.
@@ -90,7 +110,8 @@ def choose_units(
         opened: names of modules that must not be units.
 
     Raises:
-        ValueError: one of ``required`` lies in a module that can't be opened.
+        ClosedError: one of ``required`` lies in a module that can't be opened.
+        ValueError: one of ``required`` is not called.
 
     Example::
 
@@ -100,7 +121,7 @@ def choose_units(
     """
     tree = _Tree(root)
     if required:
-        return tree.units(_open_around(tree, required))
+        return tree.units(_open_around(tree, required, opened))
     must = tree.settled({"", *opened})
     opened = must
     while len(units := tree.units(opened)) < stages and (can := [unit for unit in units if tree.can_open(unit)]):
@@ -158,19 +179,16 @@ class _Tree:
         return self.opened_deeply(more, new[0]) if len(new) == 1 and self.can_open(new[0]) else more
 
 
-def _open_around(tree: _Tree, required: Collection[str]) -> frozenset[str]:
+def _open_around(tree: _Tree, required: Collection[str], also: Collection[str]) -> frozenset[str]:
     around = {path for path, inside in tree.inside.items() if inside & set(required) and tree.can_open(path)}
-    opened = tree.settled({"", *around})
+    opened = tree.settled({"", *around, *also})
     units = tree.units(opened)
     for path in required:
         if path not in opened and path not in units:
             holder = next((u for u in units if path in tree.inside.get(u, ())), None)
             if holder is None:
                 raise ValueError(f"the step calls no module {path!r} with parameters.")
-            raise ValueError(
-                f"stages names {path!r}, which is called by {holder!r}, and that can't be taken apart over stages: "
-                f"{tree.closed[holder]}. Write {holder!r} in its place."
-            )
+            raise ClosedError(path, holder, tree.closed[holder])
     return opened
 
 

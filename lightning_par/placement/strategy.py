@@ -1,0 +1,77 @@
+"""The strategy that puts layers where the user says."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning_par.launch import StartMethod
+from lightning_par.layout import Layout, Size
+from lightning_par.pipeline.staged import StagedMixin
+from lightning_par.placement.settings import Chooser, PlacementSettings
+from lightning_par.placement.spread import PlacementSpread
+
+
+class LayerPlacementMixin(StagedMixin):
+    """Puts each layer on the device that you say, in any order, back and forth; left-over devices are data parallel.
+
+    Args:
+        placement: Module names or patterns to device indices, as ``{"encoder": 0, "decoder.*": 1, "head": 0}``; or a
+            function of a module's name and the module that returns an index, or None where it is to follow the module
+            around it; or ``"balanced"``, which gives each device a run of layers with about as many bytes of parameters
+            and activations. A module that is not named follows the one around it, or else the layer before it.
+            Indices count from 0 in each copy of the model.
+        microbatches: Into how many parts each batch is cut, so that devices work on different ones at a time.
+        data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes what devices a dict
+            leaves, and one copy otherwise.
+        max_memory: The bytes that devices may hold of parameters and of the activations of a batch, as
+            ``{0: "2GB", 1: 4_000_000_000}``. ``"balanced"`` keeps to it; a placement that does not is refused. Leave
+            room for gradients and the optimizer's state.
+        allow_batch_coupling: Where samples need one another, as in BatchNorm, train each of ``microbatches`` as a batch
+            of its own, which is not what one device does.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
+        timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
+            again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
+            ``"popen"`` for scripts and ``"fork"`` in notebooks.
+
+    Raises:
+        ValueError: at once for an index that is negative, or an amount of memory that is none; when the Trainer is
+            made, if the devices don't fit ``devices * num_nodes``; before training, on all ranks, if a name matches no
+            module, a module is given two devices, or the layers don't fit into ``max_memory``.
+        TypeError: an argument is of another type than those it may have.
+
+    Example::
+
+        Trainer(strategy=LayerPlacementStrategy({"fc1": 0, "fc2": 1, "fc3": 1, "fc4": 0}), devices=2)
+    """
+
+    def __init__(
+        self,
+        placement: Literal["balanced"] | dict[str, int] | Chooser = "balanced",
+        microbatches: int = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        max_memory: dict[int, int | str] | None = None,
+        allow_batch_coupling: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: StartMethod = "auto",
+    ) -> None:
+        self.settings = PlacementSettings(placement, microbatches, max_memory, allow_batch_coupling)
+        super().__init__(process_group_backend, timeout, start_method)
+        self.data_parallel_size: Size = data_parallel_size
+
+    axis_name = "placement"
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        return self.settings.resolve(world_size, self.data_parallel_size)
+
+    def make_spread(self, timeout: timedelta) -> PlacementSpread:
+        return PlacementSpread(self.groups, self.settings, timeout)
+
+    def _shard_model(self, trainer: Any) -> None:
+        super()._shard_model(trainer)
+        if self.groups.pipeline.size == 1:
+            assert self.lightning_module is not None
+            spread = self.make_spread(self.timeout or timedelta(minutes=30))
+            spread.check_alone(trainer, self.lightning_module, self.root_device)
