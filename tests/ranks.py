@@ -210,7 +210,6 @@ class SequenceThreadAxis(ThreadAxis, SequenceAxis):
 
     def __init__(self, size: int, rank: int, meeting: _Meeting, name: str = "sequence") -> None:
         super().__init__(size, rank, meeting, name)
-        self.zigzag, self.attention = False, None
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: type[ThreadAxis] = ThreadAxis) -> list[Any]:

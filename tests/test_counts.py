@@ -91,11 +91,11 @@ class Books(L.Callback):
         self.plan = trainer.strategy._sharding.plan
 
 
-def count(mlp: str, clip: float | None = None) -> tuple[Any, ...]:
+def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> tuple[Any, ...]:
     L.seed_everything(0, verbose=False)
     books = Books()
     trainer = L.Trainer(
-        strategy=TensorParallelStrategy(), accelerator="cpu", devices=2, max_steps=2, logger=False, callbacks=[books],
+        strategy=TensorParallelStrategy(shard_residual=shard_residual), accelerator="cpu", devices=2, max_steps=2, logger=False, callbacks=[books],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=clip,
     )  # fmt: skip
     data = torch.utils.data.DataLoader(torch.randint(0, V, (4, s)), batch_size=b)
@@ -114,6 +114,23 @@ def test_four_all_reduces_a_layer_and_their_bytes(pool: Pool, mlp: str) -> None:
     }
     assert moved.sent(axis="tensor", purpose="enter") + moved.sent(axis="tensor", purpose="leave") == 73_728 * 4
     assert moved.sent(axis="tensor", purpose="loss") == 192 * 4
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_a_sharded_residual_stream_moves_as_many_bytes_in_gathers_and_scatters(pool: Pool, mlp: str) -> None:
+    moved = pool.run(2, count, mlp, None, True)[0][0]
+    on_axis = [t for t in moved.transfers if t.axis == "tensor"]
+    assert Counter((t.verb, t.numel) for t in on_axis if t.purpose in ("enter", "leave")) == {
+        ("all_gather", b * s * h): 4 * LAYERS + 2,  # two a layer each way; the head's, and the embedding's backward
+        ("reduce_scatter", b * s * h): 4 * LAYERS + 2,  # the embedding's, and the head's backward
+    }
+    assert moved.sent(axis="tensor", purpose="enter") + moved.sent(axis="tensor", purpose="leave") == 73_728 * 4
+    assert {(t.verb, t.numel) for t in on_axis if t.purpose not in ("enter", "leave")} <= {
+        ("all_reduce", b * s),  # the loss
+        ("all_reduce", 1),  # its mean
+    }
+    # The gradients of what every rank holds are shares: one sum, beside the flags of what got any.
+    assert [t.purpose for t in moved.transfers if t.axis == "stage"] == ["gradients", "gradient flags"]
 
 
 def test_clipping_costs_one_all_reduce_of_one_number(pool: Pool) -> None:

@@ -38,7 +38,9 @@ class Row:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": dict(tensor_parallel_size=1),
     "tp2": dict(tensor_parallel_size=2),
+    "tp2-residual": dict(tensor_parallel_size=2, shard_residual=True),
     "tp4": dict(tensor_parallel_size=4),
+    "dp2-tp2-residual": dict(tensor_parallel_size=2, data_parallel_size=2, shard_residual=True),
     "dp2": dict(tensor_parallel_size=1, data_parallel_size=2),
     "dp2-tp2": dict(tensor_parallel_size=2, data_parallel_size=2),
     "pp2": dict(pipeline_parallel_size=2, microbatches=2),
@@ -52,6 +54,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PRODUCT = "gpt_swiglu gpt_tied loss_ignore loss_accuracy gpt_groups mlp_functional lstm vit hf_bert".split()
 SELECTION = """
     gpt_masked gqa_repeat gpt_5_heads gpt_tied gpt_vocab_51 loss_z loss_accuracy mlp_odd encoder_decoder hf_llama
+""".split()
+
+# Tokens in dim 0 and dim 1, losses over split classes, layers outside islands, gradients of gradients.
+RESIDUAL = """
+    gpt_swiglu loss_ignore loss_z gpt_groups encoder_decoder torch_encoder_length_first vit lstm mlp_gradient_penalty gan
+    hf_llama hf_t5
 """.split()
 
 # Each for something that a pipeline does: skips, shared denominators, weights and values used in several stages, state,
@@ -85,6 +93,8 @@ ROWS = [
     *(Row(case, "tp2") for case in MODELS),
     *(Row(case, "tp4") for case in SELECTION),
     *(Row(case, "dp2-tp2") for case in PRODUCT),
+    *(Row(case, "tp2-residual") for case in RESIDUAL),
+    Row("gpt_tied", "dp2-tp2-residual", dict(accumulate=2)),
     *(Row(case, "dp2") for case in ("gpt", "mlp", "loss_ignore", "vit")),
     *(Row(case, "tp1") for case in ("gpt", "mlp_batch_norm", "gan")),
     # accumulation, clipping

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
-
-
-@lru_cache(maxsize=1024)
-def spread(size: int, ranks: int, zigzag: bool) -> Positions | None:
-    """Which rank holds which of ``size`` tokens; None where there are so few that each rank keeps them all.
-
-    In zigzag order rank r holds the chunks r and 2c - 1 - r of 2c, so that under a causal mask all ranks have the same
-    number of pairs (Striped and zigzag ring attention, arXiv 2311.09431 and ring-flash-attention).
-
-    Example::
-
-        assert spread(8, 2, zigzag=True).owner.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-    """
-    if size < 2 * ranks:
-        return None
-    if not zigzag:
-        return Positions.even(size, ranks)
-    owners = [*range(ranks), *reversed(range(ranks))]
-    chunks = np.array_split(np.arange(size), 2 * ranks)
-    return Positions.of(np.repeat(owners, [len(chunk) for chunk in chunks]))
+from lightning_par.sequence.blocks import zigzag
 
 
 class SequenceAxis(Axis):
@@ -57,8 +36,15 @@ class SequenceAxis(Axis):
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(name, ranks, rank, group)
         self.zigzag = False
+        self._spread: dict[tuple[int, bool], Positions] = {}
         self.attention: Any = None
         """How attention over the axis is computed; see `lightning_par.sequence.scheme`."""
 
     def spread(self, size: int) -> Positions | None:
-        return spread(size, self.size, self.zigzag) if self.size > 1 else None
+        """Which rank holds which of ``size`` tokens; None where there are so few that each rank keeps them all."""
+        if self.size == 1 or size < 2 * self.size:
+            return None
+        key = size, self.zigzag
+        if key not in self._spread:
+            self._spread[key] = zigzag(size, self.size) if self.zigzag else Positions.even(size, self.size)
+        return self._spread[key]
