@@ -28,7 +28,8 @@ from lightning_par.verbs import sum_scatter as sum_scatter
 Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 Kind = Literal["forward", "backward"]
 Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
-_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention"}  # what functions of sharded tensors send for
+# What functions of sharded tensors send for.
+_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

@@ -125,7 +125,8 @@ class Groups:
     """The axes through this rank, with their process groups.
 
     ``replica`` holds the ranks that share this rank's copy of the model, ``gradients`` those that sum gradients of the
-    same weights, ``stage`` all that have the same layers, ``world`` all of them. ``runs`` counts the runs on these
+    same weights, ``stage`` all that have the same layers, ``stage_of_replica``
+    those of them in this rank's copy, ``world`` all of them. ``runs`` counts the runs on these
     groups, ``linked`` holds the pairs of the pipeline axis that have groups for messages; both alike on all ranks.
     """
 
@@ -137,6 +138,7 @@ class Groups:
     replica: Axis
     gradients: Axis
     stage: Axis
+    stage_of_replica: Axis
     world: Axis
     runs: Iterator[int] = field(default_factory=count, compare=False)
     linked: set[tuple[int, int]] = field(default_factory=set, compare=False)
@@ -161,6 +163,7 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
             "replica": ("pipeline", "sequence", "tensor"),
             "gradients": ("data", "sequence"),
             "stage": ("data", "sequence", "tensor"),
+            "stage_of_replica": ("sequence", "tensor"),
             "world": ("data", "pipeline", "sequence", "tensor"),
         }
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}

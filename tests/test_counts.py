@@ -95,7 +95,8 @@ def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> 
     L.seed_everything(0, verbose=False)
     books = Books()
     trainer = L.Trainer(
-        strategy=TensorParallelStrategy(shard_residual=shard_residual), accelerator="cpu", devices=2, max_steps=2, logger=False, callbacks=[books],
+        strategy=TensorParallelStrategy(shard_residual=shard_residual), accelerator="cpu", devices=2, max_steps=2,
+        logger=False, callbacks=[books],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=clip,
     )  # fmt: skip
     data = torch.utils.data.DataLoader(torch.randint(0, V, (4, s)), batch_size=b)

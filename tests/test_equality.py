@@ -58,8 +58,8 @@ SELECTION = """
 
 # Tokens in dim 0 and dim 1, losses over split classes, layers outside islands, gradients of gradients.
 RESIDUAL = """
-    gpt_swiglu loss_ignore loss_z gpt_groups encoder_decoder torch_encoder_length_first vit lstm mlp_gradient_penalty gan
-    hf_llama hf_t5
+    gpt_swiglu loss_ignore loss_z gpt_groups encoder_decoder torch_encoder_length_first vit lstm mlp_gradient_penalty
+    gan hf_llama hf_t5
 """.split()
 
 # Each for something that a pipeline does: skips, shared denominators, weights and values used in several stages, state,

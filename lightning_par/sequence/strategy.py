@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
-from lightning_par.meeting import Meeting
 from lightning_par.sequence.plan import check_sequence_dim
-from lightning_par.sequence.planning import Planning
 from lightning_par.sequence.scheme import check_asked, ulysses_size
-from lightning_par.sequence.sharing import attend_along
-from lightning_par.sequence.table import show_plan
 from lightning_par.strategy import StrategyMixin
 
 
@@ -57,9 +53,10 @@ class SequenceParallelMixin(StrategyMixin):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
-        self.attention = check_asked(attention)
+        check_asked(attention)
         check_sequence_dim(sequence_dim)
         super().__init__(process_group_backend, timeout, start_method)
+        self.attention = attention
         self.sequence_parallel_size: Size = sequence_parallel_size
         self.data_parallel_size: Size = data_parallel_size
         self.sequence_dim = sequence_dim
@@ -70,21 +67,3 @@ class SequenceParallelMixin(StrategyMixin):
         )
         ulysses_size(self.attention, layout.sequence)
         return layout
-
-    def _shard_model(self, trainer: Any) -> None:
-        super()._shard_model(trainer)
-        axis = self.groups.sequence
-        if axis.size == 1:
-            return
-        assert self.lightning_module is not None
-        attend_along(self.groups, self.attention, self.timeout or timedelta(minutes=30))
-        self._planning = Planning(self.groups, self.sequence_dim, self.attention)
-        plan = self._planning.apply(trainer, self.lightning_module)
-        self._meeting = axis.guard = Meeting(axis, self.timeout)
-        if self.groups.world.rank == 0:
-            show_plan(plan, self.attention, self.groups.layout, self._planning.seconds)
-
-    def teardown(self) -> None:
-        if self._groups is not None:
-            self.groups.sequence.guard = None
-        super().teardown()

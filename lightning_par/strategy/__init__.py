@@ -1,8 +1,8 @@
 """The Lightning face that all strategies share.
 
 No Lightning is imported here: the classes are mixins, and `lightning_par.lightning_strategies` and `lightning_par.pl`
-join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `steps` what they do in a
-step, `saving` what they write; here is the order of a run.
+join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `shards` what is split over
+them, `steps` what they do in a step, `saving` what they write; here is the order of a run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par import precision, private, state
+from lightning_par import precision, private
 from lightning_par.gradients import Counting, GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
-from lightning_par.meeting import Meeting
-from lightning_par.sharding import Sharding
 from lightning_par.strategy.saving import SavingMixin
+from lightning_par.strategy.shards import ShardsMixin
 from lightning_par.strategy.steps import StepsMixin
 from lightning_par.tensor.held import make_held_whole
 from lightning_par.weights import equalize
@@ -26,7 +25,7 @@ from lightning_par.writers import refuse_batch_size_finder, restore_writers, wri
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class StrategyMixin(StepsMixin, SavingMixin):
+class StrategyMixin(ShardsMixin, StepsMixin, SavingMixin):
     """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
 
     Subclasses override `resolve_layout`.
@@ -116,34 +115,10 @@ class StrategyMixin(StepsMixin, SavingMixin):
     def on_predict_start(self) -> None:
         self._share_metrics()
 
-    def _shard_model(self, trainer: Any) -> None:
-        """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
-        assert self.lightning_module is not None
-        self._sharding = Sharding(self.groups, self.plan)
-        self._sharding.apply(trainer, self.lightning_module)
-        if self.groups.tensor.size > 1:
-            self._meeting = self.groups.tensor.guard = Meeting(self.groups.tensor, self.timeout)
-
-    def _unshard_model(self) -> None:
-        """Called after a run that ended well, on all ranks: make the module whole again."""
-        if self._sharding is not None and self.lightning_module is not None:
-            for optimizer in self.optimizers:
-                state.unshard_optimizer_state(optimizer, self._stages)
-            self._unspread_model()
-            trainer: Any = self.lightning_module.trainer
-            if self._planning is not None:
-                make_held_whole([self.lightning_module, *trainer.callbacks])
-            self._sharding.undo(self.lightning_module, trainer.callbacks)
-        self._sharding = self._planning = None
-
-    def _unspread_model(self) -> None:
-        """Called before parts of weights are joined: bring back the weights that other ranks hold."""
-
     def teardown(self) -> None:
         module = self.lightning_module
         self._close_gradients()
-        if self._meeting is not None:
-            self._meeting = self.groups.tensor.guard = None
+        self._close_meeting()
         if module is not None:
             restore_metrics(module)
             trainer: Any = module._trainer

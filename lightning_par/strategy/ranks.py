@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par import generators, launch, private, state
+from lightning_par.comm import Axis
 from lightning_par.gradients import GradientSync
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Groups, Layout, make_groups
 from lightning_par.logging import reduce_over_axis, reduce_over_group
 from lightning_par.meeting import Meeting
 from lightning_par.namespace import OTHER, Namespace
+from lightning_par.sequence.plan import SequenceDim
 from lightning_par.sequence.planning import Planning
+from lightning_par.sequence.scheme import Asked
 from lightning_par.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -46,6 +49,9 @@ class RanksMixin(_Base):
         self._planning: Planning | None = None
         self._meeting: Meeting | None = None
         self.plan: dict[str, str] | None = None
+        self.shard_residual = False
+        self.attention: Asked = "auto"
+        self.sequence_dim: SequenceDim = None
         self._synced_batch_norm = False
         self._run = 0
         self._met_after_exception = False
@@ -72,6 +78,10 @@ class RanksMixin(_Base):
         if self._groups is None:
             raise RuntimeError("The mesh axes are known once the Trainer has started its processes.")
         return self._groups
+
+    @property
+    def _stages(self) -> Axis | None:
+        return None if self._groups is None else self._groups.pipeline
 
     @property
     def root_device(self) -> torch.device:

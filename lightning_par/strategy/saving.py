@@ -8,7 +8,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_par import state
-from lightning_par.comm import Axis
 from lightning_par.optimizers import adopt
 from lightning_par.strategy.ranks import RanksMixin
 
@@ -44,10 +43,6 @@ class SavingMixin(RanksMixin):
         """The optimizer's state as one device writes it."""
         own = super().optimizer_state(optimizer)
         return state.whole_optimizer_state(optimizer, own, keep=self.is_global_zero, stages=self._stages)
-
-    @property
-    def _stages(self) -> Axis | None:
-        return None if self._groups is None else self._groups.pipeline
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

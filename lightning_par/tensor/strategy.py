@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
-from lightning_par.sequence.planning import Planning
 from lightning_par.strategy import StrategyMixin
 from lightning_par.tensor.plan import check_styles
-from lightning_par.tensor.residual import shard_residual, whole_residual
 
 
 class TensorParallelMixin(StrategyMixin):
@@ -57,23 +55,6 @@ class TensorParallelMixin(StrategyMixin):
         self.data_parallel_size: Size = data_parallel_size
         self.plan = plan
         self.shard_residual = shard_residual
-
-    def _shard_model(self, trainer: Any) -> None:
-        super()._shard_model(trainer)
-        axis = self.groups.tensor
-        if axis.size == 1 or not self.shard_residual:
-            return
-        assert self.lightning_module is not None
-        residual = shard_residual(axis)
-        residual.guard = axis.guard
-        self._planning = Planning(self.groups, None, "auto", residual)
-        self._planning.apply(trainer, self.lightning_module)
-        residual.zigzag = False  # attention is whole
-
-    def teardown(self) -> None:
-        super().teardown()
-        if self._groups is not None:
-            whole_residual(self.groups.tensor)
 
     def resolve_layout(self, world_size: int) -> Layout:
         return Layout.resolve(world_size, own="tensor", data=self.data_parallel_size, tensor=self.tensor_parallel_size)

@@ -1,0 +1,80 @@
+"""What is split over the ranks of a stage, and made whole again: weights over tensor, tokens over sequence."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from lightning_par import state
+from lightning_par.comm import Axis
+from lightning_par.meeting import Meeting
+from lightning_par.rules import mixed
+from lightning_par.sequence.planning import Planning
+from lightning_par.sequence.sharing import attend_along
+from lightning_par.sequence.table import show_plan
+from lightning_par.sharding import Sharding
+from lightning_par.strategy.ranks import RanksMixin
+from lightning_par.tensor.held import make_held_whole
+from lightning_par.tensor.residual import shard_residual, whole_residual
+
+
+class ShardsMixin(RanksMixin):
+    """From a whole module to its shards, and back."""
+
+    def _shard_model(self, trainer: Any) -> None:
+        """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
+        assert self.lightning_module is not None
+        groups = self.groups
+        split = [axis for axis in (groups.sequence, groups.tensor) if axis.size > 1]
+        if len(split) > 1:
+            mixed.allow()
+        self._planning = self._make_planning()
+        if self._planning is not None:  # first, since it runs the step as one device would
+            plan = self._planning.apply(trainer, self.lightning_module)
+            if groups.sequence.size > 1 and groups.world.rank == 0:
+                show_plan(plan, self.attention, groups.layout, self._planning.seconds)
+        self._sharding = Sharding(groups, self.plan)
+        self._sharding.apply(trainer, self.lightning_module)
+        if split:
+            self._meeting = Meeting(split[0] if len(split) == 1 else groups.stage_of_replica, self.timeout)
+            for axis in self._talking():
+                axis.guard = self._meeting
+
+    def _make_planning(self) -> Planning | None:
+        groups = self.groups
+        whole_residual(groups.tensor)  # an earlier run on these groups may have been interrupted
+        if groups.sequence.size > 1:
+            attend_along(groups, self.attention, self.timeout or timedelta(minutes=30))
+            return Planning(groups, self.sequence_dim, self.attention)
+        if self.shard_residual and groups.tensor.size > 1:
+            return Planning(groups, None, "all_gather", shard_residual(groups.tensor))
+        return None
+
+    def _talking(self) -> list[Axis]:
+        """The axes along which sharded tensors talk."""
+        groups = self.groups
+        grid = getattr(getattr(groups.sequence, "attention", None), "grid", None)
+        found = [groups.sequence, groups.tensor, groups.tensor.residual, *([] if grid is None else vars(grid).values())]
+        return [axis for axis in found if axis is not None]
+
+    def _close_meeting(self) -> None:
+        if self._groups is not None:
+            for axis in self._talking():
+                axis.guard = None
+        self._meeting = None
+
+    def _unshard_model(self) -> None:
+        """Called after a run that ended well, on all ranks: make the module whole again."""
+        if self._sharding is not None and self.lightning_module is not None:
+            for optimizer in self.optimizers:
+                state.unshard_optimizer_state(optimizer, self._stages)
+            self._unspread_model()
+            trainer: Any = self.lightning_module.trainer
+            if self._planning is not None:
+                make_held_whole([self.lightning_module, *trainer.callbacks])
+            self._sharding.undo(self.lightning_module, trainer.callbacks)
+        whole_residual(self.groups.tensor)
+        self._sharding = self._planning = None
+
+    def _unspread_model(self) -> None:
+        """Called before parts of weights are joined: bring back the weights that other ranks hold."""
