@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "HybridParallelStrategy": "lightning_par.lightning_strategies",
     "LayerPlacementStrategy": "lightning_par.lightning_strategies",
     "Layout": "lightning_par.layout",
     "PipelineParallelStrategy": "lightning_par.lightning_strategies",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.namespace import LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.pipeline.trace import ScheduleTraceMixin
@@ -30,6 +31,11 @@ class SequenceParallelStrategy(SequenceParallelMixin, ParallelStrategy):
 
 class LayerPlacementStrategy(LayerPlacementMixin, ParallelStrategy):
     __doc__ = LayerPlacementMixin.__doc__
+    namespace = LIGHTNING
+
+
+class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):
+    __doc__ = HybridParallelMixin.__doc__
     namespace = LIGHTNING
 
 

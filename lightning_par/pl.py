@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
+from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.namespace import PYTORCH_LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
 from lightning_par.pipeline.trace import ScheduleTraceMixin
@@ -30,6 +31,11 @@ class SequenceParallelStrategy(SequenceParallelMixin, ParallelStrategy):  # type
 
 class LayerPlacementStrategy(LayerPlacementMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
     __doc__ = LayerPlacementMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
+class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = HybridParallelMixin.__doc__
     namespace = PYTORCH_LIGHTNING
 
 

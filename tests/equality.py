@@ -128,6 +128,7 @@ def _precision(precision: str) -> dict[str, Any]:
 
 
 _STRATEGIES = {
+    "hybrid": "HybridParallelStrategy",
     "pipeline_parallel_size": "PipelineParallelStrategy",
     "sequence_parallel_size": "SequenceParallelStrategy",
     "placement": "LayerPlacementStrategy",
@@ -141,7 +142,7 @@ def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
     import lightning_par
 
     kind = next((kind for argument, kind in _STRATEGIES.items() if argument in layout), "TensorParallelStrategy")
-    strategy = getattr(lightning_par, kind)(**layout)
+    strategy = getattr(lightning_par, kind)(**{name: value for name, value in layout.items() if name != "hybrid"})
     return dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
 
 

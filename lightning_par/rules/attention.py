@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.random import sharded_draw
+from lightning_par.rules.mixed import turned
 from lightning_par.rules.table import aligned, rule, view
 from lightning_par.view import ShardedTensor
 
@@ -30,6 +31,9 @@ def scaled_dot_product_attention(
     lead = next(x for x in (query, key, value, attn_mask) if isinstance(x, ShardedTensor))
     dim, axis = lead._dim - lead.ndim, lead._axis
     if axis.gradient_shares and isinstance(query, ShardedTensor) and query._dim == query.ndim - 2:
+        if isinstance(query._local, ShardedTensor):  # its heads are sharded, too: each head by itself
+            query, key, value = turned(query), turned(key), turned(value)
+            return turned(func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
         if axis.pretends:
             return query.with_local(query._local.new_empty((*query._local.shape[:-1], value.shape[-1])))
         from lightning_par.sequence.attention import attention

@@ -8,10 +8,9 @@ axis or plain. To the outer rule an argument that has only the inner axis is as 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.comm import Axis
@@ -28,7 +27,7 @@ def allow() -> None:
 
 
 class Carrier(torch.Tensor):
-    """Stands for a tensor that is sharded over an inner axis, where the outer axis' rules run: whole, as they see it."""
+    """Stands for a tensor that is sharded over an inner axis alone, where the outer axis' rules run."""
 
     _held: ShardedTensor
 
@@ -57,6 +56,10 @@ class Carrier(torch.Tensor):
             return dispatch(func, args, kwargs)
         args, kwargs = tree_map(lambda x: x._held if isinstance(x, Carrier) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        raise TypeError(f"{func} met a tensor that is sharded over several axes below the level of torch functions")
 
 
 def has_several_axes(args: Any, kwargs: Any) -> bool:
@@ -92,9 +95,10 @@ def _carried(x: Any, outer: Axis) -> Any:
     return Carrier(x) if isinstance(x, ShardedTensor) and x._axis is not outer else x
 
 
-def turned(x: ShardedTensor) -> Tensor:
-    """The same tensor, twice sharded, with its inner axis as the outer one."""
-    inner = x._local
-    assert isinstance(inner, ShardedTensor)
+def turned(x: Any) -> Any:
+    """A tensor that is sharded twice, with its inner axis as the outer one; what is sharded once, or whole, stays."""
+    inner = x._local if isinstance(x, ShardedTensor) else None
+    if not isinstance(inner, ShardedTensor):
+        return x
     within = ShardedTensor(inner._local, x._dim, x._positions, x._axis)
     return ShardedTensor(within, inner._dim, inner._positions, inner._axis)

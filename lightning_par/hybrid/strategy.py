@@ -1,0 +1,75 @@
+"""The strategy of any product of axes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+from lightning_par.launch import StartMethod
+from lightning_par.layout import Layout, Size
+from lightning_par.sequence.plan import check_sequence_dim
+from lightning_par.sequence.scheme import check_asked, ulysses_size
+from lightning_par.strategy import StrategyMixin
+from lightning_par.tensor.plan import check_styles
+
+
+class HybridParallelMixin(StrategyMixin):
+    """Any product of axes.
+
+    Args:
+        data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes the devices that
+            the other sizes leave.
+        sequence_parallel_size: Ranks that share a sequence.
+        tensor_parallel_size: Ranks that share every layer's weights.
+        attention: As for `SequenceParallelStrategy`.
+        sequence_dim: As for `SequenceParallelStrategy`.
+        plan: As for `TensorParallelStrategy`.
+        shard_residual: As for `TensorParallelStrategy`; not beside a sequence axis.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
+        timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        start_method: How processes are started where no launcher (torchrun, SLURM) did.
+
+    Raises:
+        ValueError: at once for an argument that is unknown; when the Trainer is made, if the sizes don't multiply to
+            ``devices * num_nodes``.
+
+    Example::
+
+        Trainer(strategy=HybridParallelStrategy(sequence_parallel_size=2, tensor_parallel_size=2), devices=4)
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        sequence_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
+        sequence_dim: int | dict[str, int] | None = None,
+        plan: dict[str, str] | None = None,
+        shard_residual: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: StartMethod = "auto",
+    ) -> None:
+        check_styles(plan)
+        check_asked(attention)
+        check_sequence_dim(sequence_dim)
+        super().__init__(process_group_backend, timeout, start_method)
+        self.data_parallel_size: Size = data_parallel_size
+        self.sequence_parallel_size: Size = sequence_parallel_size
+        self.tensor_parallel_size: Size = tensor_parallel_size
+        self.attention = attention
+        self.sequence_dim = sequence_dim
+        self.plan = plan
+        self.shard_residual = shard_residual
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        layout = Layout.resolve(
+            world_size,
+            own="data",
+            data=self.data_parallel_size,
+            sequence=self.sequence_parallel_size,
+            tensor=self.tensor_parallel_size,
+        )
+        ulysses_size(self.attention, layout.sequence)
+        return layout
