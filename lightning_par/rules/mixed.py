@@ -62,29 +62,35 @@ class Carrier(torch.Tensor):
         raise TypeError(f"{func} met a tensor that is sharded over several axes below the level of torch functions")
 
 
-def has_several_axes(args: Any, kwargs: Any) -> bool:
-    """Whether the arguments, as they stand, are sharded over more than one axis."""
+def needed(args: Any, kwargs: Any) -> bool:
+    """Whether the arguments, as they stand, are sharded over more than one axis, or carried past one."""
     axis: Axis | None = None
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, ShardedTensor):
             if axis is not None and x._axis is not axis:
                 return True
             axis = x._axis
+        elif isinstance(x, Carrier) and (axis is None or x._held._axis is axis):
+            return True
     return False
 
 
 def by_axis(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on arguments that are sharded over several axes."""
     axes = {id(x._axis): x._axis for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)}
+    if len(axes) == 1:  # what was carried past the outer axis has arrived
+        args, kwargs = tree_map(
+            lambda x: x._held if isinstance(x, Carrier) and id(x._held._axis) in axes else x, (args, kwargs)
+        )
     residual = next((axis.residual for axis in axes.values() if axis.residual is not None), None)
     if residual is not None and id(residual) in axes:  # the same ranks: its tokens are gathered where an island begins
         args, kwargs = tree_map(lambda x: residual.opened(x) if _lies_on(x, residual) else x, (args, kwargs))
         return func(*args, **kwargs)
     outer = min(axes.values(), key=lambda axis: axis.depth)
     args, kwargs = tree_map(lambda x: _carried(x, outer), (args, kwargs))
-    from lightning_par.rules.table import dispatch
+    from lightning_par.rules.table import by_rule
 
-    return dispatch(func, args, kwargs)
+    return by_rule(func, args, kwargs)
 
 
 def _lies_on(x: Any, axis: Axis) -> bool:

@@ -47,8 +47,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
-    if mixed.possible and mixed.has_several_axes(args, kwargs):
+    if mixed.possible and mixed.needed(args, kwargs):
         return mixed.by_axis(func, args, kwargs)
+    return by_rule(func, args, kwargs)
+
+
+def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `dispatch`, where the arguments are sharded over one axis alone."""
     try:
         found = _resolved[func]
     except KeyError:
