@@ -7,20 +7,28 @@ from typing import Literal
 
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
+from lightning_par.pipeline.rows import RowSpread
+from lightning_par.pipeline.settings import Settings
+from lightning_par.pipeline.staged import StagedMixin
+from lightning_par.pipeline.strategy import ScheduleName
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
-from lightning_par.strategy import StrategyMixin
 from lightning_par.tensor.plan import check_styles
 
 
-class HybridParallelMixin(StrategyMixin):
+class HybridParallelMixin(StagedMixin):
     """Any product of axes.
 
     Args:
         data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes the devices that
             the other sizes leave.
+        pipeline_parallel_size: Ranks that share one copy of the model, layer by layer.
         sequence_parallel_size: Ranks that share a sequence.
         tensor_parallel_size: Ranks that share every layer's weights.
+        schedule: As for `PipelineParallelStrategy`.
+        microbatches: As for `PipelineParallelStrategy`.
+        stages: As for `PipelineParallelStrategy`.
+        allow_batch_coupling: As for `PipelineParallelStrategy`.
         attention: As for `SequenceParallelStrategy`.
         sequence_dim: As for `SequenceParallelStrategy`.
         plan: As for `TensorParallelStrategy`.
@@ -41,8 +49,13 @@ class HybridParallelMixin(StrategyMixin):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
+        pipeline_parallel_size: int = 1,
         sequence_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
+        schedule: ScheduleName = "1f1b",
+        microbatches: int | Literal["auto"] = "auto",
+        stages: dict[str, int] | list[str] | None = None,
+        allow_batch_coupling: bool = False,
         attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
         sequence_dim: int | dict[str, int] | None = None,
         plan: dict[str, str] | None = None,
@@ -54,8 +67,10 @@ class HybridParallelMixin(StrategyMixin):
         check_styles(plan)
         check_asked(attention)
         check_sequence_dim(sequence_dim)
+        self.settings = Settings(schedule, microbatches, stages, allow_batch_coupling)
         super().__init__(process_group_backend, timeout, start_method)
         self.data_parallel_size: Size = data_parallel_size
+        self.pipeline_parallel_size: Size = pipeline_parallel_size
         self.sequence_parallel_size: Size = sequence_parallel_size
         self.tensor_parallel_size: Size = tensor_parallel_size
         self.attention = attention
@@ -68,8 +83,14 @@ class HybridParallelMixin(StrategyMixin):
             world_size,
             own="data",
             data=self.data_parallel_size,
+            pipeline=self.pipeline_parallel_size,
             sequence=self.sequence_parallel_size,
             tensor=self.tensor_parallel_size,
         )
         ulysses_size(self.attention, layout.sequence)
+        if layout.pipeline > 1:
+            self.settings.stage_count(layout.pipeline)
         return layout
+
+    def make_spread(self, timeout: timedelta) -> RowSpread:
+        return RowSpread(self.groups, self.settings, timeout)

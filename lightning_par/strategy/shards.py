@@ -26,7 +26,7 @@ class ShardsMixin(RanksMixin):
         assert self.lightning_module is not None
         groups = self.groups
         split = [axis for axis in (groups.sequence, groups.tensor) if axis.size > 1]
-        if len(split) > 1:
+        if len(split) > 1 or (split and groups.pipeline.size > 1):
             mixed.allow()
         self._planning = self._make_planning()
         if self._planning is not None:  # first, since it runs the step as one device would
