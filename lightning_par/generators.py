@@ -27,14 +27,34 @@ def kept(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
     Args:
         holders: objects that may hold generators of their own, beside the global ones of torch, numpy and ``random``.
     """
-    restore = [_restorer(generator) for generator in find(holders)]
-    state = global_state()
+    put_back = _snapshot(holders)
     try:
         yield
     finally:
+        put_back()
+
+
+@contextmanager
+def put_back_on_error(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
+    """As `kept`, where what runs inside raises; else the generators stand where it left them."""
+    put_back = _snapshot(holders)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+
+
+def _snapshot(holders: Iterable[Any]) -> Callable[[], None]:
+    restore = [_restorer(generator) for generator in find(holders)]
+    state = global_state()
+
+    def put_back() -> None:
         set_global_state(state)
-        for put_back in restore:
-            put_back()
+        for one in restore:
+            one()
+
+    return put_back
 
 
 def global_state() -> tuple[Any, ...]:

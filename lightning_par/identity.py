@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_OWN = {"_local", "_dim", "_positions", "_axis", "_is_param", "_origin"}  # what makes a tensor of ours what it is
+from lightning_par import private
+
+_OWN = {
+    "_local",
+    "_dim",
+    "_positions",
+    "_axis",
+    "_is_param",
+    "_origin",
+    "_recipe",
+}  # what makes a tensor of ours what it is
 
 
 def become(old: Tensor, new: Tensor, name: str) -> None:
@@ -40,3 +52,16 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
             ) from error
     for key, value in attributes.items():
         setattr(old, key, value)
+
+
+@contextmanager
+def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the weights of ``modules`` can `become` others, which an RNN's weak references to its own forbid."""
+    rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for rnn in rnns:
+        private.forget_weak_references(rnn)
+    try:
+        yield
+    finally:
+        for rnn in rnns:
+            private.renew_weak_references(rnn)

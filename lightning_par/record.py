@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.copying import stand_in
+from lightning_par.deferred.tensor import Deferred, fake_of
 from lightning_par.rules.attention import multi_head_attention_forward
 from lightning_par.rules.table import user_line
 
@@ -189,7 +190,7 @@ def _record(
 
     def fake(x: Tensor) -> Tensor:
         if id(x) not in fakes:
-            fakes[id(x)] = mode.from_tensor(x)
+            fakes[id(x)] = fake_of(x, mode) if isinstance(x, Deferred) else mode.from_tensor(x)
         return fakes[id(x)]
 
     recorder = _Recorder(mode)

@@ -1,4 +1,7 @@
-"""The weights that training starts from: those of the first rank, on all ranks."""
+"""The weights that training starts from: those of the first rank, on all ranks.
+
+Deferred ones that all ranks would compute alike are left deferred: nothing is computed, nothing moves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.comm import Axis
+from lightning_par.deferred.materialise import make_real
+from lightning_par.deferred.tensor import Deferred
+from lightning_par.identity import swappable
 from lightning_par.view import leaf
 
 
@@ -25,8 +31,20 @@ def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     _check_alike({name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()}, world)
-    for x in tensors.values():
-        _equalize(leaf(x).detach(), world, device)
+    alike = _computed_alike(tensors, world)
+    with swappable(module.modules()):
+        for name, x in tensors.items():
+            if name not in alike:
+                if isinstance(x, Deferred):
+                    make_real([x], name)
+                _equalize(leaf(x).detach(), world, device)
+
+
+def _computed_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
+    """The names of tensors that are deferred on all ranks, by the same functions and draws."""
+    mine = {name: x.digest() for name, x in tensors.items() if isinstance(x, Deferred)}
+    first, *others = world.all_gather_object(mine, "weights")
+    return {name for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
 
 def _equalize(x: Tensor, world: Axis, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.configured import configured
 from tests.models import MODELS
 
 CLIP = 0.05  # bites in every case, so a wrong norm changes every gradient
@@ -65,6 +66,7 @@ def run(
     clip_algorithm: str = "norm",
     steps: int = STEPS,
     eps: float | None = None,
+    in_configure_model: bool = False,
 ) -> Result:
     """Fit, validate and predict on this rank.
 
@@ -75,6 +77,7 @@ def run(
         data_size: size of the data axis; one device accumulates over as many batches instead.
         accumulate: batches that each replica accumulates over.
         eps: AdamW's, where not its default.
+        in_configure_model: whether the module builds its layers there.
     """
     model = MODELS[case]
     folder = folder or tempfile.mkdtemp()
@@ -83,7 +86,7 @@ def run(
         warnings.simplefilter("ignore")
         # Weights and draws come from rank 0, whatever the others would have made.
         torch.manual_seed(1234 + int(os.environ.get("RANK", "0")))
-        module = model.module()
+        module = configured(model.module) if in_configure_model else model.module()
         if eps is not None:
             module.eps = eps  # type: ignore[assignment]
         keep = _Keep(folder)

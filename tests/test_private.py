@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,27 @@ def test_hooks_of_a_module_are_seen() -> None:
         assert private.has_hooks(module)
         handle.remove()
     assert not private.has_hooks(module)
+
+
+def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
+    for device in ("cpu", "meta"):
+        x, other = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
+        assert private.memory_of(x[1:].t()) == private.memory_of(x) != private.memory_of(other)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")
+def test_memory_is_handed_back() -> None:
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    start = resident()
+    held = [torch.ones(1 << 14) for _ in range(1000)]  # below the size from which memory is mapped: 64 MB in all
+    last = torch.ones(1 << 14)  # at the end of the heap, which can't shrink therefore
+    assert resident() - start > 50e6
+    held.clear()
+    private.trim_memory()
+    assert resident() - start < 20e6 and last.numel()
 
 
 def _private_imports(source: Path) -> list[str]:

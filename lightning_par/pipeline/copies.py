@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import private
+from lightning_par.deferred.tensor import Deferred
 from lightning_par.pipeline.analysis import Analysis
 from lightning_par.pipeline.located import UnitCall
 from lightning_par.pipeline.metrics import METHODS, MetricCall
@@ -39,7 +40,7 @@ class Fakes:
 
     def _make(self, x: Tensor) -> Tensor:
         if id(x) not in self.parameters and not _is_away(x):
-            return x.detach().clone()
+            return x.value() if isinstance(x, Deferred) else x.detach().clone()
         with self.mode:
             fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=self.step.device)
         fake.requires_grad_(x.requires_grad)

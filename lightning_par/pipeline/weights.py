@@ -7,16 +7,14 @@ changed in place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.comm import Axis
-from lightning_par.identity import become
+from lightning_par.identity import become, swappable
 from lightning_par.pipeline.elsewhere import Elsewhere, Origin
 from lightning_par.pipeline.travel import kinds_at, send_to_all, wanted_of
 from lightning_par.view import ShardedTensor, leaf
@@ -92,7 +90,7 @@ def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
         RuntimeError: something else still holds a parameter's memory, as an autograd graph does.
     """
     tensors = [(name, x) for name, x in _named(module) if axis.rank not in placement.of(name, axis.size)]
-    with _swappable([*module.modules()]):
+    with swappable([*module.modules()]):
         for name, x in tensors:
             if not isinstance(x, Elsewhere):
                 sharding = (x.sharded_dim, x.positions, x.axis) if isinstance(x, ShardedTensor) else None
@@ -123,7 +121,7 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     wanted = wanted_of(asked, axis, "unshard")
     parts = {path: leaf(x) for path, x in found.items() if path in wanted}
     kinds = kinds_at(wanted, parts, axis, "unshard")
-    with _swappable(modules):
+    with swappable(modules):
         for path in sorted(kinds):
             part = send_to_all(parts.get(path), kinds[path], wanted[path], axis, "unshard")
             x = found.get(path)
@@ -153,18 +151,6 @@ def _here(x: Elsewhere, part: Tensor) -> Tensor:
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from list(module.named_parameters())
     yield from list(module.named_buffers())
-
-
-@contextmanager
-def _swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
-    rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-    for rnn in rnns:
-        private.forget_weak_references(rnn)
-    try:
-        yield
-    finally:
-        for rnn in rnns:
-            private.renew_weak_references(rnn)
 
 
 def _find(value: Any, path: str, found: dict[str, Tensor], modules: list[nn.Module], seen: set[int]) -> None:

@@ -1,8 +1,9 @@
 """The Lightning face that all strategies share.
 
 No Lightning is imported here: the classes are mixins, and `lightning_par.lightning_strategies` and `lightning_par.pl`
-join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `shards` what is split over
-them, `steps` what they do in a step, `saving` what they write; here is the order of a run.
+join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `building` how the module is
+built on them, `shards` what is split over them, `steps` what they do in a step, `saving` what they write; here is the
+order of a run.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 from torch import nn
 
 from lightning_par import precision, private
+from lightning_par.deferred.materialise import materialise
 from lightning_par.gradients import Counting, GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
+from lightning_par.strategy.building import BuildingMixin
 from lightning_par.strategy.saving import SavingMixin
 from lightning_par.strategy.shards import ShardsMixin
 from lightning_par.strategy.steps import StepsMixin
@@ -25,7 +28,7 @@ from lightning_par.writers import refuse_batch_size_finder, restore_writers, wri
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class StrategyMixin(ShardsMixin, StepsMixin, SavingMixin):
+class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
     """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
 
     Subclasses override `resolve_layout`.
@@ -45,6 +48,7 @@ class StrategyMixin(ShardsMixin, StepsMixin, SavingMixin):
         if fitting:
             self._sync_batch_norm()
         self._shard_model(trainer)
+        materialise(self.model)
         self._close_gradients()
         if fitting:
             self._gradients = self._make_gradient_sync(self.model)

@@ -1,0 +1,8 @@
+"""Deferred initialisation: a module is built without its weights, which are then made one at a time, where needed.
+
+While a module is built, functions of torch run on ``meta`` tensors and are kept, with the state of the generator where
+they draw. Later each parameter is computed from the functions it depends on, bitwise as if they had run at once.
+
+`build` runs the user's code, `tensor` is what it gets for tensors, `recorder` keeps what it does in the terms of
+`history`, `draws` sees to generators, `replay` computes, and `materialise` gives a module its weights.
+"""
