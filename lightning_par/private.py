@@ -241,3 +241,29 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+class LateStorage(torch.UntypedStorage):
+    """Bytes of a tensor that are fetched when they are written to a file, one tensor after another.
+
+    `torch.save` writes what ``cpu()`` of a storage returns that is not on the CPU, and gives it up before the next.
+    """
+
+    def __new__(cls, nbytes: int, fetch: Callable[[], Any]) -> LateStorage:
+        return super().__new__(cls, nbytes, device="meta")  # type: ignore[call-arg]
+
+    def __init__(self, nbytes: int, fetch: Callable[[], Any]) -> None:
+        self.fetch = fetch
+
+    def cpu(self) -> Any:
+        return self.fetch()
+
+
+def reduced_late(shape: torch.Size, dtype: torch.dtype, storage: LateStorage) -> tuple[Any, ...]:
+    """What ``__reduce_ex__`` returns of a contiguous tensor on the CPU that has ``storage``."""
+    rebuild, (real, _, _, _, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+    typed = isinstance(real, torch.TypedStorage)
+    late: Any = torch.TypedStorage(wrap_storage=storage, dtype=dtype if typed else torch.uint8, _internal=True)
+    late._fake_device = "cpu"
+    strides = torch.empty(shape, device="meta").stride()
+    return rebuild, (late, 0, tuple(shape), strides, *rest)

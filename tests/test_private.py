@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -214,6 +215,38 @@ def test_memory_is_handed_back() -> None:
     held.clear()
     private.trim_memory()
     assert resident() - start < 20e6 and last.numel()
+
+
+def test_bytes_are_fetched_when_they_are_written() -> None:
+    values = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.uint16)}  # the second has no typed storage
+    log: list[str] = []
+
+    class File(io.BytesIO):
+        def write(self, data: Any) -> int:
+            log.extend(name for name, x in values.items() if bytes(data) == x.numpy().tobytes())
+            return super().write(data)
+
+    class Late:
+        def __init__(self, name: str) -> None:
+            self.name, x = name, values[name]
+            self.storage = private.LateStorage(x.nbytes, self.fetch)
+
+        def fetch(self) -> Any:
+            log.append(f"fetch {self.name}")
+            return values[self.name].untyped_storage()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return private.reduced_late(values[self.name].shape, values[self.name].dtype, self.storage)
+
+    file, plain = File(), io.BytesIO()
+    torch.save({name: Late(name) for name in values}, file)
+    assert log == ["fetch a", "a", "fetch b", "b"]
+    file.seek(0)
+    for name, x in torch.load(file, weights_only=True).items():
+        assert torch.equal(x, values[name]) and x.device.type == "cpu"
+    torch.save({"a": values["a"]}, plain)
+    torch.save({"a": Late("a")}, late := io.BytesIO())
+    assert late.getvalue() == plain.getvalue()
 
 
 def _private_imports(source: Path) -> list[str]:

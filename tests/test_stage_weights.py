@@ -17,16 +17,18 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.states import model_state, optimizer_state, whole
 from lightning_par.comm import Axis, ledger
 from lightning_par.gradients import GradientSync, clip_by_norm
-from lightning_par.layout import Layout, make_groups
+from lightning_par.layout import Groups, Layout, make_groups
 from lightning_par.optimizers import adopt
 from lightning_par.pipeline.elsewhere import ElsewhereError, is_elsewhere
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.weights import Once, Placement, bring_back, send_away
 from lightning_par.positions import Positions
 from lightning_par.precision import share_overflows
-from lightning_par.state import unshard_optimizer_state, whole_model_state, whole_optimizer_state
+from lightning_par.state import unshard_optimizer_state
 from lightning_par.tensor.plan import Split, TensorPlan
 from lightning_par.tensor.shard import shard_module, unshard_module
 from lightning_par.view import ShardedTensor
@@ -73,9 +75,13 @@ def _gradients(steps: int) -> list[dict[str, Tensor]]:
     return [{name: grad * (i + 1) for name, grad in grads.items() if grad is not None} for i in range(steps)]
 
 
-def _axis() -> Axis:
+def _groups() -> Groups:
     dist.init_process_group("gloo")
-    return make_groups(Layout(pipeline=dist.get_world_size()), MINUTE).pipeline
+    return make_groups(Layout(pipeline=dist.get_world_size()), MINUTE)
+
+
+def _axis() -> Axis:
+    return _groups().pipeline
 
 
 def _alone(rank: int, size: int = STAGES) -> Axis:
@@ -205,24 +211,32 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def _written(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups) -> tuple[Any, Any]:
+    """The states as the first rank writes them; the others' have no values of what it holds."""
+    inventory = Inventory(groups)
+    weights = whole(model_state(model.state_dict(), inventory), inventory)
+    inventory = Inventory(groups)
+    return weights, whole(optimizer_state(optimizer, optimizer.state_dict(), inventory), inventory)
+
+
 def _spread() -> list[dict[str, Any] | None]:
     """The states as rank 0 writes them, before and after they were loaded, and each rank's once all came back."""
-    axis, model = _axis(), Model()
+    groups, model = _groups(), Model()
+    axis = groups.pipeline
     send_away(model, _placement(model), axis)
     optimizer = _optimizer(model)
     _train(model, optimizer)
     assert len(optimizer.state) == (3 if axis.rank == 0 else 7)
     keep, states = axis.rank == 0, []
     for _ in range(2):
-        weights = whole_model_state(model.state_dict(), keep, axis)
-        whole = whole_optimizer_state(optimizer, optimizer.state_dict(), keep, axis)
+        weights, moments = _written(model, optimizer, groups)
         if axis.rank == 1:
-            assert weights["up.weight"].is_meta and whole["state"][0]["exp_avg"].is_meta
-        states.append({"weights": weights, "optimizer": whole} if keep else None)
-        weights, whole = axis.broadcast_object((weights, whole) if keep else None, "file")
+            assert weights["up.weight"].is_meta and moments["state"][0]["exp_avg"].is_meta
+        states.append({"weights": weights, "optimizer": moments} if keep else None)
+        weights, moments = axis.broadcast_object((weights, moments) if keep else None, "file")
         optimizer = _optimizer(model)
         model.load_state_dict(weights)
-        optimizer.load_state_dict(whole)
+        optimizer.load_state_dict(moments)
         assert not any(map(is_elsewhere, optimizer.state))
     unshard_optimizer_state(optimizer, axis)
     bring_back(model, axis)
@@ -284,15 +298,13 @@ def _sharded_too() -> list[Any]:
     norm = clip_by_norm(model.parameters(), 1e9, once=Once(model, placement, groups.pipeline)).item()
     optimizer = _optimizer(model)
     optimizer.step()
-    keep = groups.world.rank == 0
-    saved = whole_model_state(model.state_dict(), keep, groups.pipeline)
-    states = whole_optimizer_state(optimizer, optimizer.state_dict(), keep, groups.pipeline)
+    saved, states = _written(model, optimizer, groups)
     unshard_optimizer_state(optimizer, groups.pipeline)
     bring_back(model, groups.pipeline)
     assert isinstance(model.up.weight, ShardedTensor)
     unshard_module(model)
     after = {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return [norm, {"weights": saved, "optimizer": states} if keep else None, after]
+    return [norm, {"weights": saved, "optimizer": states} if groups.world.rank == 0 else None, after]
 
 
 def test_stages_of_sharded_weights_are_one_device_too(pool: Pool) -> None:

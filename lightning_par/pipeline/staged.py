@@ -18,7 +18,6 @@ from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.outside import Outside
 from lightning_par.pipeline.spent import spent_gradients
 from lightning_par.pipeline.spread import Spread
-from lightning_par.pipeline.states import whole_where_held
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.weights import Once, bring_back
 from lightning_par.strategy import StrategyMixin
@@ -96,12 +95,6 @@ class StagedMixin(StrategyMixin):
             self._outside.close()
         self._outside = None
         super().teardown()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # Callbacks may have added copies of the module, of which this rank holds a part.
-        if self._groups is not None:
-            checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _counting(self) -> Once | None:
         if self._spread is None or self.lightning_module is None:

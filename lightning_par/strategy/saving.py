@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_par import state
+from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.states import model_state, optimizer_state, whole
 from lightning_par.optimizers import adopt
 from lightning_par.strategy.ranks import RanksMixin
 
 
 class SavingMixin(RanksMixin):
-    """Weights and optimizer states, whole where they are saved."""
+    """Weights and optimizer states: in parts while a run goes on, whole where they are saved."""
+
+    _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
 
     @property
     def checkpoint_io(self) -> Any:
@@ -37,12 +42,47 @@ class SavingMixin(RanksMixin):
         """The weights as one device writes them."""
         self._meet_after_exception()
         weights = super().lightning_module_state_dict()
-        return state.whole_model_state(weights, keep=self.is_global_zero, stages=self._stages)
+        return self._gathered(weights, lambda inventory: model_state(weights, inventory))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device writes it."""
         own = super().optimizer_state(optimizer)
-        return state.whole_optimizer_state(optimizer, own, keep=self.is_global_zero, stages=self._stages)
+        return self._gathered(own, lambda inventory: optimizer_state(optimizer, own, inventory))
+
+    def _gathered(self, own: dict[str, Any], take: Callable[[Inventory], dict[str, Any]]) -> dict[str, Any]:
+        """The state on the first rank: with its values at once, or as they are read if it is about to be saved."""
+        if self._groups is None:
+            return own
+        save = self._running_save()
+        if save is None:
+            inventory = Inventory(self._groups)
+            return whole(take(inventory), inventory)
+        if self._inventory is None or self._inventory[0] is not save:
+            self._inventory = save, Inventory(self._groups)
+        return take(self._inventory[1])
+
+    def _running_save(self) -> FrameType | None:
+        """The call of `Trainer.save_checkpoint` that this one is a part of."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        methods = [vars(kind).get("save_checkpoint") for kind in type(trainer).__mro__]
+        codes = [getattr(method, "__code__", None) for method in methods if method is not None]
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code not in codes:
+            frame = frame.f_back
+        return frame
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write ``checkpoint``; all ranks must call it."""
+        if self._groups is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        save, inventory = self._inventory or (None, Inventory(self._groups))
+        self._inventory = None
+        if save is not self._running_save():  # what an earlier one, that failed, has left
+            inventory = Inventory(self._groups)
+        checkpoint = inventory.complete(checkpoint)
+        with inventory.open():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -1,0 +1,238 @@
+"""What the ranks hold of the tensors of one checkpoint, numbered alike on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_par.checkpoint.courier import Courier
+from lightning_par.checkpoint.parts import Place
+from lightning_par.checkpoint.scratch import Scratch
+from lightning_par.checkpoint.unread import Unread
+from lightning_par.layout import Groups
+from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere
+from lightning_par.pipeline.structure import map_tensors
+from lightning_par.view import ShardedTensor, leaf
+
+_SMALL = 16  # elements of a tensor that travels inside the message that tells of it
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What travels pickled: numbers, small tensors."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor.
+
+    Args:
+        number: what all ranks know it by.
+        place: where it lies.
+        part: what this rank holds of it, plain; None for nothing.
+        version: of the part, which tells whether something was written to it since.
+    """
+
+    number: int
+    place: Place
+    part: Tensor | None
+    version: int
+
+
+class Inventory:
+    """The tensors of one checkpoint. What is done to it is done on all ranks, in the same order.
+
+    Args:
+        groups: the mesh axes.
+
+    Example::
+
+        inventory = Inventory(groups)
+        weights = inventory.take(module.state_dict())
+        with inventory.open():
+            if groups.world.rank == 0:
+                torch.save(weights, "file")
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.items: list[Item] = []
+        self.serves = groups.replica.ranks[0] == 0
+        """Whether this rank is in the copy of the model that is saved."""
+        self._courier = Courier(groups.world, groups.replica.ranks) if self.serves else None
+        self.scratch = Scratch()
+        self._known: dict[int, tuple[Tensor, Item]] = {}
+        self._closed = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.groups.world.rank == 0
+
+    # ---------------------------------------------------------------------------------------------------- what there is
+
+    def take(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What stands in this rank's checkpoint for each of ``values``, and for those that only others have.
+
+        The first rank gets all: the tensors that it holds whole, `Unread` ones for others. Other ranks have a tensor on
+        ``meta`` for what they don't hold whole. All ranks must call it.
+
+        Args:
+            values: by a key that means the same on all ranks; anything but a tensor is this rank's own.
+        """
+        mine = {key: self._tell(x) for key, x in values.items() if not is_elsewhere(x)}
+        told: list[dict[Any, Any]] = self.groups.pipeline.all_gather_object(mine, "state")
+        out = dict(values)
+        tied: list[tuple[Tensor, Any]] = []
+        for key in dict.fromkeys(key for theirs in told for key in theirs):
+            entry = next(theirs[key] for theirs in told if key in theirs)
+            value = values.get(key)
+            if isinstance(entry, Place):
+                out[key] = self._standing(self._add(entry, value), value, tied)
+            elif key not in values or is_elsewhere(value):
+                out[key] = _once(value, lambda: entry.value, tied)  # noqa: B023  (is called at once)
+        return out
+
+    def _tell(self, x: Any) -> Place | _Value:
+        small = not isinstance(x, Tensor) or not isinstance(x, ShardedTensor) and x.numel() <= _SMALL
+        if small and self.groups.pipeline.size > 1:
+            return _Value(apply_to_collection(x, Tensor, lambda t: t.detach().cpu().clone()))
+        return Place.of(x, self.groups.world.rank) if isinstance(x, Tensor) else _Value(None)
+
+    def _add(self, place: Place, value: Any) -> Item:
+        held = place.positions is None or self.groups.world.rank in place.ranks
+        part = leaf(value) if isinstance(value, Tensor) and held and not is_elsewhere(value) else None
+        item = Item(len(self.items), place, part, 0 if part is None else part._version)
+        self.items.append(item)
+        self.scratch.nbytes = max(self.scratch.nbytes, place.shape.numel() * place.dtype.itemsize)
+        return item
+
+    def _standing(self, item: Item, value: Any, tied: list[tuple[Tensor, Any]]) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, ShardedTensor | Elsewhere):
+            stand_in = value
+        elif not self.is_first:
+            return torch.empty(item.place.shape, dtype=item.place.dtype, device="meta")
+        else:
+            stand_in = _once(value, lambda: Unread(_Held(self, item)), tied)
+        self._known[id(stand_in)] = (stand_in, item)
+        return stand_in
+
+    def complete(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """``checkpoint`` with what callbacks put into it that lies in parts: nothing is left that can't be written."""
+        found: dict[str, Tensor] = {}
+        _in_parts(checkpoint, "", found)
+        taken = self.take(found)
+        new = {id(x): taken[path] for path, x in found.items()}
+        return {key: _mapped(lambda x: new.get(id(x), x), value) for key, value in checkpoint.items()}
+
+    def item_of(self, x: Tensor) -> Item | None:
+        """What ``x``, which `take` gave to this rank, is; None where it is another or was written to."""
+        known, item = self._known.get(id(x), (None, None))
+        if known is not x or item is None:
+            return None
+        kept = x.is_kept if isinstance(x, Unread) else item.part is None or item.part._version != item.version
+        return None if kept else item
+
+    # ------------------------------------------------------------------------------------------------------ where it is
+
+    def fetch(self, item: Item, out: Tensor) -> None:
+        """Write the whole tensor into ``out``; on the first rank, while the others are in `open` or about to be."""
+        if self._courier is None or self._closed:
+            raise RuntimeError(
+                "A tensor of a checkpoint is read after the checkpoint was saved; the ranks that hold it have gone on. "
+                "Clone it in on_save_checkpoint, or in the CheckpointIO's save_checkpoint."
+            )
+        self._courier.fetch(item.number, item.place, item.part, out)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, the first rank reads what it needs; the others wait until it has. All ranks must enter.
+
+        Raises:
+            RuntimeError: on the others, if the first rank raised.
+        """
+        failure: str | None = None
+        if not self.is_first:
+            if self._courier is not None:
+                self._courier.serve(self._held)
+            yield
+        else:
+            try:
+                yield
+            except BaseException as error:
+                failure = f"{type(error).__name__}: {error}"
+                with suppress(RuntimeError):  # that the others are gone may be why it failed
+                    self._close(failure)
+                raise
+        if (failure := self._close(failure)) is not None:
+            raise RuntimeError(f"Rank 0 could not save the checkpoint: {failure}")
+
+    def _close(self, failure: str | None) -> str | None:
+        """Let the others go on; what went wrong on the first rank, on all."""
+        self._closed = True
+        if self.is_first and self._courier is not None:
+            self._courier.dismiss()
+        outcome: str | None = self.groups.world.broadcast_object(failure, "state")
+        return outcome
+
+    def _held(self, number: int) -> tuple[Place, Tensor]:
+        item = self.items[number]
+        assert item.part is not None
+        return item.place, item.part
+
+
+@dataclass
+class _Held:
+    """The source of one tensor of an inventory."""
+
+    inventory: Inventory
+    item: Item
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.item.place.shape, self.item.place.dtype
+        self.scratch = self.inventory.scratch
+
+    def copy_into(self, target: Tensor, dim: int = 0, indices: Any = None) -> None:
+        whole = target if indices is None else torch.empty(self.shape, dtype=self.dtype)
+        self.inventory.fetch(self.item, whole)
+        if indices is not None:
+            target.copy_(whole.index_select(dim, torch.as_tensor(indices)))
+
+
+def _once(value: Any, make: Callable[[], Any], tied: list[tuple[Tensor, Any]]) -> Any:
+    """What `make` makes for ``value``, as another view of the same memory where ``value`` is tied to one before."""
+    like = next((other for x, other in tied if _are_tied(x, value)), None)
+    if like is not None:
+        return like.detach() if isinstance(like, Tensor) else like
+    made = make()
+    if isinstance(value, Tensor):
+        tied.append((value, made))
+    return made
+
+
+def _are_tied(a: Tensor, b: Any) -> bool:
+    if isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor):
+        return a.local.is_set_to(b.local)
+    return isinstance(a, Elsewhere) and isinstance(b, Elsewhere) and a.origin is b.origin
+
+
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    new = map_tensors(function, value)
+    if new is not value and hasattr(value, "_metadata"):
+        new._metadata = value._metadata
+    return new
+
+
+def _in_parts(value: Any, path: str, found: dict[str, Tensor]) -> None:
+    if isinstance(value, ShardedTensor | Elsewhere):
+        found[path] = value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _in_parts(item, f"{path}/{key}", found)

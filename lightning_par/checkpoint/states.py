@@ -1,0 +1,64 @@
+"""The states of a module and of its optimizers as one device writes them, with stand-ins for what lies in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.unread import Unread
+from lightning_par.optimizers import sharded_state
+from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.pipeline.structure import map_tensors
+
+
+def model_state(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any]:
+    """``module.state_dict()`` with what stands for each tensor in a checkpoint. All ranks must call it."""
+    taken = inventory.take({name: x for name, x in state.items() if isinstance(x, Tensor)})
+    return _like(state, {name: taken.get(name, x) for name, x in state.items()})
+
+
+def optimizer_state(optimizer: Optimizer, state: dict[str, Any], inventory: Inventory) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of every parameter. All ranks must call it.
+
+    Ids ascend where other ranks hold some of the parameters, as where one device's first step made the state.
+    """
+    state = sharded_state(optimizer, state)
+    if "state" not in state:
+        return state
+    of_parameters = {key: x for key, x in state["state"].items() if isinstance(key, int) and isinstance(x, dict)}
+    here = {key: x for key, x in of_parameters.items() if not any(is_elsewhere(y) for y in x.values())}
+    flat: dict[Any, Any] = {(key,): None for key in here}  # a parameter may have a state that is empty
+    flat.update({(key, name): x for key, values in here.items() for name, x in values.items()})
+    new: dict[Any, Any] = {}
+    for (key, *name), x in inventory.take(flat).items():
+        new.setdefault(key, {}).update(dict.fromkeys(name, x))
+    if inventory.groups.pipeline.size > 1:
+        new = dict(sorted(new.items()))
+    others = {key: x for key, x in state["state"].items() if key not in of_parameters}
+    return {**state, "state": {**new, **others}}
+
+
+def whole(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any]:
+    """``state`` with the values of every tensor, on the first rank. All ranks must call it."""
+    read: dict[int, Tensor] = {}
+
+    def values(x: Tensor) -> Tensor:
+        if isinstance(x, Unread) and id(x.memory) not in read:
+            read[id(x.memory)] = x.read()
+        return read[id(x.memory)] if isinstance(x, Unread) else x
+
+    with inventory.open():
+        return _like(state, {key: map_tensors(values, x) for key, x in state.items()})
+
+
+def _like(state: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """``new`` in a dict of the kind of ``state``, with what a module hangs on it."""
+    out = type(state)() if isinstance(state, dict) else {}
+    if hasattr(state, "_metadata"):
+        out._metadata = state._metadata  # type: ignore[attr-defined]
+    out.update(new)
+    return out
