@@ -35,7 +35,7 @@ def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unshared() -> Iterator[None]:
+def unshared() -> Iterator[None]:
     """While a backward runs: what is called within it, as reentrant checkpointing does, has its share already."""
     global _axes
     before, _axes = _axes, ()
@@ -43,6 +43,11 @@ def _unshared() -> Iterator[None]:
         yield
     finally:
         _axes = before
+
+
+def ranks() -> int:
+    """How many ranks have a share of a replicated tensor's gradient now."""
+    return prod(axis.size for axis in _axes)
 
 
 def install() -> None:
@@ -60,7 +65,7 @@ def _sharing_backward(plain: Any) -> Any:
         if not _axes or not _all_tensors(tensors):
             return plain(tensors, grad_tensors, *args, **kwargs)
         seeds = _seeds(_listed(tensors), grad_tensors)
-        with _unshared():
+        with unshared():
             return plain([_end(x) for x in _listed(tensors)], seeds, *args, **kwargs)
 
     return backward
@@ -73,7 +78,7 @@ def _sharing_grad(plain: Any) -> Any:
             return plain(outputs, inputs, grad_outputs, *args, **kwargs)
         axes, given = _axes, _listed(inputs)
         seeds = _seeds(_listed(outputs), grad_outputs)
-        with _unshared():
+        with unshared():
             found = plain([_end(x) for x in _listed(outputs)], [_end(x) for x in given], seeds, *args, **kwargs)
         return tuple(_whole(x, g, axes) for x, g in zip(given, found, strict=True))
 
@@ -96,7 +101,7 @@ def _end(x: Tensor) -> Tensor:
 
 
 def _seeds(outputs: list[Tensor], given: Any) -> list[Tensor | None]:
-    ranks = prod(axis.size for axis in _axes)
+    count = ranks()
     seeds: list[Tensor | None] = []
     for x, seed in zip(outputs, [None] * len(outputs) if given is None else _listed(given), strict=True):
         if seed is None and x.numel() == 1:
@@ -104,7 +109,7 @@ def _seeds(outputs: list[Tensor], given: Any) -> list[Tensor | None]:
         if type(x) is ShardedTensor and seed is not None:
             seeds.append(x.part_of(seed))  # a shard's gradient is no share
         else:
-            seeds.append(None if seed is None else full(seed) / ranks)
+            seeds.append(None if seed is None else full(seed) / count)
     return seeds
 
 

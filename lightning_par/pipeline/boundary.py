@@ -16,7 +16,8 @@ from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.orders import Action
 from lightning_par.pipeline.traffic import Message, Traffic
-from lightning_par.pipeline.values import local_shape
+from lightning_par.pipeline.values import local_shape, of_microbatch
+from lightning_par.sequence.tokens import Tokens
 from lightning_par.view import ShardedTensor
 
 _MOST_VALUES = 4096  # that leave one stage; keeps tags apart
@@ -51,10 +52,13 @@ class Crossing:
         traffic: of the step: who sends what to whom.
         messenger: sends and receives.
         axes: of each microbatch; None where its program knows nothing of other microbatches.
+        tokens: how sequences lie on ranks of the same stage.
     """
 
-    def __init__(self, traffic: Traffic, messenger: Messenger, axes: list[MicrobatchAxis | None]) -> None:
-        self.traffic, self.messenger, self.axes = traffic, messenger, axes
+    def __init__(
+        self, traffic: Traffic, messenger: Messenger, axes: list[MicrobatchAxis | None], tokens: Tokens
+    ) -> None:
+        self.traffic, self.messenger, self.axes, self.tokens = traffic, messenger, axes, tokens
         self.programs, self.rank = traffic.programs, traffic.rank
         self.held: dict[tuple[int, int], Held] = {}
         self._inbox = {channel: deque(messages) for channel, messages in traffic.inbox.items()}
@@ -105,7 +109,7 @@ class Crossing:
         kind, _, key, microbatch, _ = message
         model = self.programs[microbatch].values[key]
         order = _order(model)
-        shape = _laid_out(local_shape(model, self.axes[microbatch]), order)
+        shape = _laid_out(self.tokens.shape(local_shape(model, self.axes[microbatch])), order)
         return _in_order(self.messenger.start_recv(shape, model.dtype, sender, kind, self._tag(message)), order)
 
     def _arrived(self, message: Message) -> Tensor:
@@ -130,7 +134,8 @@ class Crossing:
         def value(key: Key) -> Tensor:
             x = arrived[key]
             x = _Arrived.apply(x) if x.requires_grad else x  # not a leaf: user code may write into it
-            return wrapped(x, program.values[key], axis)
+            model = program.values[key]
+            return wrapped(self.tokens.wrapped(x, local_shape(model, axis)), model, axis)
 
         return value
 
@@ -149,7 +154,7 @@ class Crossing:
     def hand_on(self, stage: int, microbatch: int, values: dict[Key, Tensor]) -> None:
         """Give what other stages need of ``stage`` to them."""
         program = self.programs[microbatch]
-        plain = {key: x.local if isinstance(x, ShardedTensor) else x for key, x in values.items()}
+        plain = {key: self.tokens.part(of_microbatch(x)) for key, x in values.items()}
         self._check(plain, microbatch)
         self.held[stage, microbatch].outputs = [plain[key] for key in self._wanted(plain, microbatch)]
         for key, takers in program.routes.leaving[stage].items():
@@ -163,7 +168,7 @@ class Crossing:
         """The receiver waits for just what the program says: anything else would never arrive."""
         for key, x in values.items():
             model = self.programs[microbatch].values[key]
-            expected = local_shape(model, self.axes[microbatch])
+            expected = self.tokens.shape(local_shape(model, self.axes[microbatch]))
             if tuple(x.shape) != expected or x.dtype != model.dtype:
                 place = self.programs[microbatch].events[key[0]].place
                 raise ElsewhereError(

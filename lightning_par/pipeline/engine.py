@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_par import generators
+from lightning_par import generators, shares
 from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
@@ -27,7 +27,9 @@ from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import map_tensors
 from lightning_par.pipeline.traffic import Traffic
-from lightning_par.view import ShardedTensor
+from lightning_par.pipeline.values import of_microbatch
+from lightning_par.sequence.tokens import Tokens
+from lightning_par.view import ShardedTensor, full
 
 MOST_KEPT = 64  # kinds of steps whose messages are known
 
@@ -57,6 +59,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
         self._traffic: dict[tuple[int, ...], Traffic] = {}
+        self.tokens = Tokens()  # of the step that runs
+        self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property
     def schedule(self) -> str:
@@ -79,7 +83,8 @@ class Engine:
             else self.programs.prepare(step, microbatches)
         )
         schedule = self.order.training([part.program for part in ready.parts])
-        with gradients_apart(parameters):
+        scale = scale / shares.ranks()  # each rank's share of the loss's gradient
+        with gradients_apart(parameters), shares.unshared():
             effects = self._run(ready, schedule, scale, key)
             found = {p: p.grad for p in parameters}
         found = self.finish_gradients(found)
@@ -109,7 +114,7 @@ class Engine:
 
     def _run(self, ready: Prepared, schedule: Schedule, scale: float, key: tuple[int, ...]) -> Effects:
         traffic = self._traffic_of([part.program for part in ready.parts], schedule)
-        crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts])
+        crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts], self.tokens)
         told: dict[int, Effects] = {}
         frontier: dict[int, list[Tensor]] = {}
         self.messenger.timed = self.trace is not None
@@ -123,7 +128,7 @@ class Engine:
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
                     told[action.microbatch] = without_graphs(effects) if len(ready.parts) > 1 else effects
                     if ready.cut and not self._joins(ready, schedule):
-                        at_tail = [_local(run.got[key]).detach() for key in ready.program.routes.tail]
+                        at_tail = [of_microbatch(run.got[key]).detach() for key in ready.program.routes.tail]
                         frontier[action.microbatch] = at_tail
                 del run, effects  # they hold the microbatch's graph, which its backward frees
             else:
@@ -133,7 +138,12 @@ class Engine:
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
         return self._whole(ready, schedule, told, frontier, key)
 
-    def _whole(
+    def _whole(self, *args: Any) -> Effects:
+        """What the step did, in plain tensors."""
+        effects = self._put_together(*args)
+        return merged([effects], lambda parts: full(parts[0])) if self.inner else effects
+
+    def _put_together(
         self,
         ready: Prepared,
         schedule: Schedule,
@@ -148,8 +158,8 @@ class Engine:
             return told[0]
         parts = [told[i] for i in sorted(told)]
         if ready.coupled:
-            shares = [part.share for part in ready.parts]
-            return merged(parts, lambda values: averaged(values, shares))
+            counts = [part.share for part in ready.parts]
+            return merged(parts, lambda values: averaged(values, counts))
         if self._joins(ready, schedule):
             return merged(parts, lambda values: joined(values))
         return self._tail(ready, [frontier[i] for i in sorted(frontier)], key)
@@ -176,6 +186,7 @@ class Engine:
         receive = crossing.receive(stage, microbatch)
         stops = last and axis is not None and not step.grad
         run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch), stops)
+        run.tokens = self.tokens
         result, effects = self._step(part, run, counts)
         if not last:
             crossing.hand_on(stage, microbatch, run.outputs())
@@ -221,10 +232,6 @@ class Engine:
         run = StageRun(program, part.memo, program.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
             return self._step(part, run, True)[1]
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.local if isinstance(x, ShardedTensor) else x
 
 
 def _with_loss(result: Any, loss: Tensor) -> Any:

@@ -21,8 +21,9 @@ from lightning_par.pipeline.located import (
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.pipeline.values import cut_to, local_shape, share_of, written_into
+from lightning_par.pipeline.values import cut_to, local_shape, of_microbatch, share_of, written_into
 from lightning_par.rules.table import user_line
+from lightning_par.sequence.tokens import Tokens
 from lightning_par.view import ShardedTensor
 
 
@@ -42,6 +43,9 @@ class StageRun(Run):
     Attributes:
         inside: entered around each call of a unit, given the unit and whether it is in the first microbatch.
     """
+
+    tokens = Tokens()
+    """How sequences lie on the ranks of this stage."""
 
     inside: Callable[[nn.Module, bool], AbstractContextManager[None]] | None = None
 
@@ -190,8 +194,7 @@ class StageRun(Run):
         """``value`` as a unit takes it: as a located event does, in plain tensors."""
 
         def take(x: Tensor) -> Tensor:
-            x = self._cut(self._found(x))
-            return x.local if isinstance(x, ShardedTensor) else x
+            return self.tokens.entered(of_microbatch(self._cut(self._found(x))))
 
         return map_tensors(take, value) if value else value
 

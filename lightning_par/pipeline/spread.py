@@ -25,6 +25,7 @@ from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.units import Call
 from lightning_par.pipeline.watch import Watch
 from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
+from lightning_par.view import leaf
 
 
 class Spread:
@@ -107,7 +108,7 @@ class Spread:
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
         watch = Watch(module, containers, around=_around)
-        names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        names: dict[Tensor, str] = {leaf(p): name for name, p in module.named_parameters()}
 
         def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
             named = {names[p]: g for p, g in grads.items()}

@@ -21,6 +21,7 @@ from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.weights import Once, bring_back
 from lightning_par.strategy import StrategyMixin
+from lightning_par.view import leaf
 
 
 class StagedMixin(StrategyMixin):
@@ -70,6 +71,7 @@ class StagedMixin(StrategyMixin):
             timeout = self.timeout or timedelta(minutes=30)
             self._spread = self.make_spread(timeout)
             self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
+            self._engine.inner = self.groups.stage_of_replica.size > 1
             axis = self.groups.pipeline
             meeting = Meeting(axis, self.timeout, f"pipeline {self._run}")
             self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
@@ -132,7 +134,7 @@ class StagedMixin(StrategyMixin):
             return super().training_step(*args, **kwargs)
         module: Any = self.lightning_module
         number = module.trainer.fit_loop.total_batch_idx
-        own = [p for p in module.parameters() if p.requires_grad and not is_elsewhere(p)]
+        own = [leaf(p) for p in module.parameters() if p.requires_grad and not is_elsewhere(p)]
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self._draws(number):
@@ -164,6 +166,8 @@ class StagedMixin(StrategyMixin):
         context = self.precision_plugin.forward_context
         given = [*args, *kwargs.values()]
         batch, rest = given[0], given[1:]
+        if self._engine is not None and self._planning is not None:
+            self._engine.tokens = self._planning.tokens(batch)
         return Step(module, name, batch, tuple(rest), context, name == "training_step", self.root_device, shared)
 
     def _key(self, number: int) -> tuple[int, int]:

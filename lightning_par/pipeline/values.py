@@ -40,3 +40,8 @@ def local_shape(model: Tensor, axis: MicrobatchAxis | None) -> tuple[int, ...]:
 def share_of(program: Program, axis: MicrobatchAxis) -> float:
     """The microbatch's share of the batch's samples."""
     return axis.positions(program.samples).count(axis.rank) / program.samples
+
+
+def of_microbatch(x: Tensor) -> Tensor:
+    """``x`` without the samples of other microbatches; it may still be sharded over ranks."""
+    return x.local if isinstance(x, ShardedTensor) and x.axis.by_sample else x

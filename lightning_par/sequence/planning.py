@@ -16,11 +16,12 @@ from lightning_par import intercept, shares
 from lightning_par.layout import Groups
 from lightning_par.peek import peek_batch
 from lightning_par.record import Recording, record_step
-from lightning_par.rules.table import user_line
+from lightning_par.rules.report import name_of, user_line
 from lightning_par.sequence.axis import SequenceAxis
 from lightning_par.sequence.batch_tensor import mark
 from lightning_par.sequence.plan import SequenceDim, SequencePlan, make_plan
 from lightning_par.sequence.scheme import Asked
+from lightning_par.sequence.tokens import Tokens
 from lightning_par.sharding import STEPS
 
 
@@ -36,7 +37,7 @@ class PlanningAxis(SequenceAxis):
 
     def about_to_gather(self, func: Any, x: Tensor) -> None:
         if func != "full_tensor":  # the function that asked for it is counted
-            self.found[getattr(func, "__name__", str(func)), user_line()] += 1
+            self.found[name_of(func), user_line()] += 1
 
     def start_all_reduce_(self, x: Tensor, purpose: str, op: Any = "sum") -> None:
         return None
@@ -90,6 +91,19 @@ class Planning:
         """``batch``, whose sequences are known as such."""
         return batch if self.plan is None else mark(batch, self.plan.dim_of, self.axis, apply_to_collection)
 
+    def tokens(self, batch: Any) -> Tokens:
+        """How sequences lie between stages, in a step on ``batch``."""
+        lengths: set[int] = set()
+        plan = self.plan
+
+        def note(number: int, x: Tensor) -> None:
+            dim = None if plan is None else plan.dim_of(number, x)
+            if dim is not None:  # what is shifted by one is shorter by one
+                lengths.update((x.shape[dim], x.shape[dim] - 1))
+
+        mark(batch, note, self.axis, apply_to_collection)
+        return Tokens(self.axis, lengths)
+
     def _planned(self, trainer: Any, module: nn.Module, batch: Any) -> SequencePlan:
         ranks = self.axis.size
         names = names_of(batch)
@@ -99,6 +113,8 @@ class Planning:
         plan = make_plan(recording, names, ranks, self.wish, self.asked)
         axis = PlanningAxis(ranks, plan.zigzag)
         split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, apply_to_collection))
+        if split.refused is not None:
+            raise ValueError(split.refused)
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
         return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped)
 
