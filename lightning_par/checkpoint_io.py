@@ -74,11 +74,28 @@ def make_checkpoint_io(namespace: Namespace = "lightning.pytorch") -> Any:
     return getattr(sys.modules[__name__], name)()
 
 
+def _local(path: Any) -> str | None:
+    """``path`` on this machine; None where it is a URL of another."""
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    filesystem, local_path = url_to_fs(str(path))
+    return local_path if type(filesystem) is LocalFileSystem else None
+
+
+def _is_zip(path: str) -> bool:
+    """Whether it is a file of torch's present format; that of old can't be mapped."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def _make_class(name: str, namespace: Namespace) -> type:
     base: Any = import_module(f"{namespace}.plugins.io").TorchCheckpointIO
 
     class AtomicCheckpointIO(base):
-        """Lightning's ``TorchCheckpointIO``, with local files written whole or not at all."""
+        """Lightning's ``TorchCheckpointIO``, with local files written whole or not at all, and mapped when loaded."""
 
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
             """Save ``checkpoint`` to ``path``.
@@ -86,14 +103,24 @@ def _make_class(name: str, namespace: Namespace) -> type:
             Raises:
                 TypeError: ``storage_options`` is given, as with Lightning's own.
             """
-            from fsspec.core import url_to_fs
-            from fsspec.implementations.local import LocalFileSystem
-
-            filesystem, local_path = url_to_fs(str(path))
-            if storage_options is not None or type(filesystem) is not LocalFileSystem:
+            local_path = _local(path)
+            if storage_options is not None or local_path is None:
                 super().save_checkpoint(checkpoint, path, storage_options)
             else:
                 save(checkpoint, local_path)
+
+        def load_checkpoint(
+            self, path: Any, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
+        ) -> dict[str, Any]:
+            """Load the checkpoint at ``path``. Tensors of a local file are read from the disk as they are used.
+
+            Raises:
+                FileNotFoundError: there is none.
+            """
+            local_path = _local(path)
+            if local_path is None or not _is_zip(local_path):
+                return super().load_checkpoint(path, map_location, weights_only)
+            return torch.load(local_path, map_location=map_location, mmap=True, weights_only=weights_only)
 
     AtomicCheckpointIO.__name__ = AtomicCheckpointIO.__qualname__ = name
     return AtomicCheckpointIO

@@ -95,6 +95,32 @@ def unpack_state(packed: bytes) -> None:
     random.setstate(python)
 
 
+def saved_state() -> dict[str, Any]:
+    """The state of the global generators for a checkpoint; of tensors and numbers alone, so that no pickle runs code
+    when it is read. Of the CUDA generators only the current device's."""
+    kind, words, *numbers = np.random.get_state()
+    version, python, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(words, dtype=np.int64)), *numbers],
+        "python": [version, torch.tensor(python), gauss],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_state(state: dict[str, Any]) -> None:
+    """Put the global generators where `saved_state` found them, on the same kind of devices or others."""
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].clone())
+    kind, words, *numbers = state["numpy"]
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *numbers))
+    version, python, gauss = state["python"]
+    random.setstate((version, tuple(python.tolist()), gauss))
+
+
 def share(axis: Axis) -> None:
     """Put the global generators of every rank along ``axis`` where the first rank's stand."""
     if axis.size > 1:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.unread import Unread
 from lightning_par.elementwise import acts_elementwise, kinds
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor
@@ -105,7 +106,7 @@ class _StandIns:
         return None
 
     def begin(self) -> None:
-        """Bring the state to what the param groups, as they are now, ask for; it may be whole. No communication."""
+        """Bring the state to what the param groups, as they are now, ask for; it may be whole."""
         self._local, self._tried = [], []
         for p in [p for p in self.optimizer.state if is_elsewhere(p)]:
             del self.optimizer.state[p]
@@ -117,6 +118,10 @@ class _StandIns:
                     state[name] = p.part_of(value)
                 elif isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape:
                     state[name] = p.part_of(value).clone()
+        for p in _sharded(self.optimizer):  # those of other groups, if what was loaded has changed a group's options
+            for name, value in self.optimizer.state.get(p, {}).items():
+                if isinstance(value, ShardedTensor):
+                    self.optimizer.state[p][name] = value.full_tensor("optimizer")
 
     def local_parameters(self) -> list[ShardedTensor]:
         """The sharded parameters whose stand-in is their local part."""
@@ -149,13 +154,17 @@ class _StandIns:
         return {**state_dict, "state": state}
 
     def of_those_here(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict``, which may be whole, without the state of parameters that other ranks hold."""
+        """``state_dict``, which may be whole, without the state of parameters, and of parts, that other ranks hold."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         ids = [i for group in state_dict.get("param_groups", ()) for i in group["params"]]
-        away = {i for i, p in zip(ids, parameters) if is_elsewhere(p)}
-        if not away:
-            return state_dict
-        return {**state_dict, "state": {i: x for i, x in state_dict["state"].items() if i not in away}}
+        local = {id(p) for p in self.local_parameters()}
+        state = dict(state_dict.get("state", {}))
+        for i, p in zip(ids, parameters):
+            if is_elsewhere(p):
+                state.pop(i, None)
+            elif id(p) in local and i in state:  # cut before the base class moves or casts it whole
+                state[i] = {name: _cut(p, x) for name, x in state[i].items()}
+        return {**state_dict, "state": state} if "state" in state_dict else state_dict
 
     def _decide(self) -> None:
         """Try the param groups that are new, or whose options have changed in kind."""
@@ -225,6 +234,15 @@ class _StandIns:
                 items = [(new.get(id(key), key), value) for key, value in state.items()]
                 state.clear()  # and filled again, since the order of its keys is that in checkpoints
                 state.update(items)
+
+
+def _cut(p: ShardedTensor, value: Any) -> Any:
+    """``value``, sharded as ``p`` is, in memory of its own; unless it is something else than entries of ``p``."""
+    if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or not value.ndim or value.shape != p.shape:
+        return value
+    if isinstance(value, Unread):
+        return p.with_local(value.read_part(p.sharded_dim, p.positions.indices(p.axis.rank)))
+    return p.with_local(p.part_of(value).clone())
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,6 +41,22 @@ def optimizer_state(optimizer: Optimizer, state: dict[str, Any], inventory: Inve
         new = dict(sorted(new.items()))
     others = {key: x for key, x in state["state"].items() if key not in of_parameters}
     return {**state, "state": {**new, **others}}
+
+
+@torch.no_grad()
+def detach_from_file(optimizer: Optimizer, given: Container[int]) -> None:
+    """Give the state that ``optimizer`` has loaded memory of its own, one tensor after another.
+
+    Args:
+        optimizer: its state may lie in a file that is mapped, or not be read yet.
+        given: addresses of tensors that do.
+    """
+    for state in optimizer.state.values():
+        for name, x in state.items() if isinstance(state, dict) else ():
+            if isinstance(x, Unread):
+                state[name] = x.read()
+            elif type(x) is Tensor and x.data_ptr() in given:
+                state[name] = x.clone()
 
 
 def whole(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         assert self.accelerator is not None and self.model is not None
         fitting = trainer.state.fn.value == "fit"
         self._run, self._met_after_exception, self._evaluated = next(self.groups.runs), False, 0
+        self._starting = True
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
@@ -108,6 +109,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
     # Metrics may be made in a hook that runs after `setup`.
 
     def on_train_start(self) -> None:
+        self._starting = False
         self._share_metrics()
 
     def on_validation_start(self) -> None:

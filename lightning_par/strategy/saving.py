@@ -7,18 +7,25 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_par import generators
 from lightning_par.checkpoint.inventory import Inventory
-from lightning_par.checkpoint.states import model_state, optimizer_state, whole
+from lightning_par.checkpoint.states import detach_from_file, model_state, optimizer_state, whole
 from lightning_par.optimizers import adopt
+from lightning_par.pipeline.structure import tensors_in
 from lightning_par.strategy.ranks import RanksMixin
+
+OWN = "lightning_par"
+"""The entry of a checkpoint that plain Lightning does not write, and does not read."""
 
 
 class SavingMixin(RanksMixin):
     """Weights and optimizer states: in parts while a run goes on, whole where they are saved."""
 
     _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
+    _starting = False  # whether a run is being set up
 
     @property
     def checkpoint_io(self) -> Any:
@@ -81,12 +88,19 @@ class SavingMixin(RanksMixin):
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups)
         checkpoint = inventory.complete(checkpoint)
+        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
+            checkpoint[OWN] = {"generators": generators.saved_state()}
         with inventory.open():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
+        given = {x.data_ptr() for x in tensors_in(checkpoint["optimizer_states"]) if type(x) is Tensor and x.numel()}
+        for optimizer in self.optimizers:
+            detach_from_file(optimizer, given)
         self._adopt_optimizers()  # the state is whole; one without hooks for loading has noticed nothing
+        if self._starting and OWN in checkpoint:
+            generators.load_state(checkpoint[OWN]["generators"])
 
     def _adopt_optimizers(self) -> None:
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""
