@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.memory import Memory
@@ -62,11 +63,13 @@ class Analysis(FakeRun):
         self.layouts = layouts
         self.events: list[Event] = []
         self.keys: dict[int, Key] = {}
+        self.nodes: dict[Key, Any] = {}  # of the graph, before anything is written into the value
         self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
         self.tags: dict[int, str] = {}
         self.tail = 0
         self.memory = None if stages.relays else Memory()
+        self.lent = Lent()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.effects: list[Tensor] = []
@@ -155,6 +158,7 @@ class Analysis(FakeRun):
         return target
 
     def _on_batch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        self.lent.about_to_run(name, args, kwargs)
         with unset_fake_temporarily():
             result = func(*args, **kwargs)
         index = len(self.events)
@@ -198,14 +202,16 @@ class Analysis(FakeRun):
 
     def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> Event:
         index = len(self.events)
+        self.lent.about_to_take(x for x in inputs if id(x) in self.batch_keys)
         event = Event(func, kind, self._keys_of(inputs), result, user_line())
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
-        if self.memory is not None:
-            self.memory.settle(index)
+        written = set() if self.memory is None else self.memory.settle(index)
+        self.lent.give((x for x in inputs if not is_located(x) and not self.is_state(x)), written)
         for n, x in enumerate(tensors_in(result)):
             if id(x) not in self.names:
                 self.keys[id(x)] = (index, n)
+                self.nodes[index, n] = x.grad_fn
                 if self.memory is not None:
                     self.memory.made((index, n), x)
         self.kept.append((inputs, result))

@@ -6,14 +6,13 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par.pipeline.lent import memory_of
 from lightning_par.pipeline.located import Key
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.private import TorchDispatchMode
-from lightning_par.view import ShardedTensor
 
 
 class Memory(TorchDispatchMode):
@@ -43,25 +42,21 @@ class Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         for place, name in _mutable(func):
             value = args[place] if place < len(args) else kwargs.get(name)
-            self._now.update(memory for x in tensors_in(value) if (memory := _memory(x)) is not None)
+            self._now.update(memory for x in tensors_in(value) if (memory := memory_of(x)) is not None)
         return func(*args, **kwargs)
 
     def made(self, key: Key, x: Tensor) -> None:
         """The value ``key`` is ``x``."""
-        if (memory := _memory(x)) is not None:
+        if (memory := memory_of(x)) is not None:
             self.sharing[memory].append(key)
 
-    def settle(self, event: int) -> None:
-        """What was written since was written by ``event``, into values that were made before."""
+    def settle(self, event: int) -> set[StorageWeakRef]:
+        """What was written since was written by ``event``, into values that were made before; returns all of it."""
         now, self._now = self._now, set()
         for memory in now & self.sharing.keys():
             for key in self.sharing[memory]:
                 self.written[key].append(event)
-
-
-def _memory(x: Tensor) -> StorageWeakRef | None:
-    x = x.local if isinstance(x, ShardedTensor) else x
-    return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else None
+        return now
 
 
 @cache

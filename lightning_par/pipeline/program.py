@@ -40,7 +40,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         costs=_costs(run, cut.starts),
         layouts=layouts,
         values=values,
-        wanted=_wanted(values, loss) if step.grad else frozenset(),
+        wanted=_wanted(run, values, loss) if step.grad else frozenset(),
         samples=step.samples,
         microbatches=microbatches,
         result=result,
@@ -165,8 +165,8 @@ def _is_share(run: Analysis, loss: Tensor | None) -> bool | None:
     return tag == Share.SHARE
 
 
-def _wanted(values: Mapping[Key, Tensor], loss: Tensor | None) -> frozenset[Key]:
-    """The values that the loss' gradient comes to."""
+def _wanted(run: Analysis, values: Mapping[Key, Tensor], loss: Tensor | None) -> frozenset[Key]:
+    """The values that the loss' gradient comes to, as they were made or after something was written into them."""
     reached: set[Any] = set()
     waiting = [] if loss is None or loss.grad_fn is None else [loss.grad_fn]
     while waiting:
@@ -174,4 +174,4 @@ def _wanted(values: Mapping[Key, Tensor], loss: Tensor | None) -> frozenset[Key]
         if node not in reached:
             reached.add(node)
             waiting += [following for following, _ in node.next_functions if following is not None]
-    return frozenset(key for key, x in values.items() if x.grad_fn is not None and x.grad_fn in reached)
+    return frozenset(key for key, x in values.items() if not reached.isdisjoint((run.nodes[key], x.grad_fn)))
