@@ -598,6 +598,59 @@ class ReusedLinear(nn.Module):
         return self.last(torch.relu(self.middle(x)) + x)
 
 
+class BackAndForth(Regression):
+    """Four linear layers, the first and the last of one device, the others of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3, self.fc4 = (nn.Linear(*size) for size in ((12, 24), (24, 24), (24, 16), (16, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc1(x))
+        x = torch.relu(self.fc3(torch.relu(self.fc2(x))))
+        return self.fc4(x)
+
+
+class Branches(Classifier):
+    """Three branches off a trunk, of which one reads the input as well, joined by two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(12, 16)
+        self.left, self.middle, self.right = (nn.Sequential(nn.Linear(n, 24), nn.GELU()) for n in (16, 16, 28))
+        self.join, self.head = nn.Linear(48, 16), nn.Linear(40, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.trunk(x))
+        left, middle = self.left(h), self.middle(h)
+        right = self.right(torch.cat([h, x], 1))
+        joined = self.join(torch.cat([left, right], 1)) + h
+        return self.head(torch.cat([joined, middle], 1))
+
+
+class WritesInPlace(Regression):
+    """Writes into activations through views, between layers, inside one and before another reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Linear(12, 16),
+            nn.Sequential(nn.Tanh(), nn.Linear(16, 16)),
+            nn.Linear(16, 3),
+        )
+        self.eats = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h[:, :4] *= 2
+        early = h.sum(1, keepdim=True)
+        y = self.second(h * 1)
+        y[:, 2] = 0
+        y += early
+        z = self.eats(y)  # writes into y
+        return self.third(z + y)
+
+
 class ReusedMLP(nn.Module):
     """A residual MLP called three times: up and down are each used by three regions."""
 
@@ -1379,6 +1432,9 @@ MODELS: dict[str, Case] = {
     "mlp": mlp(plain_mlp),
     "mlp_deep": regression(deep_mlp),
     "mlp_odd": mlp(odd_mlp),
+    "mlp_back_and_forth": Case(BackAndForth, vectors(classes=0)),
+    "mlp_branches": Case(Branches, vectors()),
+    "mlp_writes_in_place": Case(WritesInPlace, vectors(classes=0)),
     "mlp_one_layer": mlp(lambda: nn.Linear(12, 5)),
     "mlp_reused_linear": mlp(ReusedLinear),
     "mlp_reused": mlp(ReusedMLP),
