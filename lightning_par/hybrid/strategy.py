@@ -39,7 +39,7 @@ class HybridParallelMixin(StagedMixin):
 
     Raises:
         ValueError: at once for an argument that is unknown; when the Trainer is made, if the sizes don't multiply to
-            ``devices * num_nodes``.
+            ``devices * num_nodes``, or ``shard_residual`` meets a sequence axis.
 
     Example::
 
@@ -88,6 +88,11 @@ class HybridParallelMixin(StagedMixin):
             tensor=self.tensor_parallel_size,
         )
         ulysses_size(self.attention, layout.sequence)
+        if self.shard_residual and layout.sequence > 1:
+            raise ValueError(
+                f"shard_residual=True shares out the residual stream's tokens over the tensor axis, but "
+                f"sequence_parallel_size={layout.sequence} shares them out already. Write shard_residual=False."
+            )
         if layout.pipeline > 1:
             self.settings.stage_count(layout.pipeline)
         return layout

@@ -26,6 +26,7 @@ class SavingMixin(RanksMixin):
 
     _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
     _starting = False  # whether a run is being set up
+    _keeps_generators = False  # a single file is the one that one device writes; a directory may hold more
 
     @property
     def checkpoint_io(self) -> Any:
@@ -88,7 +89,7 @@ class SavingMixin(RanksMixin):
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups)
         checkpoint = inventory.complete(checkpoint)
-        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
+        if self._keeps_generators and "optimizer_states" in checkpoint:  # else it is not to be resumed from
             checkpoint[OWN] = {"generators": generators.saved_state()}
         with inventory.open():
             super().save_checkpoint(checkpoint, filepath, storage_options)
