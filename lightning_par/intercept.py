@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_par import transforms
 from lightning_par.random import streams
 from lightning_par.rules.table import announce_gather, sharded_again
 from lightning_par.rules.trial import run_by_sample
@@ -33,6 +34,7 @@ def install() -> None:
         _installed = True
         _intercept_functions()
         _intercept_checkpoint()
+        transforms.install()
 
 
 def _intercept_functions() -> None:

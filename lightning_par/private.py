@@ -230,6 +230,27 @@ def in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what a transformed function closes over is what it is outside: any autograd function takes it."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def transforms() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Where torch's transforms begin, a function's module and name, and what the user calls, and has imported by now;
+    where they ask for gradients; and what flex attention does first with query, key and value."""
+    from torch._functorch import apis, eager_transforms
+    from torch.nn.attention import flex_attention
+
+    names = {"grad_impl": torch.func.grad, "grad_and_value_impl": torch.func.grad_and_value,
+             "_vjp_with_argnums": torch.func.vjp, "_jvp_with_argnums": torch.func.jvp,
+             "_autograd_grad": torch.autograd.grad}  # fmt: skip
+    found: list[tuple[Any, str, Any]] = [(eager_transforms, name, public) for name, public in names.items()]
+    flex = (flex_attention, "_enforce_mem_layouts", flex_attention.flex_attention)
+    return [(apis, "vmap_impl", torch.vmap), *found, flex]
+
+
 def memory_of(x: Tensor) -> int:
     """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
     return x.untyped_storage()._cdata

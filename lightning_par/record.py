@@ -34,6 +34,7 @@ from lightning_par.copying import stand_in
 from lightning_par.deferred.tensor import Deferred, fake_of
 from lightning_par.rules.attention import multi_head_attention_forward
 from lightning_par.rules.table import user_line
+from lightning_par.view import OutOfSightError
 
 _VALUES = {"item": 1.0, "__float__": 1.0, "__int__": 1, "__index__": 1, "__bool__": False, "is_nonzero": False}
 
@@ -78,6 +79,7 @@ class Recording:
     batch: tuple[Tensor, ...]
     result: Any
     stopped: str | None = None
+    refused: str | None = None  # what the user is told where that was an `OutOfSightError`
 
 
 def returned(result: Any) -> Any:
@@ -200,7 +202,7 @@ def _record(
         fake(parameter)._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks
     copy = stand_in(module, fake, shared, recorder.took)
     fake_batch = apply_to_collection(batch, Tensor, fake)
-    result, stopped = None, None
+    result, stopped, refused = None, None, None
     with _generators_kept(), quiet(), mode, recorder, context():
         try:
             function = getattr(copy, step)
@@ -210,12 +212,13 @@ def _record(
         except Exception as error:  # whatever the user's step may raise on fake tensors: the recording ends there
             stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
             stopped += f" at {_last_user_line(error)}"
+            refused = str(error) if isinstance(error, OutOfSightError) else None
     by_fake = {id(f): f for f in fakes.values()}
     parameters = {tuple(found): by_fake[key] for key, found in names.items()}
     batch_tensors = tuple(x for x in tree_leaves(fake_batch) if isinstance(x, Tensor))
     collected: list[Tensor] = []
     apply_to_collection(fake_batch, Tensor, collected.append)
-    return Recording(tuple(recorder.events), parameters, batch_tensors or tuple(collected), result, stopped)
+    return Recording(tuple(recorder.events), parameters, batch_tensors or tuple(collected), result, stopped, refused)
 
 
 def _arguments(function: Callable[..., Any], batch: Any) -> list[Any]:

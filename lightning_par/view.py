@@ -35,6 +35,10 @@ def _load_rules() -> Callable[..., Any]:
     return _dispatch
 
 
+class OutOfSightError(TypeError):
+    """A sharded tensor went where no rule, and no gather, can be put before what is done with it."""
+
+
 class ShardedTensor(torch.Tensor):
     """A tensor of which every rank along ``axis`` holds the ``positions`` of dim ``dim``.
 
@@ -99,9 +103,12 @@ class ShardedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise TypeError(
-            f"{func} met a sharded tensor below the level of torch functions, as happens inside compiled, scripted or "
-            "functorch-transformed code. Give it the whole tensor: `x.full_tensor()`, called on all ranks."
+        from lightning_par.rules.report import user_line
+
+        raise OutOfSightError(
+            f"{func} at {user_line()} met a sharded tensor below the level of torch functions, where it can't be "
+            "followed, as in nested tensors or under DisableTorchFunctionSubclass. Write it with plain functions of "
+            "tensors, or make it whole first: `x = x.full_tensor() if hasattr(x, 'full_tensor') else x`."
         )
 
     # What autograd and nn.Module read of a tensor is read of the local one.

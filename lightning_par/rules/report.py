@@ -19,11 +19,15 @@ def on_gather(func: Any, views: list[ShardedTensor]) -> None:
     """Count and report a function that gathers, once by name and line."""
     if views[0].axis.pretends:
         return
-    name = getattr(func, "__name__", str(func))
-    place = user_line()
+    name, place = name_of(func), user_line()
     gathers[name, place] += 1
     if gathers[name, place] == 1 and views[0].axis.ranks[views[0].axis.rank] == 0:
         log.warning("`%s` has no local rule and gathers a sharded tensor %s at %s", name, tuple(views[0].shape), place)
+
+
+def name_of(func: Any) -> str:
+    """What the user calls ``func``; scripted methods have another attribute for it."""
+    return str(getattr(func, "__name__", None) or getattr(func, "name", None) or func)
 
 
 def user_line() -> str:

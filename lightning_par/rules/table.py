@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import comm
+from lightning_par import comm, private
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.rules import mixed
 from lightning_par.rules.report import gathers as gathers
+from lightning_par.rules.report import name_of
 from lightning_par.rules.report import on_gather as on_gather
 from lightning_par.rules.report import user_line as user_line
 from lightning_par.view import ShardedTensor, full
@@ -58,6 +59,8 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _resolved[func]
     except KeyError:
         found = _resolved[func] = _resolve(func)
+    if found is not _metadata and private.in_functorch():
+        return _in_transform(func, args, kwargs)
     global _running
     if found is not None:
         caller, _running = _running, func
@@ -167,6 +170,21 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if written:
         return tree_map(lambda x: next((t for t in written if x is wholes[id(t)]), x), result)
     return sharded_again(result, views)
+
+
+def _in_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on whole tensors inside a transform such as ``vmap``, where nothing can be sharded."""
+    if _written(func, args, kwargs):
+        raise RuntimeError(
+            f"`{name_of(func)}` at {user_line()} writes in place into a sharded tensor within a transform such as "
+            "torch.vmap, where the write would be lost. Hand the tensor to the transformed function as an argument."
+        )
+    views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    announce_gather(func, views)
+    with private.outside_transforms():
+        wholes = {id(x): full(x) for x in views}
+    whole_args, whole_kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
+    return func(*whole_args, **whole_kwargs)
 
 
 def announce_gather(func: Any, views: list[ShardedTensor]) -> None:

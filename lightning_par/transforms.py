@@ -1,0 +1,58 @@
+"""What takes no sharded tensors, and asks no ``__torch_function__``, is handed whole ones: ``torch.vmap``, the
+transforms of ``torch.func``, and flex attention.
+
+Inside a transform nothing is sharded: a sharded tensor that the transformed function closes over is gathered where it
+is met (`lightning_par.rules.table`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par import private, shares
+from lightning_par.rules.table import announce_gather, moves, sharded_again
+from lightning_par.view import ShardedTensor
+
+
+def install() -> None:
+    """Install the interceptions; to be called once per process."""
+    for module, name, public in private.transforms():
+        wrap = _unshared if public is torch.autograd.grad else _handed_whole
+        setattr(module, name, wrap(getattr(module, name), public))
+
+
+def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Callable[..., Any]:
+    """``entry``, at which ``public`` begins, given whole tensors."""
+    ends = public.__name__ != "flex_attention"  # what the others return is what the user gets
+
+    @functools.wraps(entry)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+        if not views:
+            return entry(*args, **kwargs)
+        announce_gather(public, views)
+        with private.outside_transforms():
+            wholes = {id(x): x.full_tensor() for x in views}
+        args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
+        result = entry(*args, **kwargs)
+        again = ends and any(map(moves, views)) and not private.in_functorch()
+        # A function that vjp returns takes whole gradients of the whole result.
+        return sharded_again(result, views) if again and not any(map(callable, tree_leaves(result))) else result
+
+    return call
+
+
+def _unshared(entry: Callable[..., Any], public: Callable[..., Any]) -> Callable[..., Any]:
+    """``entry``, which asks for gradients of whole tensors within a transform: they are no shares."""
+
+    @functools.wraps(entry)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with shares.unshared():
+            return entry(*args, **kwargs)
+
+    return call
