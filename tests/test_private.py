@@ -6,15 +6,18 @@ import ast
 import inspect
 import io
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
@@ -247,6 +250,45 @@ def test_bytes_are_fetched_when_they_are_written() -> None:
     torch.save({"a": values["a"]}, plain)
     torch.save({"a": Late("a")}, late := io.BytesIO())
     assert late.getvalue() == plain.getvalue()
+
+
+def _calls() -> dict[str, Callable[[], Any]]:
+    """Public calls, by the private function at which each begins."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x, q = torch.ones(3), torch.ones(1, 1, 2, 16)
+    return {
+        "vmap_impl": lambda: torch.vmap(torch.sin)(x),
+        "grad_impl": lambda: torch.func.grad(torch.sum)(x),
+        "grad_and_value_impl": lambda: torch.func.grad_and_value(torch.sum)(x),
+        "_vjp_with_argnums": lambda: torch.func.vjp(torch.sin, x)[1](x),
+        "_jvp_with_argnums": lambda: torch.func.jvp(torch.sin, (x,), (x,)),
+        "_autograd_grad": lambda: torch.func.jacrev(torch.sin)(x),
+        "_enforce_mem_layouts": lambda: flex_attention(q, q, q),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_transforms_begin_in_functions_that_are_given_their_tensors() -> None:
+    begins = {name: module for module, name, _ in private.transforms()}
+    assert begins.keys() == _calls().keys()
+    for name, call in _calls().items():
+        with mock.patch.object(begins[name], name, wraps=getattr(begins[name], name)) as entry:
+            call()
+        assert any(isinstance(x, torch.Tensor) for x in tree_leaves(entry.call_args)), name
+
+
+def test_outside_transforms_what_is_closed_over_is_plain() -> None:
+    inside, outside = [], []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        inside.append(private.in_functorch())
+        with private.outside_transforms():
+            outside.append(private.in_functorch())
+        return x * private.in_functorch()
+
+    assert torch.vmap(torch.vmap(function))(torch.ones(2, 2)).tolist() == [[1, 1], [1, 1]]
+    assert (inside, outside) == ([True], [False])
 
 
 def _private_imports(source: Path) -> list[str]:
