@@ -124,10 +124,11 @@ def pad_as_nested(module: nn.Module) -> list[Any]:
     """`nn.TransformerEncoder` in evaluation leaves zeros where the sequence is padded, if its weights are plain.
 
     Returns:
-        Handles of the hooks that do so where they are sharded.
+        Handles of the hooks that do so where they are sharded; in a copy of the module, too, whose weights are fake.
     """
     encoders = [m for m in module.modules() if isinstance(m, nn.TransformerEncoder)]
-    return [m.register_forward_hook(_zero_padding, with_kwargs=True) for m in encoders]
+    split = [m for m in encoders if any(isinstance(w, ShardedTensor) for w in m.layers[0].parameters())]
+    return [m.register_forward_hook(_zero_padding, with_kwargs=True) for m in split]
 
 
 def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
@@ -138,8 +139,7 @@ def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     if padding is None:
         return None
     nested = (
-        any(isinstance(w, ShardedTensor) for w in weights)
-        and getattr(encoder, "use_nested_tensor", False)
+        getattr(encoder, "use_nested_tensor", False)
         and torch.backends.mha.get_fastpath_enabled()
         and given.get("mask") is None
         and not first.training
