@@ -19,7 +19,7 @@ from lightning_par.pipeline.routes import direct
 from lightning_par.pipeline.stretches import Cut
 from lightning_par.pipeline.units import Call
 from lightning_par.placement.balance import balance, split_within
-from lightning_par.placement.cut import Flow
+from lightning_par.placement.cut import Flow, Value
 from lightning_par.placement.order import make_order
 from lightning_par.placement.plan import PlacementPlan, make_placement_plan
 from lightning_par.placement.settings import PlacementSettings
@@ -338,6 +338,17 @@ def test_what_costs_next_to_nothing_makes_no_stage() -> None:
     # positions of no cost on 1 before the sum with tokens of 0
     flow = Flow(needs=[[], [], [0, 1], [2], [3]], costs=[1.0, 0.001, 0.0, 9.0], located=range(4))
     assert flow.divided(Cut((0, 1), (0, 1)), latest=9) == Cut((0, 1), (0, 1))
+
+
+def test_functions_run_where_the_fewest_bytes_cross() -> None:
+    # left on 0, right on 1, their concatenation, the head on 0
+    values = [Value(0, 8, (2,)), Value(1, 8, (2,)), Value(2, 16, (3,)), Value(3, 4, (4,))]
+    flow = Flow([[], [], [0, 1], [2], [3]], [1.0] * 4, range(4), values)
+    assert flow.with_fewest_bytes(Cut((0, 1, 3), (0, 1, 0)), units=[0, 1, 3]) == Cut((0, 1, 2), (0, 1, 0))
+    # a layer on 0, its mean and a function as large as that, the head on 1
+    values = [Value(0, 64, (1,)), Value(1, 2, (2,)), Value(2, 2, (3,)), Value(3, 2, (4,))]
+    flow = Flow([[], [0], [1], [2], [3]], [1.0] * 4, range(4), values)
+    assert flow.with_fewest_bytes(Cut((0, 3), (0, 1)), units=[0, 3]) == Cut((0, 3), (0, 1))
 
 
 def test_a_value_goes_straight_to_each_stage_that_takes_it() -> None:

@@ -1,14 +1,21 @@
-"""A step cut into stages wherever the place changes, and where one place would wait for another without need."""
+"""A step cut into stages wherever the place changes, and where one place would wait for another without need.
+
+Functions between two layers on different devices run on the one or the other, so that the fewest bytes cross.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from lightning_par.pipeline.located import Key
+from lightning_par.pipeline.routes import stage_of
 from lightning_par.pipeline.stretches import Cut, Homes, Stretches
+from lightning_par.pipeline.structure import tensors_in
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.analysis import Analysis
@@ -62,12 +69,32 @@ class _WherePlaceChanges:
         if not self._at:
             return Cut((0,), (self._places.last,))
         flow = Flow.of(run)
+        placed = flow.with_fewest_bytes(Cut(tuple(self._starts), tuple(self._at)), [index for _, index in run.units])
         # The code behind the last unit runs once on the whole batch, where there are several microbatches.
         latest = run.tail if microbatches > 1 else len(run.events)
         fixed = [index for index, event in enumerate(run.events) if event.kind == "read" or event.unsized]
         # A value that is read steers the rest of the step, which must be one stage.
         latest = min([latest, *(index for index in fixed if index >= self._starts[-1])])
-        return flow.divided(Cut(tuple(self._starts), tuple(self._at)), latest)
+        return flow.divided(placed, latest)
+
+
+class Value(NamedTuple):
+    """A value of a step.
+
+    Attributes:
+        event: that makes it.
+        nbytes: its size.
+        users: the events that take it.
+    """
+
+    event: int
+    nbytes: float
+    users: tuple[int, ...]
+
+    def crossing(self, starts: Sequence[int], at: Sequence[int]) -> float:
+        """The bytes that cross, for stages that begin at ``starts`` on the devices ``at``."""
+        own = at[stage_of(starts, self.event)]
+        return self.nbytes * len({at[stage_of(starts, user)] for user in self.users} - {own})
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,7 @@ class Flow:
         needs: for each event, and at last for the step's end, the events whose values it takes.
         costs: of each event.
         located: the events that run in one place, of those that compute.
+        values: what crosses where it is made and taken in different places.
 
     Example::
 
@@ -88,18 +116,22 @@ class Flow:
     needs: Sequence[Collection[int]]
     costs: Sequence[float]
     located: Sequence[int]
+    values: Sequence[Value] = ()
 
     @classmethod
     def of(cls, run: Analysis) -> Flow:
         """Of a recorded step."""
         needs: list[set[int]] = [set() for _ in range(len(run.events) + 1)]
+        users: dict[Key, set[int]] = defaultdict(set)
         written = run.memory.written if run.memory is not None else {}
         for key, event in run.uses():
             user = len(run.events) if event == inf else int(event)
+            users[key].add(user)
             needs[user].add(key[0])
             needs[user].update(write for write in written.get(key, ()) if write < event)
         located = [index for index, event in enumerate(run.events) if event.kind != "batch"]
-        return cls(needs, [event.flops for event in run.events], located)
+        values = [Value(key[0], _nbytes(run, key), tuple(taken)) for key, taken in users.items()]
+        return cls(needs, [event.flops for event in run.events], located, values)
 
     @cached_property
     def _before(self) -> list[int]:
@@ -128,6 +160,28 @@ class Flow:
             for other in needed:
                 users[other].append(index)
         return users
+
+    def with_fewest_bytes(self, cut: Cut, units: Sequence[int]) -> Cut:
+        """Each stage begins where the fewest bytes cross, between the unit before it and its own first one.
+
+        Args:
+            cut: each stage begins with a unit.
+            units: the events that are calls of units, ascending.
+        """
+        starts = list(cut.starts)
+        for stage in range(1, len(starts)):
+            before = max((unit for unit in units if unit < starts[stage]), default=-1)
+            between = [index for index in self.located if before < index < starts[stage]]
+            near = {before, *between, starts[stage]}
+            moved = [value for value in self.values if value.event in near or not near.isdisjoint(value.users)]
+
+            def crossing(start: int, stage: int = stage, moved: Sequence[Value] = moved) -> float:
+                tried = [*starts[:stage], start, *starts[stage + 1 :]]
+                return sum(value.crossing(tried, cut.at) for value in moved)
+
+            # Where it makes no difference, functions follow the layer before them.
+            starts[stage] = min([*between, starts[stage]], key=lambda start: (crossing(start), -start))
+        return Cut(tuple(starts), cut.at)
 
     def divided(self, cut: Cut, latest: int) -> Cut:
         """More stages, where without them work would wait for values from elsewhere that it does not need.
@@ -176,3 +230,8 @@ class Flow:
     @cached_property
     def _small(self) -> float:
         return SMALL * sum(self.costs)
+
+
+def _nbytes(run: Analysis, key: Key) -> float:
+    x = tensors_in(run.events[key[0]].result)[key[1]]
+    return float(x.numel() * x.element_size())

@@ -10,6 +10,7 @@ from lightning_par.layout import Layout, Size
 from lightning_par.pipeline.staged import StagedMixin
 from lightning_par.placement.settings import Chooser, PlacementSettings
 from lightning_par.placement.spread import PlacementSpread
+from lightning_par.strategy.saving import check_distributed
 
 
 class LayerPlacementMixin(StagedMixin):
@@ -29,6 +30,9 @@ class LayerPlacementMixin(StagedMixin):
             room for gradients and the optimizer's state.
         allow_batch_coupling: Where samples need one another, as in BatchNorm, train each of ``microbatches`` as a batch
             of its own, which is not what one device does.
+        save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
+            layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
+            they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
@@ -53,12 +57,14 @@ class LayerPlacementMixin(StagedMixin):
         data_parallel_size: int | Literal["auto"] = "auto",
         max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
         self.settings = PlacementSettings(placement, microbatches, max_memory, allow_batch_coupling)
         super().__init__(process_group_backend, timeout, start_method)
+        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
 
     axis_name = "placement"
