@@ -7,6 +7,7 @@ Example::
     Trainer(strategy=lightning_par.PipelineParallelStrategy(schedule="zbv"), devices=4)
     Trainer(strategy=lightning_par.LayerPlacementStrategy({"encoder": 0, "decoder": 1}), devices=2)
     Trainer(strategy=lightning_par.SequenceParallelStrategy(attention="ring"), devices=4)
+    Trainer(strategy=lightning_par.HybridParallelStrategy(pipeline_parallel_size=2, tensor_parallel_size=2), devices=4)
 
 The classes here belong to ``lightning.pytorch``; those in `lightning_par.pl` to ``pytorch_lightning``. Nothing heavy is
 imported before a name is used, since ``import torch`` imports this module.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_par.comm import ledger
     from lightning_par.layout import Layout
     from lightning_par.lightning_strategies import (
+        HybridParallelStrategy,
         LayerPlacementStrategy,
         PipelineParallelStrategy,
         ScheduleTrace,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "HybridParallelStrategy",
     "LayerPlacementStrategy",
     "Layout",
     "PipelineParallelStrategy",
@@ -55,9 +58,6 @@ registry.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name in registry.CLASSES.values() and name not in _HOME:
-        # Not an AttributeError, which `from lightning_par import X` would replace by its own "cannot import name".
-        raise ImportError(registry.not_built_yet(f"lightning_par.{name}"))
     if name not in _HOME:
         raise AttributeError(f"module 'lightning_par' has no attribute {name!r}")
     import importlib

@@ -24,7 +24,6 @@ CLASSES = {
     "layer_placement": "LayerPlacementStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
 }
-BUILT = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "layer_placement")
 
 # The module that holds a namespace's registry -> our module with the classes made for that namespace.
 HOMES = {
@@ -33,12 +32,6 @@ HOMES = {
 }
 
 _log = logging.getLogger(__name__)
-
-
-def not_built_yet(what: str) -> str:
-    """The message for ``what``, a name or class that is planned but not there yet."""
-    built = ", ".join(f"{name!r} ({CLASSES[name]})" for name in BUILT)
-    return f"{what} is not built yet in this version of lightning_par. Built: {built}."
 
 
 def register_names(strategies: ModuleType) -> None:
@@ -53,8 +46,6 @@ def register_names(strategies: ModuleType) -> None:
 
 def _factory(name: str, home: str) -> Callable[..., Any]:
     def make(**init_args: Any) -> Any:
-        if name not in BUILT:
-            raise NotImplementedError(not_built_yet(f"strategy={name!r}"))
         from importlib import import_module
 
         return getattr(import_module(home), CLASSES[name])(**init_args)

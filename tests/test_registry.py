@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 
-NAMES = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "layer_placement", "hybrid_parallel")
-BUILT = {"tensor_parallel": "TensorParallelStrategy", "pipeline_parallel": "PipelineParallelStrategy"}
-PLANNED = tuple(name for name in NAMES if name not in BUILT)
+CLASSES = {
+    "tensor_parallel": "TensorParallelStrategy",
+    "pipeline_parallel": "PipelineParallelStrategy",
+    "sequence_parallel": "SequenceParallelStrategy",
+    "layer_placement": "LayerPlacementStrategy",
+    "hybrid_parallel": "HybridParallelStrategy",
+}
+NAMES = tuple(CLASSES)
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -73,30 +78,21 @@ def build(**kwargs):
 
 assert "lightning_par.comm" not in sys.modules
 assert set({NAMES}) <= set(StrategyRegistry)
-for name in {tuple(BUILT)}:
+for name in {NAMES}:
     print("plain", build(strategy=name))
 print("upper", build(strategy="TENSOR_Parallel"))
 os.environ["PL_TRAINER_STRATEGY"] = "tensor_parallel"
 print("env", build())
 del os.environ["PL_TRAINER_STRATEGY"]
-for name in {PLANNED}:
-    try:
-        build(strategy=name)
-    except NotImplementedError as error:
-        print(error)
 """)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_string_without_import(namespace: str, outputs: Outputs) -> None:
     out = outputs(_string_without_import, namespace)
-    assert all(f"plain {name}" in out for name in BUILT.values())
+    assert all(f"plain {name}" in out for name in CLASSES.values())
     for way in ("upper", "env"):
         assert f"{way} TensorParallelStrategy" in out
-    for name in PLANNED:
-        assert f"strategy='{name}' is not built yet in this version of lightning_par." in out
-    built = ", ".join(f"{name!r} ({cls})" for name, cls in BUILT.items())
-    assert out.count(f"Built: {built}.") == len(PLANNED)
 
 
 def _lightning_cli(namespace: str) -> str:
@@ -176,7 +172,7 @@ def test_reload_and_second_install(outputs: Outputs) -> None:
 
 
 def test_public_names() -> None:
-    out = python("""
+    python("""
 import sys
 import lightning_par
 assert "torch" not in sys.modules and "lightning" not in sys.modules
@@ -184,16 +180,12 @@ assert set(lightning_par.__all__) <= set(dir(lightning_par))
 from lightning_par import *
 import lightning_par.layout, lightning_par.comm
 assert Layout is lightning_par.layout.Layout and ledger is lightning_par.comm.ledger
-assert TensorParallelStrategy is lightning_par.TensorParallelStrategy
-assert PipelineParallelStrategy is lightning_par.PipelineParallelStrategy
-assert ScheduleTrace is lightning_par.ScheduleTrace
-try:
-    from lightning_par import SequenceParallelStrategy
-except ImportError as error:
-    print(error)
+import lightning_par.lightning_strategies as home
+for name in lightning_par.registry.CLASSES.values():
+    assert globals()[name] is getattr(home, name)
+assert ScheduleTrace is home.ScheduleTrace
 assert not hasattr(lightning_par, "no_such_name")
 """)
-    assert out.startswith("lightning_par.SequenceParallelStrategy is not built yet")
 
 
 def test_import_cost() -> None:
