@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_par.checkpoint import swap
+
 Namespace = Literal["lightning.pytorch", "pytorch_lightning"]
 
 # The names in this module, under which pickle finds the classes again in a spawned process.
@@ -35,34 +37,17 @@ def save(checkpoint: Any, path: str) -> None:
         OSError: the folder can't be made or written, or the disk is full.
         Exception: whatever pickling ``checkpoint`` raises.
     """
-    folder, name = os.path.split(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
-    # Cut in bytes, since a file system's limit of 255 is in bytes.
-    temporary = os.path.join(folder, os.fsdecode(b"." + os.fsencode(name)[:240] + b".tmp"))
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    temporary = swap.beside(path)
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        swap.put_in_place(temporary, path)
     except BaseException:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        swap.remove(temporary)
         raise
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: str) -> None:
-    # The rename itself is in the folder, and is on the disk only when the folder is.
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems can't sync a folder; the file itself is safe
-    finally:
-        os.close(descriptor)
 
 
 def make_checkpoint_io(namespace: Namespace = "lightning.pytorch") -> Any:
@@ -117,7 +102,11 @@ def _make_class(name: str, namespace: Namespace) -> type:
             Raises:
                 FileNotFoundError: there is none.
             """
+            from lightning_par.checkpoint import reading
+
             local_path = _local(path)
+            if local_path is not None and reading.is_directory(local_path):
+                return reading.load_whole(local_path, weights_only)
             if local_path is None or not _is_zip(local_path):
                 return super().load_checkpoint(path, map_location, weights_only)
             return torch.load(local_path, map_location=map_location, mmap=True, weights_only=weights_only)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 from lightning_par.checkpoint.courier import Courier
 from lightning_par.checkpoint.parts import Place
 from lightning_par.checkpoint.scratch import Scratch
-from lightning_par.checkpoint.unread import Unread
+from lightning_par.checkpoint.unread import Unread, mapped
 from lightning_par.layout import Groups
 from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere
-from lightning_par.pipeline.structure import map_tensors
 from lightning_par.view import ShardedTensor, leaf
 
 _SMALL = 16  # elements of a tensor that travels inside the message that tells of it
@@ -95,6 +94,7 @@ class Inventory:
             entry = next(theirs[key] for theirs in told if key in theirs)
             value = values.get(key)
             if isinstance(entry, Place):
+                entry = replace(entry, everywhere=all(_is_whole(theirs.get(key)) for theirs in told))
                 out[key] = self._standing(self._add(entry, value), value, tied)
             elif key not in values or is_elsewhere(value):
                 out[key] = _once(value, lambda: entry.value, tied)  # noqa: B023  (is called at once)
@@ -121,7 +121,7 @@ class Inventory:
             return torch.empty(item.place.shape, dtype=item.place.dtype, device="meta")
         else:
             stand_in = _once(value, lambda: Unread(_Held(self, item)), tied)
-        self._known[id(stand_in)] = (stand_in, item)
+        self._known[_identity(stand_in)] = (stand_in, item)
         return stand_in
 
     def complete(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,15 +130,15 @@ class Inventory:
         _in_parts(checkpoint, "", found)
         taken = self.take(found)
         new = {id(x): taken[path] for path, x in found.items()}
-        return {key: _mapped(lambda x: new.get(id(x), x), value) for key, value in checkpoint.items()}
+        completed: dict[str, Any] = mapped(lambda x: new.get(id(x), x), dict(checkpoint))
+        return completed
 
     def item_of(self, x: Tensor) -> Item | None:
         """What ``x``, which `take` gave to this rank, is; None where it is another or was written to."""
-        known, item = self._known.get(id(x), (None, None))
-        if known is not x or item is None:
+        _, item = self._known.get(_identity(x), (None, None))
+        if item is None or (x.is_kept if isinstance(x, Unread) else x._version != item.version):
             return None
-        kept = x.is_kept if isinstance(x, Unread) else item.part is None or item.part._version != item.version
-        return None if kept else item
+        return item
 
     # ------------------------------------------------------------------------------------------------------ where it is
 
@@ -217,17 +217,19 @@ def _once(value: Any, make: Callable[[], Any], tied: list[tuple[Tensor, Any]]) -
     return made
 
 
+def _identity(x: Tensor) -> int:
+    """Of the tensor; of its memory where that may not be here."""
+    return id(x.memory) if isinstance(x, Unread) else id(x)
+
+
+def _is_whole(entry: Any) -> bool:
+    return isinstance(entry, Place) and entry.positions is None
+
+
 def _are_tied(a: Tensor, b: Any) -> bool:
     if isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor):
         return a.local.is_set_to(b.local)
     return isinstance(a, Elsewhere) and isinstance(b, Elsewhere) and a.origin is b.origin
-
-
-def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    new = map_tensors(function, value)
-    if new is not value and hasattr(value, "_metadata"):
-        new._metadata = value._metadata
-    return new
 
 
 def _in_parts(value: Any, path: str, found: dict[str, Tensor]) -> None:

@@ -26,6 +26,7 @@ class Place:
         ranks: the global ranks that together hold it, by their index in ``positions``.
         dim: the dim that is shared out; ignored where one rank holds it all.
         positions: who holds which index of the dim; None where one rank holds all.
+        everywhere: whether all ranks do.
 
     Example::
 
@@ -38,6 +39,7 @@ class Place:
     ranks: tuple[int, ...]
     dim: int = 0
     positions: Positions | None = None
+    everywhere: bool = False
 
     @classmethod
     def of(cls, x: Tensor, rank: int) -> Place:

@@ -6,14 +6,14 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.inventory import Inventory
-from lightning_par.checkpoint.unread import Unread
+from lightning_par.checkpoint.unread import Unread, read_all
 from lightning_par.optimizers import sharded_state
 from lightning_par.pipeline.elsewhere import is_elsewhere
-from lightning_par.pipeline.structure import map_tensors
+from lightning_par.view import ShardedTensor
 
 
 def model_state(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any]:
@@ -59,17 +59,21 @@ def detach_from_file(optimizer: Optimizer, given: Container[int]) -> None:
                 state[name] = x.clone()
 
 
+def cut_to_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state``, with this rank's part in place of a tensor that is not read yet, where the module's is sharded."""
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    new: dict[str, Any] = {}
+    for name, x in state.items():
+        p = tensors.get(name)
+        if isinstance(x, Unread) and isinstance(p, ShardedTensor) and x.shape == p.shape:
+            new[name] = p.with_local(x.read_part(p.sharded_dim, p.positions.indices(p.axis.rank)))
+    return _like(state, {**state, **new}) if new else state
+
+
 def whole(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any]:
     """``state`` with the values of every tensor, on the first rank. All ranks must call it."""
-    read: dict[int, Tensor] = {}
-
-    def values(x: Tensor) -> Tensor:
-        if isinstance(x, Unread) and id(x.memory) not in read:
-            read[id(x.memory)] = x.read()
-        return read[id(x.memory)] if isinstance(x, Unread) else x
-
     with inventory.open():
-        return _like(state, {key: map_tensors(values, x) for key, x in state.items()})
+        return read_all(state)  # type: ignore[no-any-return]
 
 
 def _like(state: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ makes a view of it, keeps them. `torch.save` fetches one after another and keeps
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_par import private
 from lightning_par.checkpoint.scratch import Scratch
+from lightning_par.pipeline.structure import map_tensors
 
 _CPU = torch.device("cpu")
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::lift_fresh"}
@@ -131,6 +132,11 @@ class Unread(torch.Tensor):
             return Unread(first.source, like=first)
         if func._schema.name == "aten::clone" and isinstance(first, Unread) and not first.is_kept:
             return first.read()  # all strides are those of a contiguous tensor
+        if func._schema.name == "aten::copy_" and not isinstance(first, Unread) and not args[1].is_kept:
+            target, source = first, args[1].source
+            if type(target) is Tensor and (target.shape, target.dtype) == (source.shape, source.dtype):
+                source.copy_into(target)
+                return target
         aliases = [argument.alias_info is not None for argument in func._schema.arguments]
         given = [_real(x, keep) for x, keep in zip(args, aliases)]
         out = func(*given, **{key: _real(x, keep=True) for key, x in kwargs.items()})
@@ -158,6 +164,28 @@ class Unread(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def read_all(value: Any) -> Any:
+    """``value`` with the values of every tensor; those that share memory are one."""
+    read: dict[int, Tensor] = {}
+
+    def values(x: Tensor) -> Tensor:
+        if isinstance(x, Unread) and id(x.memory) not in read:
+            read[id(x.memory)] = x.read()
+        return read[id(x.memory)] if isinstance(x, Unread) else x
+
+    return mapped(values, value)
+
+
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`map_tensors` that keeps what a module hangs on its state dict."""
+    if type(value) is dict:
+        return {key: mapped(function, x) for key, x in value.items()}
+    new = map_tensors(function, value)
+    if new is not value and hasattr(value, "_metadata"):
+        new._metadata = value._metadata
+    return new
 
 
 def _real(value: Any, keep: bool) -> Any:

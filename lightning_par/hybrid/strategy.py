@@ -13,6 +13,7 @@ from lightning_par.pipeline.staged import StagedMixin
 from lightning_par.pipeline.strategy import ScheduleName
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
+from lightning_par.strategy.saving import check_distributed
 from lightning_par.tensor.plan import check_styles
 
 
@@ -33,6 +34,7 @@ class HybridParallelMixin(StagedMixin):
         sequence_dim: As for `SequenceParallelStrategy`.
         plan: As for `TensorParallelStrategy`.
         shard_residual: As for `TensorParallelStrategy`; not beside a sequence axis.
+        save_distributed_checkpoint: As for `TensorParallelStrategy`.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did.
@@ -60,6 +62,7 @@ class HybridParallelMixin(StagedMixin):
         sequence_dim: int | dict[str, int] | None = None,
         plan: dict[str, str] | None = None,
         shard_residual: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
@@ -69,6 +72,7 @@ class HybridParallelMixin(StagedMixin):
         check_sequence_dim(sequence_dim)
         self.settings = Settings(schedule, microbatches, stages, allow_batch_coupling)
         super().__init__(process_group_backend, timeout, start_method)
+        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
         self.pipeline_parallel_size: Size = pipeline_parallel_size
         self.sequence_parallel_size: Size = sequence_parallel_size

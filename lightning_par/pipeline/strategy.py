@@ -10,6 +10,7 @@ from lightning_par.layout import Layout, Size
 from lightning_par.pipeline.rows import RowSpread
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.staged import StagedMixin
+from lightning_par.strategy.saving import check_distributed
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 
@@ -30,6 +31,9 @@ class PipelineParallelMixin(StagedMixin):
             "head": 1}``, or the names of the modules with which the stages after the first begin.
         allow_batch_coupling: Where samples need one another, train each of ``microbatches`` as a batch of its own,
             which is not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
+        save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
+            layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
+            they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
@@ -54,12 +58,14 @@ class PipelineParallelMixin(StagedMixin):
         microbatches: int | Literal["auto"] = "auto",
         stages: dict[str, int] | list[str] | None = None,
         allow_batch_coupling: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
         self.settings = Settings(schedule, microbatches, stages, allow_batch_coupling)
         super().__init__(process_group_backend, timeout, start_method)
+        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.pipeline_parallel_size: Size = pipeline_parallel_size
         self.data_parallel_size: Size = data_parallel_size
 

@@ -10,6 +10,7 @@ from lightning_par.layout import Layout, Size
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
 from lightning_par.strategy import StrategyMixin
+from lightning_par.strategy.saving import check_distributed
 
 
 class SequenceParallelMixin(StrategyMixin):
@@ -27,6 +28,9 @@ class SequenceParallelMixin(StrategyMixin):
             fewest bytes.
         sequence_dim: Which dim of the batch's tensors is the sequence, where it is not found out by itself: one for
             all, or a dict of the batch's keys. A wrong one costs speed, not results.
+        save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
+            layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
+            they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
@@ -49,6 +53,7 @@ class SequenceParallelMixin(StrategyMixin):
         data_parallel_size: int | Literal["auto"] = "auto",
         attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
         sequence_dim: int | dict[str, int] | None = None,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
@@ -56,6 +61,7 @@ class SequenceParallelMixin(StrategyMixin):
         check_asked(attention)
         check_sequence_dim(sequence_dim)
         super().__init__(process_group_backend, timeout, start_method)
+        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.attention = attention
         self.sequence_parallel_size: Size = sequence_parallel_size
         self.data_parallel_size: Size = data_parallel_size

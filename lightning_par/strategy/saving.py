@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par import generators
+from lightning_par.checkpoint.background import Background, background_group
+from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.inventory import Inventory
-from lightning_par.checkpoint.states import detach_from_file, model_state, optimizer_state, whole
+from lightning_par.checkpoint.outline import OWN
+from lightning_par.checkpoint.reading import is_directory, load
+from lightning_par.checkpoint.states import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
 from lightning_par.optimizers import adopt
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.strategy.ranks import RanksMixin
 
-OWN = "lightning_par"
-"""The entry of a checkpoint that plain Lightning does not write, and does not read."""
+Distributed = bool | Literal["async"]
+"""Whether a checkpoint is a directory to which each rank writes, and whether training goes on meanwhile."""
+
+
+def check_distributed(value: Distributed) -> Distributed:
+    """
+    Raises:
+        ValueError: ``value`` is none of the three.
+    """
+    if value not in (True, False, "async") or value in (0, 1) and not isinstance(value, bool):
+        raise ValueError(f"`save_distributed_checkpoint` must be True, False or 'async', got {value!r}.")
+    return value
 
 
 class SavingMixin(RanksMixin):
@@ -26,7 +41,13 @@ class SavingMixin(RanksMixin):
 
     _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
     _starting = False  # whether a run is being set up
-    _keeps_generators = False  # a single file is the one that one device writes; a directory may hold more
+    save_distributed_checkpoint: Distributed = False
+    """Whether `save_checkpoint` makes a directory to which each rank writes."""
+
+    @property
+    def _background(self) -> Background:
+        made: Background = vars(self).setdefault("_saving", Background())
+        return made
 
     @property
     def checkpoint_io(self) -> Any:
@@ -88,11 +109,62 @@ class SavingMixin(RanksMixin):
         self._inventory = None
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups)
+        self._background.finish()
         checkpoint = inventory.complete(checkpoint)
-        if self._keeps_generators and "optimizer_states" in checkpoint:  # else it is not to be resumed from
-            checkpoint[OWN] = {"generators": generators.saved_state()}
+        if self.save_distributed_checkpoint:
+            self._save_directory(checkpoint, filepath, storage_options, inventory)
+            return
         with inventory.open():
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_directory(self, checkpoint: dict[str, Any], filepath: Any, options: Any, inventory: Inventory) -> None:
+        if options is not None:
+            raise TypeError("storage_options go to a CheckpointIO, which save_distributed_checkpoint does not use.")
+        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
+            # A single file is the one that one device writes; a directory may hold more.
+            checkpoint[OWN] = {"generators": generators.saved_state()}
+        writing = Writing(self.broadcast(str(filepath)), inventory)
+        writing.begin(checkpoint, [*map(self._names, self.optimizers, checkpoint.get("optimizer_states", ()))])
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        running = trainer is not None and trainer.state.status.value == "running"
+        if self.save_distributed_checkpoint != "async" or not running:
+            writing.finish()
+            return
+        writing.stage()
+        group = background_group(self.timeout or timedelta(minutes=30))
+        self._background.start(lambda: writing.finish(group))
+
+    def _names(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, str]:
+        """The names of the optimizer's parameters by their id in ``state``."""
+        assert self.lightning_module is not None
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        ids = [i for group in state.get("param_groups", ()) for i in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {i: names[id(p)] for i, p in zip(ids, parameters) if id(p) in names}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory, once one that is being written is whole."""
+        self._background.then(lambda: super(SavingMixin, self).remove_checkpoint(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What a single file or a directory holds; tensors are read when they are used."""
+        self._background.finish()
+        path = str(checkpoint_path)
+        if not path.startswith("http") and is_directory(path):
+            return load(path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, of which this rank reads no more than it holds."""
+        assert self.lightning_module is not None
+        own = cut_to_parts(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": own}, strict)
+
+    def teardown(self) -> None:
+        try:
+            self._background.finish()
+        finally:
+            super().teardown()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
@@ -100,7 +172,7 @@ class SavingMixin(RanksMixin):
         for optimizer in self.optimizers:
             detach_from_file(optimizer, given)
         self._adopt_optimizers()  # the state is whole; one without hooks for loading has noticed nothing
-        if self._starting and OWN in checkpoint:
+        if self._starting and "generators" in checkpoint.get(OWN, {}):
             generators.load_state(checkpoint[OWN]["generators"])
 
     def _adopt_optimizers(self) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Layout, Size
 from lightning_par.strategy import StrategyMixin
+from lightning_par.strategy.saving import check_distributed
 from lightning_par.tensor.plan import check_styles
 
 
@@ -24,6 +25,9 @@ class TensorParallelMixin(StrategyMixin):
         shard_residual: Share out the tokens of the residual stream between islands: norms and dropout then work on a
             part of the sequence, and each all-reduce becomes an all-gather and a reduce-scatter, of the same bytes.
             (Megatron calls this sequence parallelism.)
+        save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
+            layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
+            they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
@@ -45,12 +49,14 @@ class TensorParallelMixin(StrategyMixin):
         data_parallel_size: int | Literal["auto"] = "auto",
         plan: dict[str, str] | None = None,
         shard_residual: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
         check_styles(plan)
         super().__init__(process_group_backend, timeout, start_method)
+        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.tensor_parallel_size: Size = tensor_parallel_size
         self.data_parallel_size: Size = data_parallel_size
         self.plan = plan

@@ -1,0 +1,212 @@
+"""A directory is read: checked, and its tensors fetched box by box when something reads them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from lightning_par import private
+from lightning_par.checkpoint import swap
+from lightning_par.checkpoint.outline import OWN, names_in, put_together
+from lightning_par.checkpoint.parts import runs
+from lightning_par.checkpoint.scratch import Scratch
+from lightning_par.checkpoint.unread import Unread, read_all
+
+META, METADATA = "meta.pt", ".metadata"
+
+
+def is_directory(path: str) -> bool:
+    """Whether there is a folder at ``path``, local or a URL, or one that lost its name in a kill."""
+    files, place = url_to_fs(path)
+    return bool(files.isdir(swap.left_behind(place) if _is_local(files) else place))
+
+
+def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint in the directory ``path``; its tensors are `Unread`. No communication.
+
+    Args:
+        path: local, or a URL.
+        weights_only: as for `torch.load`.
+
+    Raises:
+        ValueError: files, or parts of them, are missing, or it was written by something else; the message names them.
+        pickle.UnpicklingError: it holds other things than ``weights_only`` allows.
+    """
+    files, place = url_to_fs(path)
+    place = swap.left_behind(place) if _is_local(files) else place
+    present = {os.path.basename(info["name"].rstrip("/")): info["size"] for info in files.ls(place, detail=True)}
+    _refuse(path, [f"{name!r} is missing" for name in (METADATA, META) if name not in present])
+    with files.open(f"{place}/{METADATA}", "rb") as file:
+        metadata = _Unpickler(file).load()
+    _refuse(path, _missing_files(metadata, present))
+    with files.open(f"{place}/{META}", "rb") as file:
+        rest = torch.load(file, map_location="cpu", weights_only=weights_only)
+    if OWN not in rest or "tensors" not in rest[OWN]:
+        raise ValueError(
+            f"The directory {path} was not written by lightning_par. Load it with the strategy that wrote it, and save "
+            "it as one file."
+        )
+    _refuse(path, _missing_tensors(names_in(rest), metadata))
+    reader: Any = FileSystemReader(place) if _is_local(files) else private.remote_checkpoints()[1](path)
+    reader.set_up_storage_reader(metadata, False)
+    scratch = Scratch()
+    found: dict[str, Unread] = {}
+
+    def unread(name: str) -> Tensor:
+        found[name] = Unread(Stored(reader, metadata, name, scratch), like=found.get(name))
+        return found[name]
+
+    return put_together(rest, unread)
+
+
+def load_whole(path: str, weights_only: bool | None = None) -> dict[str, Any]:
+    """`load`, with all values read: for code that keeps tensors of the checkpoint."""
+    checkpoint: dict[str, Any] = read_all(load(path, weights_only))
+    return checkpoint
+
+
+class Stored:
+    """The source of one tensor of a directory.
+
+    Args:
+        reader: torch's, set up.
+        metadata: of the directory.
+        name: the tensor's.
+        scratch: for what is written to another file.
+    """
+
+    def __init__(self, reader: Any, metadata: Metadata, name: str, scratch: Scratch) -> None:
+        self.reader, self.name, self.scratch = reader, name, scratch
+        self.stored = _tensor(metadata, name)
+        self.shape, self.dtype = self.stored.size, self.stored.properties.dtype
+
+    def copy_into(self, target: Tensor, dim: int = 0, indices: Any = None) -> None:
+        plan, landings = LoadPlan([]), {}
+        for chunk in self.stored.chunks:
+            landing = _Landing(target, chunk, dim, indices)
+            if landing.wanted:
+                index = MetadataIndex(self.name, chunk.offsets)
+                none = torch.Size([0] * len(self.shape))
+                plan.items.append(ReadItem(LoadItemType.TENSOR, index, none, index, none, chunk.sizes))
+                landings[index] = landing
+        self.reader.read_data(plan, _Planner(landings)).wait()
+
+
+class _Planner:
+    """Says where torch's reader puts what it reads."""
+
+    def __init__(self, landings: dict[MetadataIndex, _Landing]) -> None:
+        self.landings = landings
+
+    def resolve_tensor(self, item: ReadItem) -> _Landing:
+        return self.landings[item.storage_index]
+
+    def commit_tensor(self, item: ReadItem, tensor: Any) -> None: ...
+
+
+class _Landing:
+    """Takes a box that was read, and copies of it what is wanted: what torch's reader does with a tensor it does."""
+
+    def __init__(self, target: Tensor, box: ChunkStorageMetadata, dim: int, indices: Any) -> None:
+        self.target, self.offsets, self.sizes, self.dim = target, tuple(box.offsets), tuple(box.sizes), dim
+        self.copies = [*self._copies(indices)] if self.sizes else []
+        self.wanted = bool(self.copies) or not self.sizes
+
+    def _copies(self, indices: Any) -> Iterator[tuple[int, int, int]]:
+        """Where runs begin in the target and in the box, along the dim, and their length."""
+        start, stop = self.offsets[self.dim], self.offsets[self.dim] + self.sizes[self.dim]
+        if indices is None:
+            yield start, 0, stop - start
+            return
+        indices = np.asarray(indices)
+        low, high = np.searchsorted(indices, [start, stop])
+        for first, last in runs(indices[low:high]):
+            yield int(low), first - start, last - first
+            low += last - first
+
+    def detach(self) -> _Landing:
+        return self
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.sizes)
+
+    def copy_(self, box: Tensor) -> None:
+        if not self.sizes:
+            self.target.copy_(box)
+        for at, begin, length in self.copies:
+            into = self.target
+            for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes)):
+                into = into.narrow(dim, at, length) if dim == self.dim else into.narrow(dim, offset, size)
+            into.copy_(box.narrow(self.dim, begin, length))
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _refuse(path: str, missing: list[str]) -> None:
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ValueError(f"The checkpoint {path} is cut short: {', '.join(missing[:5])}{more}.")
+
+
+def _missing_files(metadata: Metadata, present: dict[str, int]) -> list[str]:
+    needed: dict[str, int] = defaultdict(int)
+    for info in (metadata.storage_data or {}).values():
+        needed[info.relative_path] = max(needed[info.relative_path], info.offset + info.length)
+    missing = [f"{name!r} is missing" for name in sorted(needed) if name not in present]
+    short = [name for name in sorted(needed) if name in present and present[name] < needed[name]]
+    return missing + [f"{name!r} has {present[name]} of {needed[name]} bytes" for name in short]
+
+
+def _missing_tensors(wanted: dict[str, Tensor], metadata: Metadata) -> list[str]:
+    missing = []
+    for name, x in wanted.items():
+        stored = metadata.state_dict_metadata.get(name)
+        form = (stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+        if not isinstance(stored, TensorStorageMetadata) or form != (x.shape, x.dtype):
+            missing.append(f"the tensor {name!r} is missing")
+            continue
+        boxes = [chunk for chunk in stored.chunks if MetadataIndex(name, chunk.offsets) in metadata.storage_data]
+        if sum(chunk.sizes.numel() for chunk in boxes) != x.numel():
+            missing.append(f"the tensor {name!r} is not complete")
+    return missing
+
+
+def _tensor(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    stored = metadata.state_dict_metadata[name]
+    assert isinstance(stored, TensorStorageMetadata)
+    return stored
+
+
+def _is_local(files: Any) -> bool:
+    return "file" in files.protocol
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads ``.metadata``, which holds torch's own descriptions alone: nothing in it runs code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        described = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        if described and isinstance(found := super().find_class(module, name), type):
+            return found
+        if (module, name) in _PLAIN or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata of a checkpoint may not hold {module}.{name}")
+
+
+_PLAIN = {
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}  # fmt: skip
