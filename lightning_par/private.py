@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -254,6 +255,12 @@ def transforms() -> list[tuple[Any, str, Callable[..., Any]]]:
 def memory_of(x: Tensor) -> int:
     """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
     return x.untyped_storage()._cdata
+
+
+def is_held(x: Tensor) -> bool:
+    """Whether C++ code or a weak reference refers to ``x``, so that it can't be swapped; torch checks the same."""
+    count: int = x._use_count()  # type: ignore[attr-defined]
+    return count > 1 or bool(weakref.getweakrefs(x))
 
 
 def trim_memory() -> None:

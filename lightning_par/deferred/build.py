@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par import generators
+from lightning_par import generators, private
 from lightning_par.deferred.materialise import make_real
 from lightning_par.deferred.session import Session
 from lightning_par.deferred.tensor import Deferred, UndeferrableError, is_deferred
@@ -90,16 +90,17 @@ def _settle(module: nn.Module, session: Session) -> list[tuple[str, int]]:
     for x in session.alive():
         if isinstance(x, Deferred):
             groups.setdefault(id(x.store), []).append(x)
+    if any(x.grad_fn is not None for tensors in groups.values() for x in tensors):
+        raise UndeferrableError("a tensor is computed with a gradient")
     told = []
     with swappable(module.modules()):
         for tensors in groups.values():
-            if len(tensors) == 1 and id(tensors[0]) in names:
-                continue
-            if any(x.grad_fn is not None for x in tensors):
-                raise UndeferrableError("a tensor is computed from parameters with a gradient")
             name = next((names[id(x)] for x in tensors if id(x) in names), "a tensor outside the module's parameters")
-            told.append((name, tensors[0].store.history.nbytes))
-            make_real(tensors, name)
+            if len(tensors) > 1 or id(tensors[0]) not in names:
+                told.append((name, tensors[0].store.history.nbytes))
+                make_real(tensors, name)
+            elif private.is_held(tensors[0]):
+                raise UndeferrableError(f"something holds {name}, such as an autograd graph or compiled code")
     return [(name, nbytes) for name, nbytes in told if nbytes >= _TOLD]
 
 

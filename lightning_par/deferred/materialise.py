@@ -12,7 +12,7 @@ from lightning_par.deferred.tensor import Deferred
 from lightning_par.identity import become, swappable
 from lightning_par.view import leaf
 
-_TRIM = 64 << 20  # bytes that were given up since memory was last handed back to the system
+_TRIM = 16 << 20  # bytes that were given up since memory was last handed back to the system
 
 
 def materialise(module: nn.Module) -> None:
@@ -25,17 +25,17 @@ def materialise(module: nn.Module) -> None:
 
     Example::
 
-        module, reason = build(model, model.configure_model)
+        build(model, model.configure_model)
         materialise(model)
     """
-    freed = 0
+    freed = _TRIM  # by planning
     with swappable(module.modules()):
         for name, x in _deferred_in(module):
-            freed += x.store.history.nbytes
-            make_real([x], name)
-            if freed > _TRIM:
+            if freed >= _TRIM:
                 private.trim_memory()
                 freed = 0
+            freed += x.store.history.nbytes
+            make_real([x], name)
     private.trim_memory()
 
 
@@ -45,8 +45,11 @@ def make_real(tensors: Sequence[Deferred], name: str) -> None:
     Raises:
         RuntimeError: something else holds one of them, as an autograd graph does.
     """
-    for x, value in zip(tensors, values([x.ref() for x in tensors])):
-        become(x, _like(x, value), name)
+    order = sorted(tensors, key=lambda x: x._is_view())  # the last go first: views hold what they are views of
+    real = values([x.ref() for x in order])
+    while order:
+        become(order[-1], _like(order[-1], real.pop()), name)
+        order.pop()
 
 
 def _like(x: Deferred, value: Tensor) -> Tensor:

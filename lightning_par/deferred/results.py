@@ -67,10 +67,10 @@ def _constant(x: Tensor) -> Constant:
     session, plain = Session.current, type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
     if not plain and session is not None:
         raise UndeferrableError(f"a {type(x).__name__} of layout {x.layout} goes into a tensor")
-    x = x.detach()
-    if not plain:  # of a checkpoint, the same for all ranks
+    x, large = x.detach(), x.nbytes > _COPIED
+    if session is None and (large or not plain):  # of a checkpoint, which is the same for all ranks
         return Constant(x, None)
-    constant = Constant(x.clone() if x.nbytes <= _COPIED else x, int(digest(x)))
+    constant = Constant(x if large else x.clone(), int(digest(x)))
     if session is not None:
         session.constants.append(constant)
     return constant
