@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test clean
+.PHONY: help demo test test-all clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   train a GPT on two CPU processes with strategy=tensor_parallel"
-	@echo "make test   ruff, mypy and the tests"
-	@echo "make clean  remove $(VENV)"
+	@echo "make demo       train a GPT on two CPU processes with strategy=tensor_parallel"
+	@echo "make test       ruff, mypy and the tests"
+	@echo "make test-all   all tests, those that take minutes or gigabytes included"
+	@echo "make clean      remove $(VENV)"
 
 # A GPT learns Python from the standard library's own sources, its weights split over two processes.
 demo: $(VENV)/examples-$(TORCH).stamp
@@ -21,6 +22,9 @@ test: $(VENV)/test-$(TORCH).stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lightning_par
 	$(BIN)/python -m pytest
+
+test-all: $(VENV)/test-$(TORCH).stamp
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 # torch comes first and alone: what follows then finds it there and never replaces it.
 $(VENV)/torch-$(TORCH).stamp:

@@ -203,7 +203,9 @@ def _record(
     copy = stand_in(module, fake, shared, recorder.took)
     fake_batch = apply_to_collection(batch, Tensor, fake)
     result, stopped, refused = None, None, None
-    with _generators_kept(), quiet(), mode, recorder, context():
+    # Compiled code would read the memory that fake tensors don't have.
+    eager = torch.compiler.set_stance("force_eager")
+    with _generators_kept(), quiet(), eager, mode, recorder, context():
         try:
             function = getattr(copy, step)
             given = fake_batch if prepare is None else prepare(fake_batch)
