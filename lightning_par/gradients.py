@@ -1,16 +1,17 @@
-"""Gradients: averaged over the data axis once per accumulation window, and clipped as one device would clip them."""
+"""Gradients: averaged over the data axis, and summed over the sequence axis, once per accumulation window."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_par import private
+from lightning_par import shares
 from lightning_par.comm import Axis
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor, leaf
@@ -99,19 +100,36 @@ class GradientSync:
         self._touched: set[int] = set()  # ids of leaves that got a gradient since the last average
         self._launched = 0
         self._armed = False
+        self._reached = False  # whether the backward that runs has given a gradient
+        self._synced = False  # whether the backward that was announced is through, and averaged
         if axis.size > 1:
             _refuse_sparse(module)
             self._find_leaves()
+            shares.install()
+            shares.around_backward.append(weakref.ref(self))
 
     def before_backward(self) -> None:
         """To be called before a backward whose end is announced by `after_backward`."""
+        self._synced = False
         if self._axis.size > 1:
             self._arm()
 
+    def begin(self) -> None:
+        """Called where a backward begins, announced or not."""
+        self._synced = self._reached = False
+        if self._axis.size > 1 and not self._armed:
+            self._arm()
+
+    def end(self) -> None:
+        """Called where a backward has ended, before any hook of Lightning."""
+        if self._reached and not self.blocked:
+            self.after_backward()
+            self._synced = True
+
     def after_backward(self) -> None:
-        """Average what the backward left, unless blocked. All ranks along the axis must call it."""
-        if self._axis.size == 1 or self.blocked:
-            self._armed = False
+        """Average what the backward left, unless blocked or done. All ranks along the axis must call it."""
+        if self._axis.size == 1 or self.blocked or self._synced:
+            self._armed = self._synced = False
             return
         if not self._armed:
             self._arm()
@@ -131,6 +149,7 @@ class GradientSync:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
+        shares.around_backward[:] = [one for one in shares.around_backward if one() not in (None, self)]
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -141,6 +160,27 @@ class GradientSync:
             bucket.reset()
         self._launched = 0
         self._armed = True
+        self._share_out()
+
+    @torch.no_grad()
+    def _share_out(self) -> None:
+        """What an earlier backward left is whole; where shares are about to be added to it, it becomes one, too."""
+        for bucket in self._buckets:
+            self._refuse_early_steps(bucket)
+            count = bucket.axis.size // self._copies
+            for x in bucket.leaves if count > 1 else ():
+                if x.grad is not None and id(x) not in self._touched:
+                    x.grad.div_(count)
+                    self._touched.add(id(x))
+
+    def _refuse_early_steps(self, bucket: _Bucket) -> None:
+        """A hook of the user's own, as optimizers that step within backward have, would see what is not synced yet."""
+        for x in bucket.leaves:
+            if len(x._post_accumulate_grad_hooks or ()) > 1:
+                raise RuntimeError(
+                    f"{self._name(x)!r} has a hook of `register_post_accumulate_grad_hook`, which runs before the "
+                    "ranks' gradients are synced. Do it in on_before_optimizer_step."
+                )
 
     def _find_leaves(self) -> None:
         found = {id(leaf(p)): p for p in self._module.parameters() if self._along(p).size > 1}
@@ -172,11 +212,9 @@ class GradientSync:
 
     def _on_gradient(self, x: Tensor) -> None:
         self._touched.add(id(x))
+        self._reached = True
         if self.blocked:
             return
-        if not self._armed:  # a `.backward()` of the user's own, which Lightning announces neither before nor after
-            self._arm()
-            private.at_end_of_backward(self.after_backward)
         bucket = self._bucket_of[id(x)]
         if bucket.flat is not None:
             raise RuntimeError(
@@ -218,83 +256,3 @@ def _refuse_sparse(module: nn.Module) -> None:
                 "ranks that hold the same weights: make it with sparse=False, or use a layout that has none "
                 "(data_parallel_size=1, no sequence axis)."
             )
-
-
-class Counting(Protocol):
-    """Says which parameters count on this rank, so that each counts once along ``axis``."""
-
-    axis: Axis
-
-    def counts(self, parameter: Tensor) -> bool: ...
-
-
-@torch.no_grad()
-def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, once: Counting | None = None
-) -> Tensor:
-    """Scale the gradients so that their joint norm is at most ``max_norm``; returns the norm before, a 0-dim tensor.
-
-    As ``torch.nn.utils.clip_grad_norm_``. A sharded parameter's parts count together, in one all-reduce (purpose
-    ``"clip"``) along its axis, which all ranks must take part in; a replicated one counts once.
-
-    Args:
-        parameters: those of an optimizer.
-        max_norm: the limit.
-        norm_type: the p of the p-norm; may be infinite.
-        once: where parameters are spread over stages, which ones count here; one more all-reduce joins the stages.
-    """
-    parameters = list(parameters)
-    counted = parameters if once is None else [p for p in parameters if once.counts(p)]
-    axes = {p.axis.ranks: p.axis for p in counted if isinstance(p, ShardedTensor) and p.axis.size > 1}
-    norms = [_norm([p for p in counted if _ranks(p) not in axes], norm_type)]
-    for ranks, axis in axes.items():
-        part = _norm([p for p in counted if _ranks(p) == ranks], norm_type)
-        norms.append(_join(part, norm_type, axis))
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[-1].device) for norm in norms]), norm_type)
-    leaves = [leaf(p) for p in parameters]
-    if once is not None and once.axis.size > 1:
-        device = leaves[0].device if leaves else total.device  # that of messages, where nothing counts here
-        total = _join(total.to(device, torch.float64), norm_type, once.axis)  # stages may differ in dtype
-    held = _held(leaves)
-    if held:
-        nn.utils.clip_grads_with_norm_(held, max_norm, total)  # type: ignore[arg-type]
-    return total
-
-
-def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
-    """Clamp every entry of the gradients to [-limit, limit]."""
-    held = _held(map(leaf, parameters))
-    if held:  # torch raises on an empty list
-        nn.utils.clip_grad_value_(held, limit)  # type: ignore[arg-type]
-
-
-@dataclass
-class _Held:
-    """Stands for a parameter where torch reads nothing but this rank's gradient of it."""
-
-    grad: Tensor
-
-
-def _held(leaves: Iterable[Tensor]) -> list[_Held]:
-    return [_Held(grad) for grad in [x.grad for x in leaves] if grad is not None]
-
-
-def _ranks(parameter: Tensor) -> tuple[int, ...]:
-    """The ranks that hold the parts of ``parameter``; none where it is whole."""
-    return parameter.axis.ranks if isinstance(parameter, ShardedTensor) else ()
-
-
-def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """The joint norm of this rank's gradients, in float32 at least."""
-    leaves = [leaf(p) for p in parameters]
-    grads = [x.grad for x in leaves if x.grad is not None]
-    if not grads:
-        return torch.zeros((), device=leaves[0].device if leaves else None)
-    norm = nn.utils.get_total_norm(grads, norm_type)
-    return norm.to(torch.promote_types(norm.dtype, torch.float32))
-
-
-def _join(part: Tensor, norm_type: float, axis: Axis) -> Tensor:
-    if norm_type == float("inf"):
-        return axis.all_reduce_(part.clone(), "clip", "max")
-    return axis.all_reduce_(part**norm_type, "clip") ** (1 / norm_type)

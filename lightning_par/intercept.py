@@ -18,13 +18,17 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_par import transforms
+from lightning_par import module_hooks, private, reached, shares, transforms
+from lightning_par.comm import Axis
 from lightning_par.random import streams
+from lightning_par.rules.report import user_line
 from lightning_par.rules.table import announce_gather, sharded_again
 from lightning_par.rules.trial import run_by_sample
 from lightning_par.view import ShardedTensor, full
 
 _installed = False
+_LINEAR = ("torch.", "lightning_par.")
+"""Where autograd functions come from to whose backward shares of a gradient are as good as the whole."""
 
 
 def install() -> None:
@@ -35,6 +39,7 @@ def install() -> None:
         _intercept_functions()
         _intercept_checkpoint()
         transforms.install()
+        module_hooks.install()
 
 
 def _intercept_functions() -> None:
@@ -45,6 +50,8 @@ def _intercept_functions() -> None:
 
         if Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
             return Run.current.__torch_function__(cls.apply, (), args, kwargs)
+        if private.marks_module_ends(cls):
+            return module_hooks.on_parts(functools.partial(plain_apply, cls), args)
         views: list[ShardedTensor] = []
         args = tree_map(lambda x: _noted(x, views), args)
         if views and views[0].axis.by_sample:
@@ -56,10 +63,34 @@ def _intercept_functions() -> None:
             args = tree_map(lambda x: full(x) if isinstance(x, Tensor) else x, args)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             args = (_replaying(args[0]), *args[1:])
-        result = plain_apply(cls, *args, **kwargs)
+        if cls.__module__.startswith(_LINEAR):
+            result = plain_apply(cls, *args, **kwargs)
+        else:
+            axes = shares.active() if torch.is_grad_enabled() and not private.in_functorch() else ()
+            result = (
+                _watched(plain_apply, cls, args, kwargs, axes) if axes or views else plain_apply(cls, *args, **kwargs)
+            )
         return sharded_again(result, views) if views else result
 
     torch.autograd.Function.apply = classmethod(functools.wraps(plain_apply)(apply))  # type: ignore[assignment]
+
+
+def _watched(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: Any, axes: tuple[Axis, ...]) -> Any:
+    """A user's function, which may do to gradients what can't be done to shares of them, as clamping."""
+    given = tuple(reached.begins_whole(x, axes) for x in args) if axes else args
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    versions = [x._version for x in tensors]
+    result = apply(cls, *given, **kwargs)
+    if [x._version for x in tensors] != versions:
+        raise RuntimeError(
+            f"The autograd function {cls.__name__!r} at {user_line()} writes into its argument, which it can't where "
+            "that is a copy. Let it return a new tensor, as `x.clone()`."
+        )
+    if not axes:
+        return result
+    return tuple(reached.ends_whole(x, axes) for x in result) if isinstance(result, tuple) else reached.ends_whole(
+        result, axes
+    )  # fmt: skip
 
 
 def _noted(x: Any, views: list[ShardedTensor]) -> Any:
@@ -121,17 +152,22 @@ def hand_metrics_whole_tensors(module: nn.Module) -> None:
 
 
 def pad_as_nested(module: nn.Module) -> list[Any]:
-    """`nn.TransformerEncoder` in evaluation leaves zeros where the sequence is padded, if its weights are plain.
+    """`nn.TransformerEncoder` in evaluation leaves zeros where the sequence is padded, if all tensors are plain.
 
     Returns:
-        Handles of the hooks that do so where they are sharded; in a copy of the module, too, whose weights are fake.
+        Handles of the hooks that do so where some are sharded; in a copy of the module, too, whose weights are fake.
     """
     encoders = [m for m in module.modules() if isinstance(m, nn.TransformerEncoder)]
-    split = [m for m in encoders if any(isinstance(w, ShardedTensor) for w in m.layers[0].parameters())]
-    return [m.register_forward_hook(_zero_padding, with_kwargs=True) for m in split]
+    split = [any(isinstance(w, ShardedTensor) for w in m.layers[0].parameters()) for m in encoders]
+    return [
+        m.register_forward_hook(functools.partial(_zero_padding, one), with_kwargs=True)
+        for m, one in zip(encoders, split, strict=True)
+    ]
 
 
-def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+def _zero_padding(
+    split: bool, encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor | None:
     given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
     src, padding = given["src"], given.get("src_key_padding_mask")
     first = encoder.layers[0]
@@ -139,7 +175,8 @@ def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     if padding is None:
         return None
     nested = (
-        getattr(encoder, "use_nested_tensor", False)
+        (split or any(isinstance(x, ShardedTensor) for x in (src, *weights)))
+        and getattr(encoder, "use_nested_tensor", False)
         and torch.backends.mha.get_fastpath_enabled()
         and given.get("mask") is None
         and not first.training
@@ -149,7 +186,7 @@ def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     )
     if not nested:
         return None
-    padded = padding if padding.dtype == torch.bool else padding == float("-inf")
+    padded = padding if padding.dtype == torch.bool else padding != 0
     if getattr(encoder, "mask_check", True) and not torch._nested_tensor_from_mask_left_aligned(src, ~padded):
         return None
     nothing = output.new_zeros(1, 1, output.shape[-1])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_par import private
+from lightning_par.clipping import Counting, clip_by_norm, clip_by_value
 from lightning_par.comm import Axis
-from lightning_par.gradients import Counting, clip_by_norm, clip_by_value
 from lightning_par.view import leaf
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.hooks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # has no public home
 from torch.utils._python_dispatch import _disable_current_modes
@@ -126,6 +127,34 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     A ``loss.backward()`` of the user's own passes no hook of Lightning. FSDP2 and DDP use the same call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def accumulates(node: Any) -> bool:
+    """Whether a node of a graph is the end of it, which adds to the gradient of a leaf, its ``variable``.
+
+    No public function says which leaves a backward will reach.
+    """
+    return type(node) is torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def is_of_package(node: Any) -> bool:
+    """Whether a node of a graph belongs to an autograd function of this package; a node hides whose it is."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.startswith("lightning_par.")
+
+
+BackwardHook = torch.utils.hooks.BackwardHook
+"""What a module makes of its full backward hooks at each call."""
+
+
+def replace_backward_hook(kind: type) -> None:
+    """Let modules make a ``kind`` of `BackwardHook`; torch offers no other place to see what their hooks are given."""
+    torch.nn.modules.module.BackwardHook = kind  # type: ignore[misc,assignment]
+
+
+def marks_module_ends(function: Any) -> bool:
+    """Whether an autograd function is the one by which `BackwardHook` finds a module's inputs and outputs again."""
+    return function is torch.nn.modules._functions.BackwardHookFunction
 
 
 def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:

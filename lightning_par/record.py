@@ -201,7 +201,7 @@ def _record(
         names.setdefault(id(fake(parameter)), []).append(name)
         fake(parameter)._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks
     copy = stand_in(module, fake, shared, recorder.took)
-    fake_batch = apply_to_collection(batch, Tensor, fake)
+    fake_batch = apply_to_collection(batch, Tensor, fake, allow_frozen=True)
     result, stopped, refused = None, None, None
     # Compiled code would read the memory that fake tensors don't have.
     eager = torch.compiler.set_stance("force_eager")
@@ -219,7 +219,7 @@ def _record(
     parameters = {tuple(found): by_fake[key] for key, found in names.items()}
     batch_tensors = tuple(x for x in tree_leaves(fake_batch) if isinstance(x, Tensor))
     collected: list[Tensor] = []
-    apply_to_collection(fake_batch, Tensor, collected.append)
+    apply_to_collection(fake_batch, Tensor, collected.append, allow_frozen=True)
     return Recording(tuple(recorder.events), parameters, batch_tensors or tuple(collected), result, stopped, refused)
 
 

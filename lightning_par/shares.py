@@ -1,72 +1,105 @@
 """Backward along axes whose ranks hold shares of replicated tensors' gradients; see `lightning_par.verbs`.
 
 Every rank holds the whole loss, and each begins with its share of the loss's gradient: one part in as many as there are
-ranks. What `torch.autograd.grad` gives of a replicated tensor is summed, since the user's code wants it whole.
+ranks. What the user's code sees of a replicated tensor's gradient is summed, since it wants it whole: what
+`torch.autograd.grad` gives, what a hook is handed, what ``x.grad`` holds. `lightning_par.reached` does it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_par import comm
+from lightning_par import reached
 from lightning_par.comm import Axis
 from lightning_par.view import ShardedTensor, full
 
-_axes: tuple[Axis, ...] = ()
+Axes = tuple[Axis, ...]
+_axes: Axes = ()
+_within: Axes = ()  # those of the backward that runs
+_around: Axes = ()
+_depth = 0  # of backwards that run within each other
 _installed = False
+
+around_backward: list[weakref.ref[Any]] = []
+"""Objects whose ``begin`` and ``end`` are called around the outermost backward that reaches a leaf with its hook."""
 
 
 @contextlib.contextmanager
 def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     """Within, gradients begin as shares over ``axes``; on all ranks of these."""
     global _axes
-    before, _axes = _axes, tuple(axis for axis in axes if axis.gradient_shares and axis.size > 1)
+    before, _axes = _axes, _shared(axes)
     try:
         yield
     finally:
         _axes = before
+
+
+def shared_around(axes: Sequence[Axis]) -> None:
+    """From now on a backward outside any step, too, begins with shares over ``axes``, where ranks sum up gradients."""
+    global _around
+    _around = _shared(axes)
+
+
+def _shared(axes: Sequence[Axis]) -> Axes:
+    return tuple(axis for axis in axes if axis.gradient_shares and axis.size > 1)
+
+
+def active() -> Axes:
+    """The axes over which gradients are shares of what runs now, forward or backward."""
+    return _axes or _within
 
 
 @contextlib.contextmanager
-def unshared() -> Iterator[None]:
-    """While a backward runs: what is called within it, as reentrant checkpointing does, has its share already."""
-    global _axes
-    before, _axes = _axes, ()
+def unshared(axes: Axes | None = None) -> Iterator[None]:
+    """While a backward runs over ``axes``: what is called within it, as reentrant checkpointing does, has its share."""
+    global _axes, _within, _depth
+    before = _axes, _within, _depth
+    _axes, _within, _depth = (), _axes if axes is None else axes, _depth + 1
     try:
         yield
     finally:
-        _axes = before
+        _axes, _within, _depth = before
 
 
 def ranks() -> int:
     """How many ranks have a share of a replicated tensor's gradient now."""
-    return prod(axis.size for axis in _axes)
+    return reached.ranks(_axes)
 
 
 def install() -> None:
-    """Let ``torch.autograd.backward`` and ``grad`` begin with shares, once per process. Nothing changes elsewhere."""
+    """Let backward begin with shares and hooks see whole gradients, once per process. Nothing changes elsewhere."""
     global _installed
     if not _installed:
         _installed = True
         torch.autograd.backward = _sharing_backward(torch.autograd.backward)
         torch.autograd.grad = _sharing_grad(torch.autograd.grad)
+        torch.Tensor.register_hook = _whole_in_hook(torch.Tensor.register_hook)  # type: ignore[method-assign]
+        torch.Tensor.retain_grad = _found_again(torch.Tensor.retain_grad)  # type: ignore[method-assign]
 
 
 def _sharing_backward(plain: Any) -> Any:
     @functools.wraps(plain)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not _axes or not _all_tensors(tensors):
-            return plain(tensors, grad_tensors, *args, **kwargs)
-        seeds = _seeds(_listed(tensors), grad_tensors)
-        with unshared():
-            return plain([_end(x) for x in _listed(tensors)], seeds, *args, **kwargs)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+        given = {**kwargs, "inputs": None if inputs is None else [end(x) for x in _listed(inputs)]}
+        if not (_axes or _around) or _within or not _all_tensors(tensors):
+            with _watched(True):
+                return plain(tensors, grad_tensors, *args, **given)
+        roots = [end(x) for x in _listed(tensors)]
+        behind = reached.behind(roots)
+        axes = _axes or (_around if behind.talks or behind.is_synced else ())
+        if not axes:
+            return plain(tensors, grad_tensors, *args, **given)
+        seeds = _seeds(_listed(tensors), grad_tensors, axes)
+        with _watched(behind.is_synced), unshared(axes), reached.whole_gradients(behind, axes):
+            return plain(roots, seeds, *args, **given)
 
     return backward
 
@@ -74,15 +107,61 @@ def _sharing_backward(plain: Any) -> Any:
 def _sharing_grad(plain: Any) -> Any:
     @functools.wraps(plain)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _axes or not (_all_tensors(outputs) and _all_tensors(inputs)):
+        if not (_axes or _around) or _within or not (_all_tensors(outputs) and _all_tensors(inputs)):
             return plain(outputs, inputs, grad_outputs, *args, **kwargs)
-        axes, given = _axes, _listed(inputs)
-        seeds = _seeds(_listed(outputs), grad_outputs)
-        with unshared():
-            found = plain([_end(x) for x in _listed(outputs)], [_end(x) for x in given], seeds, *args, **kwargs)
+        roots, given = [end(x) for x in _listed(outputs)], _listed(inputs)
+        axes = _axes or (_around if reached.behind(roots).talks else ())
+        if not axes:
+            return plain(outputs, inputs, grad_outputs, *args, **kwargs)
+        seeds, ends = _seeds(_listed(outputs), grad_outputs, axes), [end(x) for x in given]
+        with unshared(axes), reached.whole_in_hooks([x for x in ends if x.is_leaf], axes):
+            found = plain(roots, ends, seeds, *args, **kwargs)
         return tuple(_whole(x, g, axes) for x, g in zip(given, found, strict=True))
 
     return grad
+
+
+@contextlib.contextmanager
+def _watched(synced: bool) -> Iterator[None]:
+    """Around a backward: who syncs gradients begins and ends with the outermost one, if that has any to be synced."""
+    global _depth
+    told = [one for one in (reference() for reference in around_backward) if one] if synced and not _depth else []
+    _depth += 1
+    try:
+        for one in told:
+            one.begin()
+        yield
+    finally:
+        _depth -= 1
+    for one in told:
+        one.end()
+
+
+def _whole_in_hook(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def register_hook(self: Tensor, hook: Any) -> Any:
+        axes = reached.sharing(self, active())
+        if not axes or self.is_leaf:  # a leaf's are seen to when a backward reaches it
+            return plain(self, hook)
+
+        @functools.wraps(hook)
+        def on_whole(grad: Tensor) -> Any:
+            result = hook(reached.leave(grad, axes))
+            return result / reached.ranks(axes) if isinstance(result, Tensor) else result
+
+        return plain(self, on_whole)
+
+    return register_hook
+
+
+def _found_again(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def retain_grad(self: Tensor) -> None:
+        plain(self)
+        if _axes and not self.is_leaf:
+            reached.retain(self)
+
+    return retain_grad
 
 
 def _all_tensors(value: Any) -> bool:
@@ -93,31 +172,26 @@ def _listed(value: Any) -> list[Any]:
     return [value] if not isinstance(value, list | tuple) else list(value)
 
 
-def _end(x: Tensor) -> Tensor:
+def end(x: Any) -> Any:
     """Where the graph of ``x`` is on this rank."""
     if not isinstance(x, ShardedTensor):
         return x
-    return x._local if type(x) is ShardedTensor else x.full_tensor()
+    return end(x._local if type(x) is ShardedTensor else x.full_tensor())
 
 
-def _seeds(outputs: list[Tensor], given: Any) -> list[Tensor | None]:
-    count = ranks()
+def _seeds(outputs: list[Tensor], given: Any, axes: Axes) -> list[Tensor | None]:
     seeds: list[Tensor | None] = []
     for x, seed in zip(outputs, [None] * len(outputs) if given is None else _listed(given), strict=True):
         if seed is None and x.numel() == 1:
-            seed = torch.ones_like(_end(x))
+            seed = torch.ones_like(end(x))
         if type(x) is ShardedTensor and seed is not None:
             seeds.append(x.part_of(seed))  # a shard's gradient is no share
         else:
-            seeds.append(None if seed is None else full(seed) / count)
+            seeds.append(None if seed is None else full(seed) / reached.ranks(axes))
     return seeds
 
 
-def _whole(x: Tensor, gradient: Tensor | None, axes: tuple[Axis, ...]) -> Tensor | None:
+def _whole(x: Tensor, gradient: Tensor | None, axes: Axes) -> Tensor | None:
     if gradient is None:
         return None
-    if type(x) is ShardedTensor:
-        return x.with_local(gradient)
-    for axis in axes:
-        gradient = comm.leave(gradient, axis)
-    return gradient
+    return x.with_local(gradient) if type(x) is ShardedTensor else reached.leave(gradient, axes)

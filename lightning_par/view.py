@@ -12,17 +12,19 @@ plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_par import comm
+from lightning_par import comm, stale
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 
 _dispatch: Callable[..., Any] | None = None
+_parts: dict[int, tuple[weakref.ref[Tensor], tuple[Axis, ...]]] = {}
 
 
 def _load_rules() -> Callable[..., Any]:
@@ -73,6 +75,8 @@ class ShardedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
+        if local.requires_grad and local.is_leaf:
+            _note_part(local, axis)
         return self
 
     @property
@@ -99,6 +103,7 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor, plain, on every rank along the axis. All of them must call it."""
         self._axis.about_to_gather("full_tensor", self)
+        self.refuse_lost_writes("full_tensor")
         return comm.gather(self._local, self._dim, self._positions, self._axis, purpose)
 
     @classmethod
@@ -128,9 +133,10 @@ class ShardedTensor(torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self._local.requires_grad = value
+        _note_part(self._local, self._axis)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:  # type: ignore[override]
-        self._local.requires_grad_(requires_grad)
+        self.requires_grad = requires_grad
         return self
 
     @property
@@ -163,6 +169,7 @@ class ShardedTensor(torch.Tensor):
         return self._local.retains_grad
 
     def retain_grad(self) -> None:
+        _note_part(self._local, self._axis)
         self._local.retain_grad()
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -172,10 +179,32 @@ class ShardedTensor(torch.Tensor):
             result = hook(self.with_local(grad))
             return None if result is None else self.part_of(result)
 
+        _note_part(self._local, self._axis)
         return self._local.register_hook(local_hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    def refuse_lost_writes(self, name: str, value: Any = None) -> None:
+        """Called before ``name`` uses this tensor, to put the plain ``value`` into it, if any.
+
+        Raises:
+            RuntimeError: a copy that stands for a view of it was written to in place.
+        """
+        if not stale.is_any():
+            return
+        maker = stale.written(_innermost(self), value)
+        if maker is None:
+            return
+        from lightning_par.rules.report import user_line
+
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(self.shape)
+        raise RuntimeError(
+            f"`{name}` at {user_line()} uses a sharded tensor {shape} of which `{maker}` made a copy, where one device "
+            "has a view, and something was written into that in place: it would be lost. Assign it by an index, as "
+            "`x[:, 0] = value`, or write `y = y.clone()` first, or use the function that returns a new tensor."
+        )
 
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of ``value``, sharded as this tensor is; ``value`` is replicated or sharded alike."""
@@ -208,6 +237,26 @@ class ShardedTensor(torch.Tensor):
         )
 
 
+def _innermost(x: Tensor) -> Tensor:
+    while isinstance(x, ShardedTensor):
+        x = x._local
+    return x
+
+
+def _note_part(local: Tensor, axis: Axis) -> None:
+    """What is a part has a part of the gradient, where a whole tensor may have a share of it."""
+    local = _innermost(local)
+    key, known = id(local), parts_along(local)
+    if all(axis is not other for other in known):
+        _parts[key] = weakref.ref(local, lambda _: _parts.pop(key, None)), (*known, axis)
+
+
+def parts_along(x: Tensor) -> tuple[Axis, ...]:
+    """The axes along which the plain ``x`` is known to be the part of a sharded tensor."""
+    reference, axes = _parts.get(id(x), (None, ()))
+    return axes if reference is not None and reference() is x else ()
+
+
 def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
     """A parameter of which this rank keeps its part of ``whole``, as a fresh leaf."""
     part = comm.scatter(whole.detach(), dim, positions, axis).clone(memory_format=torch.contiguous_format)
@@ -226,3 +275,8 @@ def full(value: Tensor) -> Tensor:
     while isinstance(value, ShardedTensor):  # it may be sharded over two axes
         value = value.full_tensor()
     return value
+
+
+def moves(x: ShardedTensor) -> bool:
+    """Whether making ``x`` whole takes communication."""
+    return type(x) is ShardedTensor

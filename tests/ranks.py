@@ -91,14 +91,15 @@ class _Stopped(BaseException):
     """Another rank failed."""
 
 
-def _process_state() -> tuple[Tensor, random.Streams, tuple[Axis, ...]]:
-    return torch.default_generator.get_state(), dataclasses.replace(random.streams), shares._axes
+def _process_state() -> tuple[Tensor, random.Streams, tuple[tuple[Axis, ...], ...]]:
+    sharing = shares._axes, shares._within
+    return torch.default_generator.get_state(), dataclasses.replace(random.streams), sharing
 
 
-def _restore(state: tuple[Tensor, random.Streams, tuple[Axis, ...]]) -> None:
+def _restore(state: tuple[Tensor, random.Streams, tuple[tuple[Axis, ...], ...]]) -> None:
     torch.default_generator.set_state(state[0])
     vars(random.streams).update(vars(state[1]))
-    shares._axes = state[2]
+    shares._axes, shares._within = state[2]
 
 
 class _Received:

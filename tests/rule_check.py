@@ -144,11 +144,18 @@ def _call(axis: Axis, case: Case, whole: list[Tensor], places: list[Any]) -> tup
     leaves = [
         _leaf(x if place is None else comm._own_part(x.detach(), *place, axis), case) for x, place in zip(whole, places)
     ]
+    for x in leaves:
+        if x.requires_grad:
+            x.register_post_accumulate_grad_hook(_synced)
     arguments = [
         x if place is None else ShardedTensor(x, *place, axis)
         for x, place in zip(_arguments(leaves, case), places, strict=True)
     ]
     return leaves, outputs(case.call(*arguments))
+
+
+def _synced(leaf: Tensor) -> None:
+    """Says that somebody sums the gradients of ``leaf``, as is done for a module's parameters: here the check below."""
 
 
 def _check_rank(axis: Any, case: Case, reference: list[Tensor], places: list[Any], whole: list[Any]) -> None:

@@ -43,6 +43,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-tp2-residual": dict(tensor_parallel_size=2, data_parallel_size=2, shard_residual=True),
     "dp2": dict(tensor_parallel_size=1, data_parallel_size=2),
     "dp2-tp2": dict(tensor_parallel_size=2, data_parallel_size=2),
+    "sp2": dict(sequence_parallel_size=2),
+    "sp2-ring": dict(sequence_parallel_size=2, attention="ring"),
+    "sp2-gather": dict(sequence_parallel_size=2, attention="all_gather"),
+    "sp4-ring": dict(sequence_parallel_size=4, attention="ring"),
+    "sp4-product": dict(sequence_parallel_size=4, attention={"ulysses": 2, "ring": 2}),
+    "dp2-sp2": dict(sequence_parallel_size=2, data_parallel_size=2),
     "pp2": dict(pipeline_parallel_size=2, microbatches=2),
     "pp2-auto": dict(pipeline_parallel_size=2),
     "pp2-uneven": dict(pipeline_parallel_size=2, microbatches=3),  # of batches of 4
@@ -89,6 +95,24 @@ PIPELINES = [
     Row("gpt", "pp2", dict(clip=None)),
 ]
 
+# Masks of all kinds, queries and keys of other lengths, denominators, tokens that are picked, layers that gather,
+# gradients of gradients, several optimizers.
+TOKENS = """
+    gpt_tied gpt_masked gpt_sdpa_mask gqa_sdpa loss_ignore loss_ragged loss_accuracy gpt_checkpointed gpt_own_clip
+    gpt_lora torch_encoder_length_first encoder_decoder lightning_demo lstm vit hf_bert hf_llama hf_t5 mlp_gradient_penalty
+    gan
+""".split()
+
+SEQUENCES = [
+    *(Row(case, "sp2") for case in TOKENS),
+    *(Row(case, "sp2-ring") for case in ("gpt_tied", "gqa_sdpa", "hf_t5")),
+    Row("gqa_sdpa", "sp2-gather"),
+    Row("gpt_5_heads", "sp4-ring"),
+    Row("gpt_tied", "sp4-product"),
+    Row("loss_ignore", "dp2-sp2"),
+    Row("gpt_groups", "dp2-sp2", dict(accumulate=2)),
+]
+
 ROWS = [
     *(Row(case, "tp2") for case in MODELS),
     *(Row(case, "tp4") for case in SELECTION),
@@ -103,6 +127,7 @@ ROWS = [
     *(Row(case, "tp2", dict(clip=0.001, clip_algorithm="value")) for case in ("gpt", "mlp_odd")),
     Row("gpt_swiglu", "tp2", dict(clip=None)),
     *PIPELINES,
+    *SEQUENCES,
 ]
 
 LOW = [
@@ -113,6 +138,9 @@ LOW = [
     Row(case, "pp2", dict(precision=precision, schedule=schedule))
     for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
     for case, schedule in (("gpt", "1f1b"), ("gpt_tied", "zbv"))
+] + [
+    Row("gqa_sdpa", layout, dict(precision=precision))
+    for precision, layout in (("bf16-mixed", "sp2"), ("bf16-true", "sp2-ring"), ("16-mixed", "sp2-ring"))
 ]
 
 

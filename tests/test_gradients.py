@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_par.clipping import clip_by_norm, clip_by_value
 from lightning_par.comm import Axis, ledger
-from lightning_par.gradients import GradientSync, clip_by_norm, clip_by_value
+from lightning_par.gradients import GradientSync
 from lightning_par.positions import Positions
 from lightning_par.view import ShardedTensor
 from tests.pool import Pool, RanksFailedError

@@ -19,8 +19,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.states import model_state, optimizer_state, whole
+from lightning_par.clipping import clip_by_norm
 from lightning_par.comm import Axis, ledger
-from lightning_par.gradients import GradientSync, clip_by_norm
+from lightning_par.gradients import GradientSync
 from lightning_par.layout import Groups, Layout, make_groups
 from lightning_par.optimizers import adopt
 from lightning_par.pipeline.elsewhere import ElsewhereError, is_elsewhere

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import comm
+from lightning_par import comm, stale
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.rules.table import moves, view
@@ -25,7 +25,7 @@ def one_index(x: ShardedTensor, index: int) -> Any:
     place = int(positions.indices(axis.rank).searchsorted(index))
     # Where it isn't, a sum over nothing: zeros that are still part of the graph, as on the owner.
     part = x._local.narrow(dim, place if mine else 0, int(mine)).sum(dim)
-    return comm.leave(part, axis).to(x.dtype)
+    return stale.note("select", x._local, comm.leave(part, axis).to(x.dtype))
 
 
 def one_index_a_row(x: ShardedTensor, key: Any) -> Any:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import comm, private
+from lightning_par import comm, private, stale
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.rules import mixed
 from lightning_par.rules.report import gathers as gathers
-from lightning_par.rules.report import name_of
 from lightning_par.rules.report import on_gather as on_gather
 from lightning_par.rules.report import user_line as user_line
-from lightning_par.view import ShardedTensor, full
+from lightning_par.rules.whole import announce_gather as announce_gather
+from lightning_par.rules.whole import run_in_transform
+from lightning_par.rules.whole import run_whole as run_whole
+from lightning_par.rules.whole import sharded_again as sharded_again
+from lightning_par.rules.write import copied as copied
+from lightning_par.rules.write import refuse_lost_write as refuse_lost_write
+from lightning_par.rules.write import refuse_lost_writes
+from lightning_par.rules.write import writes as writes
+from lightning_par.view import ShardedTensor, moves
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
@@ -50,6 +55,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
     if mixed.possible and mixed.needed(args, kwargs):
         return mixed.by_axis(func, args, kwargs)
+    if stale.is_any():
+        refuse_lost_writes(func, args, kwargs)
     return by_rule(func, args, kwargs)
 
 
@@ -60,7 +67,7 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except KeyError:
         found = _resolved[func] = _resolve(func)
     if found is not _metadata and private.in_functorch():
-        return _in_transform(func, args, kwargs)
+        return run_in_transform(func, args, kwargs)
     global _running
     if found is not None:
         caller, _running = _running, func
@@ -140,135 +147,12 @@ def is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape
 
 
-def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on gathered arguments."""
-    views: list[ShardedTensor] = []
-    tree_map(lambda t: views.append(t) if isinstance(t, ShardedTensor) else None, (args, kwargs))
-    if views[0].axis.by_sample:
-        from lightning_par.rules.trial import run_by_sample
-
-        result = run_by_sample(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    announce_gather(func, views)
-    written = _written(func, args, kwargs)
-    for target in written:
-        refuse_lost_write(func, target)
-    wholes: dict[int, Tensor] = {}  # a tensor given twice is one tensor, which a write shows
-
-    def to_whole(x: Any) -> Any:
-        if not isinstance(x, ShardedTensor):
-            return x
-        if id(x) not in wholes:
-            wholes[id(x)] = full(x)
-        return wholes[id(x)]
-
-    whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs))
-    result = func(*whole_args, **whole_kwargs)
-    for target in written:
-        _write_back(func, target, wholes[id(target)])
-    if written:
-        return tree_map(lambda x: next((t for t in written if x is wholes[id(t)]), x), result)
-    return sharded_again(result, views)
-
-
-def _in_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on whole tensors inside a transform such as ``vmap``, where nothing can be sharded."""
-    if _written(func, args, kwargs):
-        raise RuntimeError(
-            f"`{name_of(func)}` at {user_line()} writes in place into a sharded tensor within a transform such as "
-            "torch.vmap, where the write would be lost. Hand the tensor to the transformed function as an argument."
-        )
-    views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
-    announce_gather(func, views)
-    with private.outside_transforms():
-        wholes = {id(x): full(x) for x in views}
-    whole_args, whole_kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
-    return func(*whole_args, **whole_kwargs)
-
-
-def announce_gather(func: Any, views: list[ShardedTensor]) -> None:
-    """Tell the axes and the user that ``func`` runs on whole tensors."""
-    moved = [view for view in views if moves(view)]
-    for view in moved:
-        view.axis.about_to_gather(func, view)
-    if moved:
-        on_gather(func, moved)
-
-
-def sharded_again(result: Any, views: list[ShardedTensor]) -> Any:
-    """What a function made of gathered sequences is cut again, where the sequence is still to be seen in it."""
-    lead = next((view for view in views if moves(view)), views[0])
-    if lead.axis.spread(lead.shape[lead._dim]) is None:
-        return result
-    return tree_map(
-        lambda x: x if isinstance(x, ShardedTensor) or not isinstance(x, Tensor) else _cut_like(x, lead), result
-    )
-
-
-def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:
-    dim, size = lead._dim, lead.shape[lead._dim]
-    if x.ndim <= dim or x.shape[dim] < size // 2 or (x.ndim != lead.ndim and x.shape[dim] != size):
-        return x
-    positions = lead._positions if x.shape[dim] == size else lead.axis.spread(x.shape[dim])
-    return x if positions is None else view(comm.scatter(x, dim, positions, lead.axis), dim, positions, lead.axis)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
-    """The sharded tensors that ``func`` writes into."""
-    into = [kwargs.get("out")]
-    if writes(getattr(func, "__name__", "")):
-        into.append(args[0] if args else next(iter(kwargs.values()), None))
-    return [x for x in tree_leaves(into) if isinstance(x, ShardedTensor)]
-
-
-def _write_back(func: Any, target: ShardedTensor, whole: Tensor) -> None:
-    """Into the same memory, which other views of it see, and under autograd, as one device's write is."""
-    name = getattr(func, "__name__", str(func))
-    if whole.shape != target.shape:
-        raise RuntimeError(f"`{name}` at {user_line()} changes the shape of a sharded tensor in place, which it can't.")
-    leaf = target._local.is_leaf and target._local.requires_grad
-    initialises = (getattr(func, "__module__", None) or "").startswith("torch.nn.init")
-    with torch.no_grad() if leaf and initialises else contextlib.nullcontext():
-        target._local.copy_(target.part_of(whole))
-
-
 def gathered(x: ShardedTensor) -> Tensor:
     """All of ``x`` for the rule that runs, reported as a gather unless it is there already."""
     if moves(x):
         x._axis.about_to_gather(_running, x)
         on_gather(_running, [x])
     return comm.gather(x._local, x._dim, x._positions, x._axis) if moves(x) else x.full_tensor()
-
-
-def moves(x: ShardedTensor) -> bool:
-    """Whether making ``x`` whole takes communication."""
-    return type(x) is ShardedTensor
-
-
-def copied(x: Tensor) -> Tensor:
-    """Mark a local tensor that is a copy where torch promises a view."""
-    x._stands_for_view = True  # type: ignore[attr-defined]
-    return x
-
-
-def refuse_lost_write(func: Any, x: ShardedTensor) -> None:
-    base = x._local if x._local._base is None else x._local._base
-    if getattr(base, "_stands_for_view", False):
-        raise RuntimeError(
-            f"`{getattr(func, '__name__', func)}` at {user_line()} writes in place into a slice of a sharded tensor "
-            "that had to be copied, so the write would be lost. Write `y = y.clone()` before it, or use the function "
-            "that returns a new tensor."
-        )
-
-
-def writes(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
-
-
-_IN_PLACE_DUNDERS = {
-    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")
-}
 
 
 # What rules are written with.

@@ -80,9 +80,7 @@ class BatchTensor(ShardedTensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Summed over the ranks' shares; all of them must ask."""
-        grad = self._whole.grad
-        return None if grad is None else comm.leave(grad, self._axis)
+        return self._whole.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -95,6 +93,20 @@ class BatchTensor(ShardedTensor):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         return self._whole.grad_fn
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._whole.retains_grad
+
+    def retain_grad(self) -> None:
+        self._whole.retain_grad()
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As `torch.Tensor.register_hook`; the hook meets a whole gradient."""
+        return self._whole.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        return self._whole.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchTensor:
         import copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from lightning_par.sequence.plan import SequenceDim, SequencePlan, make_plan
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.tokens import Tokens
 from lightning_par.sharding import STEPS
+
+_apply = functools.partial(apply_to_collection, allow_frozen=True)
 
 
 class PlanningAxis(SequenceAxis):
@@ -63,6 +66,7 @@ class Planning:
         self.asked = asked
         self.plan: SequencePlan | None = None
         self.seconds = 0.0
+        self._hooks: list[Any] = []
 
     def apply(self, trainer: Any, module: nn.Module) -> SequencePlan:
         """Plan on the first rank, for all. All ranks must call it.
@@ -84,12 +88,19 @@ class Planning:
         if isinstance(outcome, str):
             raise failure if failure is not None and self.groups.world.rank == 0 else ValueError(outcome)
         self.plan, self.axis.zigzag = outcome, outcome.zigzag
+        self._hooks = intercept.pad_as_nested(module)
         self.seconds = time.monotonic() - started
         return outcome
 
+    def undo(self) -> None:
+        """Take from the module what `apply` put there."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def marked(self, batch: Any) -> Any:
         """``batch``, whose sequences are known as such."""
-        return batch if self.plan is None else mark(batch, self.plan.dim_of, self.axis, apply_to_collection)
+        return batch if self.plan is None else mark(batch, self.plan.dim_of, self.axis, _apply)
 
     def tokens(self, batch: Any) -> Tokens:
         """How sequences lie between stages, in a step on ``batch``."""
@@ -101,7 +112,7 @@ class Planning:
             if dim is not None:  # what is shifted by one is shorter by one
                 lengths.update((x.shape[dim], x.shape[dim] - 1))
 
-        mark(batch, note, self.axis, apply_to_collection)
+        mark(batch, note, self.axis, _apply)
         return Tokens(self.axis, lengths)
 
     def _planned(self, trainer: Any, module: nn.Module, batch: Any) -> SequencePlan:
@@ -112,7 +123,7 @@ class Planning:
         recording = self._run(trainer, module, batch)
         plan = make_plan(recording, names, ranks, self.wish, self.asked)
         axis = PlanningAxis(ranks, plan.zigzag)
-        split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, apply_to_collection))
+        split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, _apply))
         if split.refused is not None:
             raise ValueError(split.refused)
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
@@ -138,7 +149,7 @@ def names_of(batch: Any) -> list[str]:
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 walk(item, f"{name}[{number}]")
-        elif hasattr(value, "__dataclass_fields__"):
+        elif hasattr(value, "__dataclass_fields__") and not value.__dataclass_params__.frozen:  # that stays as it is
             for key in value.__dataclass_fields__:
                 walk(getattr(value, key), f"{name}.{key}" if name else key)
 

@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from lightning_par import precision, private
+from lightning_par.clipping import Counting
 from lightning_par.deferred.materialise import materialise
-from lightning_par.gradients import Counting, GradientSync
+from lightning_par.gradients import GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
 from lightning_par.strategy.building import BuildingMixin

@@ -8,11 +8,13 @@ from typing import Any
 from lightning_par import state
 from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
+from lightning_par.module_hooks import refuse_partial_hooks
 from lightning_par.rules import mixed
 from lightning_par.sequence.planning import Planning
 from lightning_par.sequence.sharing import attend_along
 from lightning_par.sequence.table import show_plan
 from lightning_par.sharding import Sharding
+from lightning_par.shares import shared_around
 from lightning_par.strategy.ranks import RanksMixin
 from lightning_par.tensor.held import make_held_whole
 from lightning_par.tensor.residual import shard_residual, whole_residual
@@ -39,6 +41,9 @@ class ShardsMixin(RanksMixin):
             self._meeting = Meeting(split[0] if len(split) == 1 else groups.stage_of_replica, self.timeout)
             for axis in self._talking():
                 axis.guard = self._meeting
+        if self._planning is not None:
+            refuse_partial_hooks(self.lightning_module)
+            shared_around((groups.sequence, groups.tensor))
 
     def _make_planning(self) -> Planning | None:
         groups = self.groups
@@ -62,6 +67,7 @@ class ShardsMixin(RanksMixin):
             for axis in self._talking():
                 axis.guard = None
         self._meeting = None
+        shared_around(())
 
     def _unshard_model(self) -> None:
         """Called after a run that ended well, on all ranks: make the module whole again."""
@@ -71,6 +77,7 @@ class ShardsMixin(RanksMixin):
             self._unspread_model()
             trainer: Any = self.lightning_module.trainer
             if self._planning is not None:
+                self._planning.undo()
                 make_held_whole([self.lightning_module, *trainer.callbacks])
             self._sharding.undo(self.lightning_module, trainer.callbacks)
         whole_residual(self.groups.tensor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_par import generators
 from lightning_par.batch import broadcast_batch
@@ -87,8 +87,6 @@ class StepsMixin(RanksMixin):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
             self._gradients.before_backward()
-        if self._planning is not None and self.lightning_module is not None:
-            _refuse_hooks(self.lightning_module)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._gradients is not None:
@@ -111,14 +109,3 @@ class StepsMixin(RanksMixin):
 def _whole(output: Any) -> Any:
     """What leaves a step is plain: callbacks and loops know nothing of shards."""
     return apply_to_collection(output, ShardedTensor, full)
-
-
-def _refuse_hooks(module: nn.Module) -> None:
-    """Where gradients are shares until backward has ended."""
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
-            raise RuntimeError(
-                f"{name!r} has a gradient hook, which would see this rank's share of the gradient alone. Change "
-                "gradients in the LightningModule's on_before_optimizer_step or configure_gradient_clipping, where "
-                "they are whole."
-            )

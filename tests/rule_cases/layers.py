@@ -85,6 +85,15 @@ CASES = [
     ),
     Case("rms_norm", lambda x, w: F.rms_norm(x, (4,), w), [x, normal(4)], [(0, None), (1, None)], leaves=True),
     Case("rms_norm eps", lambda x, w: F.rms_norm(x, (4,), w, eps=1e-3), [x, normal(4)], [(0, None), (1, None)]),
+    Case(
+        "left-aligned mask",
+        lambda x, m: (
+            torch._nested_tensor_from_mask_left_aligned(x, m),
+            torch._nested_tensor_from_mask_left_aligned(x, torch.tensor([[True, True, False], [True, False, False]])),
+        ),
+        [x, flags(2, 3)],
+        [(0, None), (1, None), (2, None)],
+    ),
     Case("rms_norm across", lambda x: F.rms_norm(x, (4,)), [x], [(2,)], local=False),
     Case(
         "normalize", lambda x: (F.normalize(x), F.normalize(x, dim=-1), F.normalize(x, 1.0, 0)), [x], [(0,), (1,), (2,)]
