@@ -99,8 +99,8 @@ PIPELINES = [
 # gradients of gradients, several optimizers.
 TOKENS = """
     gpt_tied gpt_masked gpt_sdpa_mask gqa_sdpa loss_ignore loss_ragged loss_accuracy gpt_checkpointed gpt_own_clip
-    gpt_lora torch_encoder_length_first encoder_decoder lightning_demo lstm vit hf_bert hf_llama hf_t5 mlp_gradient_penalty
-    gan
+    gpt_lora torch_encoder_length_first encoder_decoder lightning_demo lstm vit hf_bert hf_llama hf_t5
+    mlp_gradient_penalty gan
 """.split()
 
 SEQUENCES = [
@@ -130,18 +130,22 @@ ROWS = [
     *SEQUENCES,
 ]
 
-LOW = [
-    Row(case, layout, dict(precision=precision))
-    for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
-    for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"), ("hf_llama", "tp2"))
-] + [
-    Row(case, "pp2", dict(precision=precision, schedule=schedule))
-    for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
-    for case, schedule in (("gpt", "1f1b"), ("gpt_tied", "zbv"))
-] + [
-    Row("gqa_sdpa", layout, dict(precision=precision))
-    for precision, layout in (("bf16-mixed", "sp2"), ("bf16-true", "sp2-ring"), ("16-mixed", "sp2-ring"))
-]
+LOW = (
+    [
+        Row(case, layout, dict(precision=precision))
+        for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+        for case, layout in (("gpt", "tp2"), ("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"), ("hf_llama", "tp2"))
+    ]
+    + [
+        Row(case, "pp2", dict(precision=precision, schedule=schedule))
+        for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+        for case, schedule in (("gpt", "1f1b"), ("gpt_tied", "zbv"))
+    ]
+    + [
+        Row("gqa_sdpa", layout, dict(precision=precision))
+        for precision, layout in (("bf16-mixed", "sp2"), ("bf16-true", "sp2-ring"), ("16-mixed", "sp2-ring"))
+    ]
+)
 
 
 @pytest.fixture(scope="session")
