@@ -12,7 +12,6 @@ plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -24,7 +23,6 @@ from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 
 _dispatch: Callable[..., Any] | None = None
-_parts: dict[int, tuple[weakref.ref[Tensor], tuple[Axis, ...]]] = {}
 
 
 def _load_rules() -> Callable[..., Any]:
@@ -246,15 +244,15 @@ def _innermost(x: Tensor) -> Tensor:
 def _note_part(local: Tensor, axis: Axis) -> None:
     """What is a part has a part of the gradient, where a whole tensor may have a share of it."""
     local = _innermost(local)
-    key, known = id(local), parts_along(local)
+    known = parts_along(local)
     if all(axis is not other for other in known):
-        _parts[key] = weakref.ref(local, lambda _: _parts.pop(key, None)), (*known, axis)
+        local._part_along = (*known, axis)  # type: ignore[attr-defined]  # no weak reference: it may be swapped
 
 
 def parts_along(x: Tensor) -> tuple[Axis, ...]:
     """The axes along which the plain ``x`` is known to be the part of a sharded tensor."""
-    reference, axes = _parts.get(id(x), (None, ()))
-    return axes if reference is not None and reference() is x else ()
+    axes: tuple[Axis, ...] = getattr(x, "_part_along", ())
+    return axes
 
 
 def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
