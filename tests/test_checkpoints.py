@@ -21,7 +21,14 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCh
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import PipelineParallelStrategy, TensorParallelStrategy, state
+from lightning_par import (
+    HybridParallelStrategy,
+    LayerPlacementStrategy,
+    PipelineParallelStrategy,
+    SequenceParallelStrategy,
+    TensorParallelStrategy,
+    state,
+)
 from lightning_par.pipeline.structure import tensors_in
 from tests.differences import differences
 from tests.pool import Pool, RanksFailedError
@@ -36,9 +43,15 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "pp4": dict(pipeline_parallel_size=4, microbatches=4),
     "zbv": dict(schedule="zbv", microbatches=2),
     "dp2-pp2": dict(pipeline_parallel_size=2, data_parallel_size=2, microbatches=2),
+    "sp2": dict(sequence_parallel_size=2),
+    "placed": dict(placement={"embedding": 0, "up": 1, "down": 1, "norm": 0, "head": 0}),
+    "pp2-tp2": dict(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
 }
 BATCHES = 3  # in an epoch
 RANKS = {"one": 1, "tp2": 2, "tp4": 4, "dp2-tp2": 4, "pp2": 2, "pp2-whole": 2, "pp4": 4, "zbv": 2, "dp2-pp2": 4}
+RANKS |= {"sp2": 2, "placed": 2, "pp2-tp2": 4}
+STRATEGIES: dict[str, Any] = {"sp2": SequenceParallelStrategy, "placed": LayerPlacementStrategy}
+STRATEGIES |= {"pp2-tp2": HybridParallelStrategy}
 
 
 class Choice:
@@ -154,8 +167,8 @@ def trainer_for(layout: str, folder: str | Path, **options: Any) -> Trainer:
     """Every replica takes the same batches, so that each layout has the same one device to equal."""
     strategy: dict[str, Any] = {}
     if (sizes := LAYOUTS[layout]) is not None:
-        kind: Any = PipelineParallelStrategy if "microbatches" in sizes else TensorParallelStrategy
-        strategy = dict(strategy=kind(**sizes))
+        usual = PipelineParallelStrategy if "microbatches" in sizes else TensorParallelStrategy
+        strategy = dict(strategy=STRATEGIES.get(layout, usual)(**sizes))
     defaults: dict[str, Any] = dict(
         max_epochs=1,
         precision=None if "plugins" in options else "64-true",

@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_par.checkpoint.unread import Unread
 from lightning_par.comm import Axis
 from lightning_par.pipeline.elsewhere import Elsewhere, Origin
 from lightning_par.pipeline.structure import map_tensors
@@ -75,6 +76,8 @@ def whole_where_held(value: Any, keep: bool, axis: Axis) -> Any:
 
 
 def _tensors_in(value: Any, path: str, found: dict[str, Tensor]) -> None:
+    if isinstance(value, Unread):
+        return  # it comes as it is written
     if isinstance(value, Tensor):
         found[path] = value
     elif isinstance(value, (dict, list, tuple)):

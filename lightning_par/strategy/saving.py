@@ -19,6 +19,7 @@ from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.states import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
 from lightning_par.optimizers import adopt
+from lightning_par.pipeline.states import whole_where_held
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.strategy.ranks import RanksMixin
 
@@ -110,6 +111,8 @@ class SavingMixin(RanksMixin):
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups)
         self._background.finish()
+        if self.groups.pipeline.size > 1:  # callbacks may have added copies, plain on the ranks that hold them
+            checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
         checkpoint = inventory.complete(checkpoint)
         if self.save_distributed_checkpoint:
             self._save_directory(checkpoint, filepath, storage_options, inventory)
