@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,7 +205,8 @@ def _record(
     fake_batch = apply_to_collection(batch, Tensor, fake, allow_frozen=True)
     result, stopped, refused = None, None, None
     # Compiled code would read the memory that fake tensors don't have.
-    eager = torch.compiler.set_stance("force_eager")
+    compiled = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     with _generators_kept(), quiet(), eager, mode, recorder, context():
         try:
             function = getattr(copy, step)

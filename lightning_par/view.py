@@ -35,12 +35,6 @@ def _load_rules() -> Callable[..., Any]:
     return _dispatch
 
 
-@torch.compiler.disable
-def _uncompiled(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the compiler can't look into: rules talk to other ranks. The code around it is compiled."""
-    return _load_rules()(func, args, kwargs)
-
-
 class OutOfSightError(TypeError):
     """A sharded tensor went where no rule, and no gather, can be put before what is done with it."""
 
@@ -106,8 +100,6 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
-            return _uncompiled(func, args, kwargs or {})
         return (_dispatch or _load_rules())(func, args, kwargs or {})
 
     @classmethod
