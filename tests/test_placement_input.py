@@ -93,17 +93,6 @@ class Closed(Net):
         super().__init__(lambda _: Within())
 
 
-class Torn(Net):
-    """Writes into a view on one device that another one made of the same tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        left, right = h[:, :8], h[:, 8:]
-        y = self.norm(torch.cat([left, right], 1))
-        left.add_(1.0)  # on the device of `norm`
-        return self.down(h + y + left.sum())
-
-
 class WritesGiven(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -216,11 +205,6 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         Branches,
         dict(placement=HALVES),
         [line(Branches.forward, "if h.sum"), "reads a value that depends on the model here", "on a later stage"],
-    ),
-    "writes that another device would have to see": (
-        Torn,
-        dict(placement={"up": 0, "norm": 1, "down": 0}),
-        [line(Torn.forward, "left.add_"), "a value from another device is written into here", "x = x + y"],
     ),
     "writes into what a module was given": (
         WritesGiven,
