@@ -651,6 +651,21 @@ class WritesInPlace(Regression):
         return self.third(z + y)
 
 
+class WritesIntoView(Regression):
+    """Writes through a view that an earlier layer read, before the whole tensor is read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        left, right = h[:, :8], h[:, 8:]
+        y = self.norm(torch.cat([left, right], 1))
+        left += 1.0
+        return self.down(h + y + left.sum(1, keepdim=True))
+
+
 class ReusedMLP(nn.Module):
     """A residual MLP called three times: up and down are each used by three regions."""
 
@@ -1435,6 +1450,7 @@ MODELS: dict[str, Case] = {
     "mlp_back_and_forth": Case(BackAndForth, vectors(classes=0)),
     "mlp_branches": Case(Branches, vectors()),
     "mlp_writes_in_place": Case(WritesInPlace, vectors(classes=0)),
+    "mlp_writes_into_view": Case(WritesIntoView, vectors(classes=0)),
     "mlp_one_layer": mlp(lambda: nn.Linear(12, 5)),
     "mlp_reused_linear": mlp(ReusedLinear),
     "mlp_reused": mlp(ReusedMLP),

@@ -63,6 +63,8 @@ ROWS = [
     # what steps do: weights and values used in several places, denominators, state, hooks, other lengths, mixed samples
     Row("mlp_writes_in_place", WRITES),
     Row("mlp_writes_in_place", WRITES, dict(microbatches=2)),
+    Row("mlp_writes_into_view", {"up": 0, "norm": 1, "down": 0}, dict(microbatches=2)),
+    Row("mlp_writes_into_view", {"up": 0, "norm": 1, "down": 1}),
     Row("gpt_tied_matmul", {"tokens": 0, "blocks.*": 1, "norm": 0}),
     Row("gpt_shared_blocks", {"tokens": 0, "blocks": 1, "head": 0}),
     Row("mlp_reused_linear", {"net.first": 0, "net.middle": 1, "net.last": 0}),

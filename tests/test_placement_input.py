@@ -93,6 +93,32 @@ class Closed(Net):
         super().__init__(lambda _: Within())
 
 
+class Eats(nn.Module):
+    """Writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return self.linear(x)
+
+
+class Torn(Net):
+    """Writes into a view on one device, and another view of the same tensor goes to that device, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eats = Eats()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        left, middle = h[:, :8], h[:, 4:12]
+        z = self.eats(left)
+        return self.down(self.norm(torch.cat([middle, z], 1)))
+
+
 class WritesGiven(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -205,6 +231,11 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         Branches,
         dict(placement=HALVES),
         [line(Branches.forward, "if h.sum"), "reads a value that depends on the model here", "on a later stage"],
+    ),
+    "writes that another device would have to see": (
+        Torn,
+        dict(placement={"up": 0, "eats": 1, "norm": 1, "down": 0}),
+        [line(Torn.forward, "self.eats(left)"), "a value from another device is written into here", "x = x + y"],
     ),
     "writes into what a module was given": (
         WritesGiven,
