@@ -16,7 +16,9 @@ from tests.test_equality import one_device as one_device  # a fixture
 
 SP_TP = dict(sequence_parallel_size=2, tensor_parallel_size=2)
 PP_TP = dict(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2)
+DP = dict(data_parallel_size=2)
 PP_SP = dict(pipeline_parallel_size=2, sequence_parallel_size=2, microbatches=2)
+GPT = {"tokens": 0, "positions": 1, "blocks.0": 0, "blocks.1": 1, "head": 0}
 
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *((case, SP_TP) for case in ("gpt_lora", "hf_llama", "vit")),
@@ -26,13 +28,21 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", PP_TP | dict(shard_residual=True)),
     *((case, PP_SP) for case in ("loss_ignore", "encoder_decoder", "lstm")),
     ("gpt_tied", PP_SP | dict(schedule="interleaved_zero_bubble", attention="ring")),
-    ("gpt", PP_SP | dict(data_parallel_size=2, pipeline_parallel_size=1)),
-    ("gpt_tied", PP_SP | dict(tensor_parallel_size=2)),
+    ("gpt", DP | SP_TP),
+    ("gpt_tied", DP | PP_SP),
+    ("loss_ignore", DP | PP_TP),
+    ("gpt_tied", PP_SP | SP_TP),
+    ("gpt_tied", DP | PP_SP | SP_TP),
+    # layers placed by hand, each on several ranks
+    ("gpt_tied", PP_TP | dict(placement=GPT)),
+    ("gpt_tied", PP_SP | dict(placement=GPT)),
+    ("encoder_decoder", PP_TP | dict(placement={"encoder": 0, "decoder": 1})),
 ]
 
 
 def _name(row: tuple[str, dict[str, Any]]) -> str:
-    return "-".join([row[0], *(f"{name.split('_')[0]}={value}" for name, value in row[1].items())])
+    options = (f"{name.split('_')[0]}={value}" for name, value in row[1].items() if name != "placement")
+    return "-".join([row[0], *options, *["placed"] * ("placement" in row[1])])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=_name)

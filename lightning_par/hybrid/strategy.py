@@ -1,16 +1,19 @@
-"""The strategy of any product of axes."""
+"""The strategy of any product of axes, of which the other four are presets."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
+from lightning_par.hybrid.settings import settings_of
 from lightning_par.launch import StartMethod
-from lightning_par.layout import Layout, Size
+from lightning_par.layout import AxisName, Layout, Size
 from lightning_par.pipeline.rows import RowSpread
-from lightning_par.pipeline.settings import Settings
+from lightning_par.pipeline.settings import ScheduleName
+from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.staged import StagedMixin
-from lightning_par.pipeline.strategy import ScheduleName
+from lightning_par.placement.settings import Chooser, PlacementSettings
+from lightning_par.placement.spread import PlacementSpread
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
 from lightning_par.strategy.saving import check_distributed
@@ -27,8 +30,11 @@ class HybridParallelMixin(StagedMixin):
         sequence_parallel_size: Ranks that share a sequence.
         tensor_parallel_size: Ranks that share every layer's weights.
         schedule: As for `PipelineParallelStrategy`.
-        microbatches: As for `PipelineParallelStrategy`.
+        microbatches: As for `PipelineParallelStrategy`; with a ``placement``, ``"auto"`` takes 1.
         stages: As for `PipelineParallelStrategy`.
+        placement: As for `LayerPlacementStrategy`, in place of ``schedule`` and ``stages``. A dict also says how many
+            devices a copy of the model has; otherwise ``pipeline_parallel_size`` does.
+        max_memory: As for `LayerPlacementStrategy`.
         allow_batch_coupling: As for `PipelineParallelStrategy`.
         attention: As for `SequenceParallelStrategy`.
         sequence_dim: As for `SequenceParallelStrategy`.
@@ -40,23 +46,30 @@ class HybridParallelMixin(StagedMixin):
         start_method: How processes are started where no launcher (torchrun, SLURM) did.
 
     Raises:
-        ValueError: at once for an argument that is unknown; when the Trainer is made, if the sizes don't multiply to
-            ``devices * num_nodes``, or ``shard_residual`` meets a sequence axis.
+        ValueError: at once for an argument that is unknown, or that goes with another one than those given; when the
+            Trainer is made, if the sizes don't multiply to ``devices * num_nodes``, or ``shard_residual`` meets a
+            sequence axis.
+        TypeError: an argument is of another type than those it may have.
 
     Example::
 
         Trainer(strategy=HybridParallelStrategy(sequence_parallel_size=2, tensor_parallel_size=2), devices=4)
     """
 
+    own_axis: AxisName = "data"
+    """The axis that takes the devices which nobody asked for."""
+
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        pipeline_parallel_size: int = 1,
-        sequence_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int | Literal["auto"] = 1,
+        sequence_parallel_size: int | Literal["auto"] = 1,
+        tensor_parallel_size: int | Literal["auto"] = 1,
         schedule: ScheduleName = "1f1b",
         microbatches: int | Literal["auto"] = "auto",
         stages: dict[str, int] | list[str] | None = None,
+        placement: Literal["balanced"] | dict[str, int] | Chooser | None = None,
+        max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
         attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
         sequence_dim: int | dict[str, int] | None = None,
@@ -70,7 +83,9 @@ class HybridParallelMixin(StagedMixin):
         check_styles(plan)
         check_asked(attention)
         check_sequence_dim(sequence_dim)
-        self.settings = Settings(schedule, microbatches, stages, allow_batch_coupling)
+        self.settings = settings_of(
+            schedule, microbatches, stages, placement, max_memory, allow_batch_coupling, type(self).__name__
+        )
         super().__init__(process_group_backend, timeout, start_method)
         self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
@@ -83,9 +98,9 @@ class HybridParallelMixin(StagedMixin):
         self.shard_residual = shard_residual
 
     def resolve_layout(self, world_size: int) -> Layout:
-        layout = Layout.resolve(
+        layout = self.settings.resolve(
             world_size,
-            own="data",
+            own=self.own_axis,
             data=self.data_parallel_size,
             pipeline=self.pipeline_parallel_size,
             sequence=self.sequence_parallel_size,
@@ -97,9 +112,20 @@ class HybridParallelMixin(StagedMixin):
                 f"shard_residual=True shares out the residual stream's tokens over the tensor axis, but "
                 f"sequence_parallel_size={layout.sequence} shares them out already. Write shard_residual=False."
             )
-        if layout.pipeline > 1:
-            self.settings.stage_count(layout.pipeline)
         return layout
 
-    def make_spread(self, timeout: timedelta) -> RowSpread:
+    @property
+    def axis_name(self) -> str:
+        return "placement" if isinstance(self.settings, PlacementSettings) else "pipeline"
+
+    def make_spread(self, timeout: timedelta) -> Spread:
+        if isinstance(self.settings, PlacementSettings):
+            return PlacementSpread(self.groups, self.settings, timeout)
         return RowSpread(self.groups, self.settings, timeout)
+
+    def _shard_model(self, trainer: Any) -> None:
+        super()._shard_model(trainer)
+        if isinstance(self.settings, PlacementSettings) and self.groups.pipeline.size == 1:
+            assert self.lightning_module is not None
+            spread = PlacementSpread(self.groups, self.settings, self.timeout or timedelta(minutes=30))
+            spread.check_alone(trainer, self.lightning_module, self.root_device)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_par.layout import AxisName, Layout, Size
 from lightning_par.pipeline.schedule import place_stages, stages_per_rank
 from lightning_par.pipeline.wishes import Wishes, check_wishes
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         stages_per_rank(self.schedule)
-        count = self.microbatches
-        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise ValueError(f"microbatches must be a positive int or 'auto', got {count!r}.")
+        check_microbatches(self.microbatches)
         check_wishes(self.stages)
+
+    def resolve(self, world_size: int, own: AxisName, **sizes: Size) -> Layout:
+        """The layout, as `Layout.resolve` has it.
+
+        Raises:
+            ValueError: the sizes don't multiply to ``world_size``, or the schedule can't have the stages.
+        """
+        layout = Layout.resolve(world_size, own, **sizes)
+        if layout.pipeline > 1:
+            self.stage_count(layout.pipeline)
+        return layout
 
     def stage_count(self, ranks: int) -> int:
         """Stages over all ranks: as many as ``stages`` names, or as the schedule has by itself.
@@ -58,3 +70,9 @@ class Settings:
                 raise
             raise ValueError(f"stages={self.stages!r} names {count} stages. {error}") from error
         return count
+
+
+def check_microbatches(count: int | Literal["auto"]) -> None:
+    """Raises ValueError where ``count`` is neither ``"auto"`` nor a positive int."""
+    if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ValueError(f"microbatches must be a positive int or 'auto', got {count!r}.")

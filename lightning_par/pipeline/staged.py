@@ -40,8 +40,10 @@ class StagedMixin(StrategyMixin):
         """How the module of this run is to be spread; ``timeout`` is that of process groups."""
         raise NotImplementedError
 
-    axis_name = "pipeline"
-    """What the ranks along the axis are called, in messages and in the ledger."""
+    @property
+    def axis_name(self) -> str:
+        """What the ranks along the pipeline axis are called, in messages and in the ledger."""
+        return "pipeline"
 
     @property
     def engine(self) -> Engine | None:

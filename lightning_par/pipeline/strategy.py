@@ -5,17 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Literal
 
+from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.launch import StartMethod
-from lightning_par.layout import Layout, Size
-from lightning_par.pipeline.rows import RowSpread
-from lightning_par.pipeline.settings import Settings
-from lightning_par.pipeline.staged import StagedMixin
-from lightning_par.strategy.saving import check_distributed
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+from lightning_par.layout import AxisName
+from lightning_par.pipeline.settings import ScheduleName
 
 
-class PipelineParallelMixin(StagedMixin):
+class PipelineParallelMixin(HybridParallelMixin):
     """Cuts the model into stages that work on one microbatch after another; left-over devices become data parallel.
 
     Args:
@@ -50,6 +46,8 @@ class PipelineParallelMixin(StagedMixin):
         Trainer(strategy=PipelineParallelStrategy(schedule="1f1b", microbatches=8), devices=4)
     """
 
+    own_axis: AxisName = "pipeline"
+
     def __init__(
         self,
         pipeline_parallel_size: int | Literal["auto"] = "auto",
@@ -63,19 +61,15 @@ class PipelineParallelMixin(StagedMixin):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
-        self.settings = Settings(schedule, microbatches, stages, allow_batch_coupling)
-        super().__init__(process_group_backend, timeout, start_method)
-        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
-        self.pipeline_parallel_size: Size = pipeline_parallel_size
-        self.data_parallel_size: Size = data_parallel_size
-
-    def resolve_layout(self, world_size: int) -> Layout:
-        layout = Layout.resolve(
-            world_size, own="pipeline", data=self.data_parallel_size, pipeline=self.pipeline_parallel_size
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            schedule=schedule,
+            microbatches=microbatches,
+            stages=stages,
+            allow_batch_coupling=allow_batch_coupling,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-        if layout.pipeline > 1:
-            self.settings.stage_count(layout.pipeline)
-        return layout
-
-    def make_spread(self, timeout: timedelta) -> RowSpread:
-        return RowSpread(self.groups, self.settings, timeout)

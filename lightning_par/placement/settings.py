@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_par.layout import Layout, Size
+from lightning_par.layout import AxisName, Layout, Size
+from lightning_par.pipeline.settings import check_microbatches
 from lightning_par.placement.sizes import parse_limits
 
 Chooser = Callable[[str, nn.Module], int | None]
@@ -26,7 +27,7 @@ class PlacementSettings:
 
     Args:
         placement: who is where.
-        microbatches: into how many a batch is cut.
+        microbatches: into how many a batch is cut; ``"auto"`` takes 1.
         max_memory: device index -> bytes, as an int or a str like ``"2GB"``; None for no limit.
         allow_batch_coupling: whether microbatches may be trained as batches of their own.
 
@@ -36,15 +37,13 @@ class PlacementSettings:
     """
 
     placement: Placed = "balanced"
-    microbatches: int = 1
+    microbatches: int | Literal["auto"] = 1
     max_memory: Mapping[int, int | str] | None = None
     allow_batch_coupling: bool = False
 
     def __post_init__(self) -> None:
         check_placement(self.placement)
-        count = self.microbatches
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"microbatches must be a positive int, got {count!r}.")
+        check_microbatches(self.microbatches)
         parse_limits(self.max_memory)
 
     @property
@@ -57,12 +56,24 @@ class PlacementSettings:
         """How many devices the placement names: its largest index + 1; None where it takes what there is."""
         return max(self.placement.values()) + 1 if isinstance(self.placement, Mapping) else None
 
-    def resolve(self, world_size: int, data: Size) -> Layout:
-        """The layout: the placement's devices, what is left over data parallel.
+    def resolve(
+        self,
+        world_size: int,
+        data: Size,
+        own: AxisName = "pipeline",
+        pipeline: Size = "auto",
+        sequence: Size = 1,
+        tensor: Size = 1,
+    ) -> Layout:
+        """The layout: the placement's devices, each of ``sequence * tensor`` ranks, what is left over data parallel.
 
         Args:
             world_size: processes that the Trainer starts.
             data: copies of the model, or ``"auto"``.
+            own: which axis takes the ranks that nobody asked for, where the placement names no devices.
+            pipeline: devices of a copy, or ``"auto"``: those that a dict names, otherwise all that ``data`` leaves.
+            sequence: ranks that share a sequence.
+            tensor: ranks that share every layer's weights.
 
         Raises:
             ValueError: they don't multiply to ``world_size``; or a limit is for a device that there is not.
@@ -72,38 +83,68 @@ class PlacementSettings:
             layout = PlacementSettings({"fc1": 0, "fc2": 1}).resolve(world_size=4, data="auto")
             assert (layout.data, layout.pipeline) == (2, 2)
         """
+        inner = Layout.resolve(world_size, own="data", sequence=sequence, tensor=tensor)
+        there = _There(inner.data, world_size, inner.sequence * inner.tensor)
         if data != "auto":
             Layout.resolve(data if isinstance(data, int) else 1, own="data", data=data)  # is it a size at all
-        places = self.named
-        if places is None:
-            copies = 1 if data == "auto" else data
-            if world_size % copies:
-                raise ValueError(
-                    f"data_parallel_size={copies}, but the Trainer starts {world_size} processes (devices * "
-                    f"num_nodes), which is no multiple of {copies}. Write a data_parallel_size that divides "
-                    f"{world_size}, or leave it 'auto', which makes one copy of the model."
-                )
-            places = world_size // copies
-        elif world_size % places or data not in ("auto", world_size // places):
-            raise ValueError(self._mismatch(places, world_size, data))
+        places = self._named_places(pipeline, there, data) if self.named else _free_places(own, pipeline, there, data)
         unknown = [place for place in self.limits if place >= places]
         if unknown:
             raise ValueError(
                 f"max_memory has a limit for device {unknown[0]}, but a copy of the model has the devices "
                 f"{_range(places)}. Leave it out."
             )
-        return Layout(data=world_size // places, pipeline=places)
+        return Layout(there.count // places, places, inner.sequence, inner.tensor)
 
-    def _mismatch(self, places: int, world_size: int, data: Size) -> str:
-        assert isinstance(self.placement, Mapping)
+    def _named_places(self, pipeline: Size, there: _There, data: Size) -> int:
+        assert isinstance(self.placement, Mapping) and self.named is not None
+        places = self.named
         name = next(name for name, place in self.placement.items() if place == places - 1)
-        product = f"{places}" if data == "auto" else f"data_parallel_size={data} * {places} = {data * places}"
-        must = f"a multiple of {places}" if data == "auto" else f"{data * places}"
-        return (
-            f"placement[{name!r}] = {places - 1} is the largest index, so a copy of the model takes {places} devices "
-            f"({_range(places)}): {product} does not fit the {world_size} processes that the Trainer starts (devices * "
-            f"num_nodes). Set devices * num_nodes to {must}, or use other indices."
+        largest = f"placement[{name!r}] = {places - 1} is the largest index, so a copy of the model takes"
+        if pipeline not in ("auto", 1, places):
+            raise ValueError(
+                f"{largest} {places} devices, but pipeline_parallel_size={pipeline!r}. Leave the latter out."
+            )
+        if there.count % places or data not in ("auto", there.count // places):
+            product = f"{places}" if data == "auto" else f"data_parallel_size={data} * {places} = {data * places}"
+            fitting = (places if data == "auto" else data * places) * there.inner
+            raise ValueError(
+                f"{largest} {places} devices ({_range(places)}): {product} does not fit the {there}. Set devices * "
+                f"num_nodes to {'a multiple of ' if data == 'auto' else ''}{fitting}, or use other indices."
+            )
+        return places
+
+
+@dataclass(frozen=True)
+class _There:
+    """The devices that there are for the layers: ``count`` times ``inner`` ranks of other axes."""
+
+    count: int
+    world_size: int
+    inner: int
+
+    def __str__(self) -> str:
+        started = f"{self.world_size} processes that the Trainer starts (devices * num_nodes)"
+        return started if self.inner == 1 else f"{self.count} devices of {self.inner} ranks among the {started}"
+
+
+def _free_places(own: AxisName, pipeline: Size, there: _There, data: Size) -> int:
+    """The devices of a copy where the placement takes as many as there are."""
+    if own != "pipeline" and pipeline == 1:
+        raise ValueError(
+            "pipeline_parallel_size=1, but this placement needs to know how many devices a copy of the model has. "
+            "Write pipeline_parallel_size=2 or more, or name the devices: placement={'encoder': 0, 'decoder': 1}."
         )
+    if pipeline != "auto":
+        return Layout.resolve(there.count, own=own, data=data, pipeline=pipeline).pipeline
+    copies = 1 if data == "auto" else data
+    if there.count % copies:
+        raise ValueError(
+            f"data_parallel_size={copies}, but the Trainer starts {there.world_size} processes (devices * num_nodes), "
+            f"which is no multiple of {copies * there.inner}. Write a data_parallel_size that divides {there.count}, "
+            "or leave it 'auto', which makes one copy of the model."
+        )
+    return there.count // copies
 
 
 def check_placement(placement: object) -> None:

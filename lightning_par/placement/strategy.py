@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
+from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.launch import StartMethod
-from lightning_par.layout import Layout, Size
-from lightning_par.pipeline.staged import StagedMixin
-from lightning_par.placement.settings import Chooser, PlacementSettings
-from lightning_par.placement.spread import PlacementSpread
-from lightning_par.strategy.saving import check_distributed
+from lightning_par.layout import AxisName
+from lightning_par.placement.settings import Chooser
 
 
-class LayerPlacementMixin(StagedMixin):
+class LayerPlacementMixin(HybridParallelMixin):
     """Puts each layer on the device that you say, in any order, back and forth; left-over devices are data parallel.
 
     Args:
@@ -23,6 +21,7 @@ class LayerPlacementMixin(StagedMixin):
             and activations. A module that is not named follows the one around it, or else the layer before it.
             Indices count from 0 in each copy of the model.
         microbatches: Into how many parts each batch is cut, so that devices work on different ones at a time.
+            ``"auto"`` takes 1.
         data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes what devices a dict
             leaves, and one copy otherwise.
         max_memory: The bytes that devices may hold of parameters and of the activations of a batch, as
@@ -50,10 +49,12 @@ class LayerPlacementMixin(StagedMixin):
         Trainer(strategy=LayerPlacementStrategy({"fc1": 0, "fc2": 1, "fc3": 1, "fc4": 0}), devices=2)
     """
 
+    own_axis: AxisName = "pipeline"
+
     def __init__(
         self,
         placement: Literal["balanced"] | dict[str, int] | Chooser = "balanced",
-        microbatches: int = 1,
+        microbatches: int | Literal["auto"] = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
         max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
@@ -62,22 +63,15 @@ class LayerPlacementMixin(StagedMixin):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
-        self.settings = PlacementSettings(placement, microbatches, max_memory, allow_batch_coupling)
-        super().__init__(process_group_backend, timeout, start_method)
-        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
-        self.data_parallel_size: Size = data_parallel_size
-
-    axis_name = "placement"
-
-    def resolve_layout(self, world_size: int) -> Layout:
-        return self.settings.resolve(world_size, self.data_parallel_size)
-
-    def make_spread(self, timeout: timedelta) -> PlacementSpread:
-        return PlacementSpread(self.groups, self.settings, timeout)
-
-    def _shard_model(self, trainer: Any) -> None:
-        super()._shard_model(trainer)
-        if self.groups.pipeline.size == 1:
-            assert self.lightning_module is not None
-            spread = self.make_spread(self.timeout or timedelta(minutes=30))
-            spread.check_alone(trainer, self.lightning_module, self.root_device)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size="auto",
+            microbatches=microbatches,
+            placement=placement,
+            max_memory=max_memory,
+            allow_batch_coupling=allow_batch_coupling,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )

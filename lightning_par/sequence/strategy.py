@@ -5,15 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Literal
 
+from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.launch import StartMethod
-from lightning_par.layout import Layout, Size
-from lightning_par.sequence.plan import check_sequence_dim
-from lightning_par.sequence.scheme import check_asked, ulysses_size
-from lightning_par.strategy import StrategyMixin
-from lightning_par.strategy.saving import check_distributed
+from lightning_par.layout import AxisName
 
 
-class SequenceParallelMixin(StrategyMixin):
+class SequenceParallelMixin(HybridParallelMixin):
     """Splits long sequences over the devices, attention exact; each device holds the whole model.
 
     What others also call context parallelism. (Megatron's "sequence parallelism" is ``shard_residual`` of
@@ -47,6 +44,8 @@ class SequenceParallelMixin(StrategyMixin):
         Trainer(strategy=SequenceParallelStrategy(attention="ring"), devices=4)
     """
 
+    own_axis: AxisName = "sequence"
+
     def __init__(
         self,
         sequence_parallel_size: int | Literal["auto"] = "auto",
@@ -58,18 +57,13 @@ class SequenceParallelMixin(StrategyMixin):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
-        check_asked(attention)
-        check_sequence_dim(sequence_dim)
-        super().__init__(process_group_backend, timeout, start_method)
-        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
-        self.attention = attention
-        self.sequence_parallel_size: Size = sequence_parallel_size
-        self.data_parallel_size: Size = data_parallel_size
-        self.sequence_dim = sequence_dim
-
-    def resolve_layout(self, world_size: int) -> Layout:
-        layout = Layout.resolve(
-            world_size, own="sequence", data=self.data_parallel_size, sequence=self.sequence_parallel_size
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            sequence_parallel_size=sequence_parallel_size,
+            attention=attention,
+            sequence_dim=sequence_dim,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-        ulysses_size(self.attention, layout.sequence)
-        return layout

@@ -5,14 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Literal
 
+from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.launch import StartMethod
-from lightning_par.layout import Layout, Size
-from lightning_par.strategy import StrategyMixin
-from lightning_par.strategy.saving import check_distributed
-from lightning_par.tensor.plan import check_styles
+from lightning_par.layout import AxisName
 
 
-class TensorParallelMixin(StrategyMixin):
+class TensorParallelMixin(HybridParallelMixin):
     """Splits every layer's weights over the devices; what is left of the devices becomes data parallel.
 
     Args:
@@ -43,6 +41,8 @@ class TensorParallelMixin(StrategyMixin):
         Trainer(strategy=TensorParallelStrategy(tensor_parallel_size=2), devices=4)
     """
 
+    own_axis: AxisName = "tensor"
+
     def __init__(
         self,
         tensor_parallel_size: int | Literal["auto"] = "auto",
@@ -54,13 +54,13 @@ class TensorParallelMixin(StrategyMixin):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: StartMethod = "auto",
     ) -> None:
-        check_styles(plan)
-        super().__init__(process_group_backend, timeout, start_method)
-        self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
-        self.tensor_parallel_size: Size = tensor_parallel_size
-        self.data_parallel_size: Size = data_parallel_size
-        self.plan = plan
-        self.shard_residual = shard_residual
-
-    def resolve_layout(self, world_size: int) -> Layout:
-        return Layout.resolve(world_size, own="tensor", data=self.data_parallel_size, tensor=self.tensor_parallel_size)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            plan=plan,
+            shard_residual=shard_residual,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
