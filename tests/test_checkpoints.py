@@ -163,12 +163,20 @@ def data(words: int = 11) -> DataLoader[Tensor]:
     return DataLoader(torch.randint(0, words, (4 * BATCHES, 7), generator=generator), batch_size=4)  # type: ignore
 
 
-def trainer_for(layout: str, folder: str | Path, **options: Any) -> Trainer:
-    """Every replica takes the same batches, so that each layout has the same one device to equal."""
+def trainer_for(layout: str, folder: str | Path, distributed: Any = False, **options: Any) -> Trainer:
+    """Every replica takes the same batches, so that each layout has the same one device to equal.
+
+    Args:
+        layout: one of `LAYOUTS`.
+        folder: for what the Trainer writes.
+        distributed: the strategy's `save_distributed_checkpoint`; with it one device has a strategy, too.
+        options: for the Trainer.
+    """
     strategy: dict[str, Any] = {}
-    if (sizes := LAYOUTS[layout]) is not None:
-        usual = PipelineParallelStrategy if "microbatches" in sizes else TensorParallelStrategy
-        strategy = dict(strategy=STRATEGIES.get(layout, usual)(**sizes))
+    if (sizes := LAYOUTS[layout]) is not None or distributed:
+        usual = PipelineParallelStrategy if "microbatches" in (sizes or {}) else TensorParallelStrategy
+        made = STRATEGIES.get(layout, usual)(**(sizes or {}), save_distributed_checkpoint=distributed)
+        strategy = dict(strategy=made)
     defaults: dict[str, Any] = dict(
         max_epochs=1,
         precision=None if "plugins" in options else "64-true",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from lightning_par.checkpoint import swap
 from lightning_par.checkpoint.chunks import Chunk, Writers, chunks_of, share_out, whole_chunk
@@ -86,7 +87,10 @@ class Writing:
             dcp.save(self.tensors, storage_writer=writer, planner=self.planner, process_group=group)
             if self.inventory.is_first:
                 self._publish()
-        except Exception as error:  # torch's own tell all ranks of it
+        except CheckpointException as error:  # no Exception; all ranks have it
+            causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+            failure = "; ".join(f"Rank {rank}: {type(x).__name__}: {x}" for rank, x in causes.items())
+        except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         told = [failure]
         dist.broadcast_object_list(told, src=0, group=group)
