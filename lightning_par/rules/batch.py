@@ -159,15 +159,15 @@ def cosine_similarity(func: Any, x1: Tensor, x2: Tensor, dim: int = 1, eps: floa
 
 
 @rule("searchsorted")
-def searchsorted(func: Any, x: Tensor, values: Any, **kwargs: Any) -> Any:
+def searchsorted(func: Any, sorted_sequence: Tensor, input: Any, **kwargs: Any) -> Any:
     """Each value by itself, or each row of values in its own row."""
-    if not isinstance(values, Tensor) or any(isinstance(value, Tensor) for value in kwargs.values()):
+    if not isinstance(input, Tensor) or any(isinstance(value, Tensor) for value in kwargs.values()):
         return NotImplemented
-    if x.ndim > 1:
-        return by_rows(func, {"sorted_sequence": 1, "input": 1}, (x, values), kwargs)
-    if isinstance(x, ShardedTensor):
+    if sorted_sequence.ndim > 1:
+        return by_rows(func, {"sorted_sequence": 1, "input": 1}, (sorted_sequence, input), kwargs)
+    if isinstance(sorted_sequence, ShardedTensor):
         return NotImplemented
-    return by_rows(lambda values, x: func(x, values, **kwargs), {"input": 0}, (values, x), {})
+    return by_rows(lambda values, x: func(x, values, **kwargs), {"input": 0}, (input, sorted_sequence), {})
 
 
 @rule("embedding_bag")

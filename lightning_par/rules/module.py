@@ -19,7 +19,7 @@ def has_compatible_shallow_copy_type(func: Any, x: Tensor, other: Tensor) -> boo
 
 
 @rule("_nested_tensor_from_mask_left_aligned")
-def left_aligned(func: Any, x: Tensor, mask: Tensor) -> bool:
+def left_aligned(func: Any, t: Tensor, mask: Tensor) -> bool:
     """Whether `nn.TransformerEncoder` may leave padding out: no valid token of ``mask`` follows one that isn't."""
     whole = full(mask)
     return not bool((whole[:, 1:] & ~whole[:, :-1]).any())

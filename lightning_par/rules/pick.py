@@ -72,6 +72,7 @@ def index_select(func: Any, x: Any, dim: int, index: Tensor) -> Any:
 
 @rule("repeat", "tile")
 def repeat(func: Any, x: Any, *sizes: Any, **kwargs: Any) -> Any:
+    sizes = sizes or tuple(kwargs.pop(name) for name in ("dims", "repeats") if name in kwargs)
     times = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     if kwargs or not isinstance(x, ShardedTensor) or not times or min(times) < 1:
         return NotImplemented

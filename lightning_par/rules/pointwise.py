@@ -86,11 +86,11 @@ def new(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("copy_")
-def copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    if not isinstance(x, ShardedTensor) or source.shape != x.shape:
+def copy_(func: Any, x: Tensor, other: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(x, ShardedTensor) or other.shape != x.shape:
         return NotImplemented
     refuse_lost_write(func, x)
-    x._local.copy_(x.part_of(source), non_blocking)
+    x._local.copy_(x.part_of(other), non_blocking)
     return x
 
 

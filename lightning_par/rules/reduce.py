@@ -143,21 +143,21 @@ def along_another_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return type(out)(parts) if isinstance(out, tuple) else parts[0]
 
 
-def _across(func: Any, x: Any, dims: list[int], *args: Any, **kwargs: Any) -> Any:
-    """The few of them that have an exact form over the sharded dim."""
+def _across(func: Any, x: Any, along: list[int], /, *args: Any, **kwargs: Any) -> Any:
+    """The few of them that have an exact form over the sharded dim; ``kwargs`` may have a ``dims`` of their own."""
     keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 and isinstance(args[1], bool) else False)
     if func.__name__ == "argmax" and not isinstance(args[0] if args else None, Tensor):
-        return argmax(x, dims[0], keepdim)
-    if func.__name__ == "glu" and x.shape[dims[0]] % 2 == 0:
-        a, gate = x.chunk(2, dims[0])
+        return argmax(x, along[0], keepdim)
+    if func.__name__ == "glu" and x.shape[along[0]] % 2 == 0:
+        a, gate = x.chunk(2, along[0])
         return a * gate.sigmoid()
     if func.__name__ == "logsumexp":
-        return logsumexp(x, dims, keepdim)
+        return logsumexp(x, along, keepdim)
     if func.__name__ in ("softmax", "log_softmax"):
         dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
         given = dtype or kernel_dtype(x, lambda like: func(like, 0))
         x = x.to(accumulated_in(given))
-        logits = x - logsumexp(x, dims, keepdim=True)
+        logits = x - logsumexp(x, along, keepdim=True)
         return (logits if func.__name__ == "log_softmax" else logits.exp()).to(given)
     return NotImplemented
 

@@ -29,12 +29,13 @@ from lightning_par.view import ShardedTensor, moves
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 _resolved: dict[Any, Rule | None] = {}
-_keywords: dict[Rule, frozenset[str] | None] = {}
+_keywords: dict[Rule, tuple[frozenset[str], bool]] = {}  # a rule's parameters, and whether it takes any others
 
 # Names that torch knows for one parameter, and the rules' name for it.
 _ALIASES = {
     "axis": "dim", "keepdims": "keepdim", "other": "b", "mat2": "b", "vec": "b", "split_size_or_sections": "split_size",
-    "split_sizes": "split_size", "indices_or_sections": "chunks", "sections": "chunks",
+    "split_sizes": "split_size", "indices_or_sections": "chunks", "sections": "chunks", "tensor": "b", "axis0": "dim0",
+    "axis1": "dim1",
 }  # fmt: skip
 
 _running: Any = None  # the function whose rule runs
@@ -82,15 +83,14 @@ def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Call a rule whose parameters may have other names than torch's."""
     if found not in _keywords:
         parameters = inspect.signature(found).parameters.values()
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        _keywords[found] = None if takes_all else frozenset(p.name for p in parameters)
-    names = _keywords[found]
+        _keywords[found] = frozenset(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names, takes_all = _keywords[found]
     if not args and "condition" not in kwargs:
-        first = next((name for name in ("input", "tensor", "tensors") if name in kwargs), None)
+        first = next((name for name in ("input", "tensor", "tensors") if name in kwargs and name not in names), None)
         if first is not None:
             args = (kwargs[first],)
             kwargs = {name: value for name, value in kwargs.items() if name != first}
-    if names is None:
+    if takes_all:
         kwargs = {_ALIASES[name] if name in ("axis", "keepdims") else name: x for name, x in kwargs.items()}
     else:
         kwargs = {name if name in names else _ALIASES.get(name, name): x for name, x in kwargs.items()}
