@@ -29,7 +29,7 @@ Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 Kind = Literal["forward", "backward"]
 Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
 # What functions of sharded tensors send for.
-_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention"}
+_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -43,6 +43,7 @@ class Transfer:
     numel: int
     nbytes: int
     ranks: int
+    stays: int | None = None  # bytes of an all-to-all for the rank itself
 
     @property
     def sent(self) -> float:
@@ -50,6 +51,8 @@ class Transfer:
 
         A message counts at its sender, under "send".
         """
+        if self.stays is not None:
+            return self.nbytes - self.stays
         share = (self.ranks - 1) / self.ranks
         shares = {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0, "recv": 0.0}
         return self.nbytes * shares.get(self.verb, share)
@@ -172,11 +175,13 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
-    def _log(self, verb: Verb, purpose: str, numel: int, nbytes: int, ranks: int | None = None) -> None:
+    def _log(
+        self, verb: Verb, purpose: str, numel: int, nbytes: int, ranks: int | None = None, stays: int | None = None
+    ) -> None:
         if self.guard is not None and purpose in _OF_SHARDS:
             self.guard()
         for opened in _open_ledgers:
-            opened.transfers.append(Transfer(verb, self.name, purpose, numel, nbytes, ranks or self.size))
+            opened.transfers.append(Transfer(verb, self.name, purpose, numel, nbytes, ranks or self.size, stays))
 
     def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Reduce ``x`` in place over the axis; returns it. Booleans reduce as ``max`` (any) or ``min`` (all)."""
@@ -222,7 +227,8 @@ class Axis:
         if self.size == 1:
             return x
         out = x.new_empty((sum(received), *x.shape[1:]))
-        self._log("all_to_all", purpose, x.numel(), x.numel() * x.element_size())
+        row = x[:1].numel() * x.element_size()
+        self._log("all_to_all", purpose, x.numel(), sum(sent) * row, stays=sent[self.rank] * row)
         dist.all_to_all_single(out, x, received, sent, group=self.group)
         return out
 

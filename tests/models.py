@@ -1162,6 +1162,30 @@ class LSTM(Base):
         return F.cross_entropy(self(x).transpose(1, 2), y)
 
 
+class CausalConv(Base):
+    """A language model whose tokens are mixed by short convolutions, as in Mamba, and shifts, as in RWKV."""
+
+    def __init__(self, width: int = 16, kernel: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, width)
+        self.mixed = nn.Conv1d(width, width, kernel, groups=width, padding=kernel - 1)
+        self.wide = nn.Conv1d(width, 2 * width, kernel - 1, dilation=2)
+        self.attention = Attention(width, heads=2, length=8)
+        self.shifted, self.head = nn.Linear(width, width), nn.Linear(width, 48)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).transpose(1, 2)
+        x = x + F.silu(self.mixed(x)[..., : ids.shape[1]])
+        gate, value = self.wide(F.pad(x, (2 * self.wide.kernel_size[0] - 2, 0))).chunk(2, dim=1)
+        x = (x + gate.sigmoid() * value).transpose(1, 2)
+        x = x + self.attention(x)
+        return self.head(torch.lerp(x, F.pad(x, (0, 0, 1, -1)), self.shifted(x).sigmoid()))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+
 class UNet(Base):
     """Denoises; skips are concatenated."""
 
@@ -1489,6 +1513,7 @@ MODELS: dict[str, Case] = {
     "lstm": Case(LSTM, text()),
     "gru": Case(lambda: LSTM(nn.GRU), text()),
     "lstm_cell": Case(lambda: LSTM(hand=True), text()),
+    "causal_conv": Case(CausalConv, text()),
     "unet": Case(UNet, images()),
     "conv_net": Case(lambda: Classifier(ConvNet()), images(), couples=True),
     "vit": Case(lambda: Classifier(ViT()), images()),

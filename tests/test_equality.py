@@ -99,15 +99,15 @@ PIPELINES = [
 # gradients of gradients, several optimizers.
 TOKENS = """
     gpt_tied gpt_masked gpt_sdpa_mask gqa_sdpa loss_ignore loss_ragged loss_accuracy gpt_checkpointed gpt_own_clip
-    gpt_lora torch_encoder_length_first encoder_decoder lightning_demo lstm vit hf_bert hf_llama hf_t5
-    mlp_gradient_penalty gan
+    gpt_lora torch_encoder_length_first encoder_decoder lightning_demo lstm causal_conv vit hf_vit hf_bert hf_llama
+    hf_t5 mlp_gradient_penalty gan
 """.split()
 
 SEQUENCES = [
     *(Row(case, "sp2") for case in TOKENS),
     *(Row(case, "sp2-ring") for case in ("gpt_tied", "gqa_sdpa", "hf_t5")),
     Row("gqa_sdpa", "sp2-gather"),
-    Row("gpt_5_heads", "sp4-ring"),
+    *(Row(case, "sp4-ring") for case in ("gpt_5_heads", "causal_conv")),
     Row("gpt_tied", "sp4-product"),
     Row("loss_ignore", "dp2-sp2"),
     Row("gpt_groups", "dp2-sp2", dict(accumulate=2)),

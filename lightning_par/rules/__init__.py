@@ -13,6 +13,7 @@ from lightning_par.rules import (  # noqa: F401
     autograd,
     batch,
     contract,
+    convolution,
     layers,
     lists,
     loss,

@@ -1,4 +1,4 @@
-"""Functions that treat each sample by itself: convolutions, pools, resizing, normalisation by stored statistics.
+"""Functions that treat each sample by itself: resizing, some pools, normalisation by stored statistics.
 
 The dims of an argument before its last few, its core, are rows: a sharded one stays sharded in the result.
 """
@@ -19,10 +19,9 @@ Cores = dict[str, int]
 """How many of the last dims of each argument with rows belong together; below zero: all but so many of the first."""
 
 _BY_ROWS: dict[str, Cores] = {
-    **{f"conv{n}d": {"input": n + 1} for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": {"input": n + 1} for n in (1, 2, 3)},
     **{f"{kind}_pool{n}d": {"input": n} for n in (1, 2, 3)
-       for kind in ("max", "avg", "lp", "adaptive_max", "adaptive_avg")},
+       for kind in ("lp", "adaptive_max", "adaptive_avg")},
     **{f"{kind}_pool{n}d_with_indices": {"input": n} for n in (1, 2, 3) for kind in ("max", "adaptive_max")},
     **{f"max_unpool{n}d": {"input": n, "indices": n} for n in (1, 2, 3)},
     "interpolate": {"input": -2},
@@ -107,15 +106,6 @@ def instance_norm(
         return NotImplemented
     args = (x, running_mean, running_var, weight, bias, use_input_stats, *args)
     return by_rows(func, {"input": -1}, args, kwargs)
-
-
-@rule("pad")
-def pad(func: Any, x: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    """Pads the last dims."""
-    pad = list(pad)
-    while mode == "constant" and pad[-2:] == [0, 0]:
-        pad = pad[:-2]
-    return by_rows(func, {"input": len(pad) // 2}, (x, pad, mode, value), {})
 
 
 @rule("affine_grid")

@@ -4,6 +4,7 @@ from tests.rule_cases import (
     attention,
     batch,
     contract,
+    convolution,
     layers,
     lists,
     loss,
@@ -15,5 +16,19 @@ from tests.rule_cases import (
     shape,
 )
 
-_TABLES = (pointwise, shape, contract, reduce, layers, loss, row_loss, attention, lists, batch, pick, recurrent)
+_TABLES = (
+    pointwise,
+    shape,
+    contract,
+    reduce,
+    layers,
+    loss,
+    row_loss,
+    attention,
+    lists,
+    batch,
+    pick,
+    recurrent,
+    convolution,
+)
 CASES = [case for table in _TABLES for case in table.CASES]
