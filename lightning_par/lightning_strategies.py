@@ -1,10 +1,11 @@
-"""The strategies and the callback for ``lightning.pytorch``; for ``pytorch_lightning`` see `lightning_par.pl`."""
+"""The strategies and the callbacks for ``lightning.pytorch``; for ``pytorch_lightning`` see `lightning_par.pl`."""
 
 from __future__ import annotations
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_par.guard import ReplicaGuardMixin
 from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.namespace import LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
@@ -41,3 +42,8 @@ class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):
 
 class ScheduleTrace(ScheduleTraceMixin, Callback):
     __doc__ = ScheduleTraceMixin.__doc__
+
+
+class ReplicaGuard(ReplicaGuardMixin, Callback):
+    __doc__ = ReplicaGuardMixin.__doc__
+    namespace = LIGHTNING

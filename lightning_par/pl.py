@@ -1,10 +1,11 @@
-"""The strategies and the callback for ``pytorch_lightning``; for ``lightning.pytorch`` see `lightning_par` itself."""
+"""The strategies and the callbacks for ``pytorch_lightning``; for ``lightning.pytorch`` see `lightning_par` itself."""
 
 from __future__ import annotations
 
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
+from lightning_par.guard import ReplicaGuardMixin
 from lightning_par.hybrid.strategy import HybridParallelMixin
 from lightning_par.namespace import PYTORCH_LIGHTNING
 from lightning_par.pipeline.strategy import PipelineParallelMixin
@@ -41,3 +42,8 @@ class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):  # type: ig
 
 class ScheduleTrace(ScheduleTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
     __doc__ = ScheduleTraceMixin.__doc__
+
+
+class ReplicaGuard(ReplicaGuardMixin, Callback):  # type: ignore[misc]  # typed for the other
+    __doc__ = ReplicaGuardMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
