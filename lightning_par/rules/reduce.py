@@ -156,9 +156,9 @@ def _across(func: Any, x: Any, along: list[int], /, *args: Any, **kwargs: Any) -
     if func.__name__ in ("softmax", "log_softmax"):
         dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), None)
         given = dtype or kernel_dtype(x, lambda like: func(like, 0))
-        x = x.to(accumulated_in(given))
-        logits = x - logsumexp(x, along, keepdim=True)
-        return (logits if func.__name__ == "log_softmax" else logits.exp()).to(given)
+        below, weights, _, total = _below_top(x.to(accumulated_in(given)), along)
+        # Not `x - logsumexp(x)`: beside a mask's -1e38 the logarithm of a sum is lost.
+        return (below - total.log() if func.__name__ == "log_softmax" else weights / total).to(given)
     return NotImplemented
 
 
@@ -189,14 +189,20 @@ def logsumexp(x: Any, dims: list[int], keepdim: bool) -> Tensor:
     """Over the sharded dim: two all-reduces of what is left."""
     if not x.is_floating_point():
         return NotImplemented
-    x._axis.no_shares("logsumexp")
     given = kernel_dtype(x, lambda like: like.logsumexp(0))
-    x = x.to(accumulated_in(given))
-    top = peak(x, dims)
-    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
-    total = comm.leave((x._local - top).exp().sum(dims, keepdim=True), x._axis, "loss")
+    _, _, top, total = _below_top(x.to(accumulated_in(given)), dims)
     out = top + total.log()
     return (out if keepdim else out.squeeze(dims)).to(given)
+
+
+def _below_top(x: ShardedTensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x`` less its largest entry along ``dims``, its exponential, that entry, and the exponential's sum."""
+    x._axis.no_shares("logsumexp")
+    top = peak(x, dims)
+    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
+    below = x.with_local(x._local - top)
+    weights = x.with_local(below._local.exp())
+    return below, weights, top, comm.leave(weights._local.sum(dims, keepdim=True), x._axis, "loss")
 
 
 def argmax(x: ShardedTensor, dim: int, keepdim: bool) -> Tensor:

@@ -35,7 +35,7 @@ class Arguments:
         mask_is_cut: whether ``mask`` has this rank's rows only; else all rows, or one for all.
         batch: the leading dims before the heads, whose product is B.
         dims: of the result.
-        fused: whether torch takes a kernel whose result lies in memory as the query does, not in order.
+        fused: whether torch takes a fused kernel, whose result lies in memory as the query does, not in order.
     """
 
     q: Tensor
@@ -87,8 +87,7 @@ def read(
     dims = max(x.ndim for x in (query, key, value))
     batch, H = target[:-3], target[-3]
     q = _four(query._local, batch).expand(prod(batch), H, -1, -1)
-    mask_grad = mask is not None and mask.requires_grad
-    fused = dims == 4 and query.shape[-1] == value.shape[-1] and not mask_grad and (p == 0.0 or q.is_cuda)
+    fused = _fused(query, key, value, mask, p, gqa)
     mask = None if rows is None else _four(rows, batch)
     k, v = _four(k, batch), _four(v, batch)
     return Arguments(q, k, v, mask, query._positions, key_positions, is_cut, batch, dims, fused)
@@ -101,6 +100,21 @@ def _as_autocast(x: Tensor) -> Tensor:
         return x
     dtype = torch.get_autocast_dtype(kind)
     return x.with_local(x._local.to(dtype)) if isinstance(x, ShardedTensor) else x.to(dtype)
+
+
+def _fused(query: ShardedTensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, gqa: bool) -> bool:
+    """Whether torch takes a fused kernel; on CPU by the checks of its ``sdp_utils_cpp``."""
+    if any(x.ndim != 4 for x in (query, key, value)) or query.shape[-1] != value.shape[-1]:
+        return False
+    if mask is not None and mask.requires_grad:
+        return False
+    if query.is_cuda:
+        return True
+    rows = [x._local if isinstance(x, ShardedTensor) else x for x in (query, key, value)]
+    (B, H), *others = (x.shape[:2] for x in (query, key, value))
+    alike = others[0] == others[1] and others[0][0] == B and (gqa or others[0][1] == H)
+    known = alike and p == 0.0 and (mask is None or mask.ndim in (2, 4))
+    return known and all(x.stride(-1) == 1 for x in rows) and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:

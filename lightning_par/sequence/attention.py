@@ -88,10 +88,14 @@ def _attend(
     if grid.ring is None:
         with sharded_draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
+            if not call.fused and mask is not None and rows.shift(mask) is not None:
+                # Kernels differ there, see `rows`: of five dims torch, too, takes none that is fused.
+                q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+            out = out.squeeze(0) if out.ndim > 4 else out
     else:
         key = streams.next_key(axis.rank) if p > 0.0 else 0
-        task = rows.Task(outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key)
+        task = rows.Task(outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused)
         out = rows.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
     if grid.ulysses is not None:
         (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)

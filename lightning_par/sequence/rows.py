@@ -54,6 +54,7 @@ class Task:
         scale: what the scores are multiplied with.
         dropout: the probability to drop a weight.
         key: of the stream that dropout masks come from.
+        fused: whether one device takes a fused kernel, which keeps log-sum-exps and not the weights for backward.
     """
 
     queries: Positions
@@ -63,6 +64,7 @@ class Task:
     scale: float
     dropout: float = 0.0
     key: int = 0
+    fused: bool = False
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: Carrier) -> Tensor:
@@ -97,7 +99,7 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # it would round what is kept in float32
             rows = _Forward(q, v, mask, task)
             carrier.forward(k, v, rows.meet)
-            out, lse = rows.result()
+            out, lse = rows.result(task.fused)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.task, ctx.carrier = task, carrier
         return out
@@ -121,7 +123,7 @@ class _Rows:
     def __init__(self, q: Tensor, mask: Tensor | None, task: Task) -> None:
         self.q = wide(q) if q.device.type == "cpu" else q  # what the kernel does there for each block
         self.mask, self.task = mask, task
-        self.shift = None if mask is None else _shift(mask)
+        self.shift = None if mask is None else shift(mask)
 
     def _calls(self, source: int) -> Iterator[tuple[Call, Block]]:
         """The kernel calls for the keys of ``source``; what the mask hides altogether is left out."""
@@ -176,10 +178,12 @@ class _Forward(_Rows):
             self.lse = like.new_full(self.shape[:3], -torch.inf)
         return self.out, self.lse
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self, fused: bool) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp as `kernel.attend_backward` takes it."""
         out, lse = self._totals()
-        return out.to(self.dtype), lse.masked_fill(torch.isneginf(lse), torch.inf)
+        lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
+        # Beside -1e38 the sum of n weights is lost: one device then weighs each key by 1 in backward, not by 1 / n.
+        return out.to(self.dtype), lse + self.shift.squeeze(-1) if fused and self.shift is not None else lse
 
 
 class _Backward(_Rows):
@@ -187,6 +191,7 @@ class _Backward(_Rows):
         self, q: Tensor, mask: Tensor | None, task: Task, grad: Tensor, out: Tensor, lse: Tensor, need_mask: bool
     ) -> None:
         super().__init__(q, mask, task)
+        self.shift = None if task.fused else self.shift  # in the log-sum-exp already
         self.grad, self.out, self.lse = grad, out, lse
         self.q_grad = torch.zeros_like(wide(q))
         self.mask_grad = torch.zeros_like(wide(mask)) if mask is not None and need_mask else None
@@ -224,8 +229,15 @@ def _added(total: Tensor | None, part: Tensor | None, x: Tensor, rows: slice) ->
     return total
 
 
-def _shift(mask: Tensor) -> Tensor | None:
-    """What to subtract from each query's scores (B|1, H|1, T|1, 1) where all of the mask is huge; see `Block`."""
+def shift(mask: Tensor) -> Tensor | None:
+    """What to subtract from each query's scores (B|1, H|1, T|1, 1) where all of the mask is huge; see `Block`.
+
+    None where no row's mask is.
+
+    Example::
+
+        assert shift(torch.tensor([[0.0, -1e9], [-1e9, -1e9]])).tolist() == [[0.0], [-1e9]]
+    """
     if mask.dtype == torch.bool or not mask.numel():
         return None
     top = wide(mask.detach()).amax(-1, keepdim=True)

@@ -16,6 +16,8 @@ every = [(0,), (1,), (2,)]
 holes = torch.where(flags(4, 6, 3), -math.inf, x).index_fill(1, torch.tensor([2]), 0.5)
 nans = torch.where(flags(4, 6, 3) & flags(4, 6, 3), math.nan, x)
 zeros = x * flags(4, 6, 1)
+_LOWEST = torch.finfo(torch.float64).min
+_hidden = flags(4, 6, 3).double().index_fill(0, torch.tensor([1]), 1.0)  # some rows altogether
 
 CASES = [
     *[
@@ -167,6 +169,10 @@ CASES = [
         }.items()
     ],
     Case("softmax with -inf", lambda x: (F.softmax(x, 1), x.logsumexp(1)), [holes], every),
+    Case(
+        "softmax of the smallest", lambda x: (F.softmax(x, 1), F.log_softmax(x, 1)), [x.clamp(max=0) + _LOWEST], every
+    ),
+    Case("softmax of masked", lambda x: F.softmax(x + _hidden * _LOWEST, 1), [x], every),
     Case("softmax large", lambda x: (F.softmax(x, 1), F.log_softmax(x, 1), x.logsumexp(1)), [x * 1e4], every),
     Case("logsumexp of -inf alone", lambda x: x.detach().logsumexp(1), [torch.full((2, 4), -math.inf)], [(1,)]),
     Case("softmax of NaN", lambda x: F.softmax(x.detach(), 1), [nans], every),
