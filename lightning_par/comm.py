@@ -29,7 +29,7 @@ Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 Kind = Literal["forward", "backward"]
 Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
 # What functions of sharded tensors send for.
-_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo"}
+_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -124,6 +124,8 @@ class Axis:
     """Of a tensor sharded over two axes, the one of smaller depth is the outer one."""
     pretends = False
     """Whether nothing moves along it, since tensors are fake."""
+    stores = False
+    """Whether its ranks store parts of weights that each of them uses whole."""
     gradient_shares = False
     """Whether each rank has a share of a replicated tensor's gradient, they sum to the whole; else each has all."""
 

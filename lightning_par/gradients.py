@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_par import shares
 from lightning_par.comm import Axis
+from lightning_par.data.stored import Stored
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor, leaf
 
+_NOBODY = Axis("data", (0,), 0, None)
 BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to start early
 
 
@@ -197,6 +199,8 @@ class GradientSync:
 
     def _along(self, parameter: Tensor) -> Axis:
         """The ranks that sum the gradients of ``parameter``."""
+        if isinstance(parameter, Stored):
+            return _NOBODY  # what gathered it has averaged
         return self._split if isinstance(parameter, ShardedTensor) else self._axis
 
     def _fill_buckets(self, leaves: list[tuple[Tensor, Axis]]) -> None:

@@ -19,6 +19,9 @@ _OWN = {
     "_is_param",
     "_origin",
     "_recipe",
+    "_peers",
+    "_inner",
+    "_split",
 }  # what makes a tensor of ours what it is
 
 

@@ -114,7 +114,11 @@ def whole_in_hooks(leaves: Sequence[Tensor], axes: Axes) -> Iterator[None]:
 def sharing(x: Tensor, axes: Axes) -> Axes:
     """The ``axes`` whose ranks have shares of the gradient of ``x``: not those along which it is a part."""
     parts = parts_along(x)
-    return tuple(axis for axis in axes if all(axis is not other for other in parts)) if parts else axes
+    return tuple(axis for axis in axes if not any(_lies_along(axis, other) for other in parts)) if parts else axes
+
+
+def _lies_along(axis: Axis, part: Axis) -> bool:
+    return axis is part or part.stores and {*axis.ranks} <= {*part.ranks}
 
 
 def ranks(axes: Axes) -> int:

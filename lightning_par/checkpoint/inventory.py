@@ -51,6 +51,7 @@ class Inventory:
 
     Args:
         groups: the mesh axes.
+        everywhere: whether other copies of the model hold parts of the one that is saved.
 
     Example::
 
@@ -61,12 +62,13 @@ class Inventory:
                 torch.save(weights, "file")
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, everywhere: bool = False) -> None:
         self.groups = groups
         self.items: list[Item] = []
-        self.serves = groups.replica.ranks[0] == 0
+        among = groups.world if everywhere else groups.replica
+        self.serves = among.ranks[0] == 0
         """Whether this rank is in the copy of the model that is saved."""
-        self._courier = Courier(groups.world, groups.replica.ranks) if self.serves else None
+        self._courier = Courier(groups.world, among.ranks) if self.serves else None
         self.scratch = Scratch()
         self._known: dict[int, tuple[Tensor, Item]] = {}
         self._closed = False

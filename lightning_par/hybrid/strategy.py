@@ -29,6 +29,9 @@ class HybridParallelMixin(StagedMixin):
         pipeline_parallel_size: Ranks that share one copy of the model, layer by layer.
         sequence_parallel_size: Ranks that share a sequence.
         tensor_parallel_size: Ranks that share every layer's weights.
+        data_parallel: ``"ddp"``: each copy of the model stores all of its weights. ``"fsdp"``: the ranks that use the
+            same weights, along data and sequence, store a part each, and of gradients and the optimizer's state.
+            Weights are gathered where they are used, and let go.
         schedule: As for `PipelineParallelStrategy`.
         microbatches: As for `PipelineParallelStrategy`; with a ``placement``, ``"auto"`` takes 1.
         stages: As for `PipelineParallelStrategy`.
@@ -65,6 +68,7 @@ class HybridParallelMixin(StagedMixin):
         pipeline_parallel_size: int | Literal["auto"] = 1,
         sequence_parallel_size: int | Literal["auto"] = 1,
         tensor_parallel_size: int | Literal["auto"] = 1,
+        data_parallel: Literal["ddp", "fsdp"] = "ddp",
         schedule: ScheduleName = "1f1b",
         microbatches: int | Literal["auto"] = "auto",
         stages: dict[str, int] | list[str] | None = None,
@@ -86,7 +90,10 @@ class HybridParallelMixin(StagedMixin):
         self.settings = settings_of(
             schedule, microbatches, stages, placement, max_memory, allow_batch_coupling, type(self).__name__
         )
+        if data_parallel not in ("ddp", "fsdp"):
+            raise ValueError(f"data_parallel must be 'ddp' or 'fsdp', got {data_parallel!r}.")
         super().__init__(process_group_backend, timeout, start_method)
+        self.data_parallel = data_parallel
         self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
         self.pipeline_parallel_size: Size = pipeline_parallel_size
@@ -112,6 +119,8 @@ class HybridParallelMixin(StagedMixin):
                 f"shard_residual=True shares out the residual stream's tokens over the tensor axis, but "
                 f"sequence_parallel_size={layout.sequence} shares them out already. Write shard_residual=False."
             )
+        if self.shard_residual and self.data_parallel == "fsdp":
+            raise ValueError("shard_residual=True does not go with data_parallel='fsdp' yet. Leave one of them out.")
         return layout
 
     @property
@@ -129,3 +138,4 @@ class HybridParallelMixin(StagedMixin):
             assert self.lightning_module is not None
             spread = PlacementSpread(self.groups, self.settings, self.timeout or timedelta(minutes=30))
             spread.check_alone(trainer, self.lightning_module, self.root_device)
+        self._store_parts()

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_par import comm, private, stale
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
-from lightning_par.rules import mixed
+from lightning_par.rules import mixed, stored
 from lightning_par.rules.report import gathers as gathers
 from lightning_par.rules.report import on_gather as on_gather
 from lightning_par.rules.report import user_line as user_line
@@ -54,6 +54,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
+    if stored.gather is not None and _rule_of(func) is not _metadata and not private.in_functorch():
+        whole = stored.with_whole(func, args, kwargs)
+        if whole is not None:
+            return func(*whole[0], **whole[1])
     if mixed.possible and mixed.needed(args, kwargs):
         return mixed.by_axis(func, args, kwargs)
     if stale.is_any():
@@ -63,10 +67,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `dispatch`, where the arguments are sharded over one axis alone."""
-    try:
-        found = _resolved[func]
-    except KeyError:
-        found = _resolved[func] = _resolve(func)
+    found = _rule_of(func)
     if found is not _metadata and private.in_functorch():
         return run_in_transform(func, args, kwargs)
     global _running
@@ -77,6 +78,14 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     return run_whole(func, args, kwargs)
+
+
+def _rule_of(func: Any) -> Rule | None:
+    try:
+        return _resolved[func]
+    except KeyError:
+        found = _resolved[func] = _resolve(func)
+        return found
 
 
 def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_par import precision, private
 from lightning_par.clipping import Counting
+from lightning_par.comm import Axis
 from lightning_par.deferred.materialise import materialise
 from lightning_par.gradients import GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
@@ -75,7 +76,12 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        precision.adapt(self.precision_plugin, self.groups.replica, self._counting())
+        precision.adapt(self.precision_plugin, self._sharers, self._counting())
+
+    @property
+    def _sharers(self) -> Axis:
+        """The ranks that must know of each other's overflows: those whose gradients are not equal."""
+        return self.groups.replica if self._storing is None else self.groups.world
 
     def _counting(self) -> Counting | None:
         """Which parameters count on this rank, where each rank has others."""

@@ -22,6 +22,7 @@ class BuildingMixin(RanksMixin):
         # `Trainer.init_module` enters it, too, when there are no ranks yet. Where all ranks hold all weights there is
         # nothing to defer.
         splits = self._groups is not None and self.groups.tensor.size * self.groups.pipeline.size > 1
+        splits = splits or self.stores_parts
         if module is None or not splits:
             yield
             return

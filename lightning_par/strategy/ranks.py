@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_par import generators, launch, private, state
 from lightning_par.comm import Axis
+from lightning_par.data.sharing import Storing
 from lightning_par.gradients import GradientSync
 from lightning_par.launch import StartMethod
 from lightning_par.layout import Groups, Layout, make_groups
@@ -47,9 +48,11 @@ class RanksMixin(_Base):
         self._gradients: GradientSync | None = None
         self._sharding: Sharding | None = None
         self._planning: Planning | None = None
+        self._storing: Storing | None = None
         self._meeting: Meeting | None = None
         self.plan: dict[str, str] | None = None
         self.shard_residual = False
+        self.data_parallel = "ddp"
         self.attention: Asked = "auto"
         self.sequence_dim: SequenceDim = None
         self._synced_batch_norm = False
@@ -82,6 +85,11 @@ class RanksMixin(_Base):
     @property
     def _stages(self) -> Axis | None:
         return None if self._groups is None else self._groups.pipeline
+
+    @property
+    def stores_parts(self) -> bool:
+        """Whether ranks that use the same weights store a part of them each."""
+        return self.data_parallel == "fsdp" and self._groups is not None and self._groups.gradients.size > 1
 
     @property
     def root_device(self) -> torch.device:

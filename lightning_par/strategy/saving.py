@@ -85,10 +85,10 @@ class SavingMixin(RanksMixin):
             return own
         save = self._running_save()
         if save is None:
-            inventory = Inventory(self._groups)
+            inventory = Inventory(self._groups, self.stores_parts)
             return whole(take(inventory), inventory)
         if self._inventory is None or self._inventory[0] is not save:
-            self._inventory = save, Inventory(self._groups)
+            self._inventory = save, Inventory(self._groups, self.stores_parts)
         return take(self._inventory[1])
 
     def _running_save(self) -> FrameType | None:
@@ -106,10 +106,10 @@ class SavingMixin(RanksMixin):
         if self._groups is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        save, inventory = self._inventory or (None, Inventory(self._groups))
+        save, inventory = self._inventory or (None, Inventory(self._groups, self.stores_parts))
         self._inventory = None
         if save is not self._running_save():  # what an earlier one, that failed, has left
-            inventory = Inventory(self._groups)
+            inventory = Inventory(self._groups, self.stores_parts)
         self._background.finish()
         if self.groups.pipeline.size > 1:  # callbacks may have added copies, plain on the ranks that hold them
             checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_par import state
 from lightning_par.comm import Axis
+from lightning_par.data.sharing import Storing
 from lightning_par.meeting import Meeting
 from lightning_par.module_hooks import refuse_partial_hooks
 from lightning_par.rules import mixed
@@ -37,8 +38,11 @@ class ShardsMixin(RanksMixin):
                 show_plan(plan, self.attention, groups.layout, self._planning.seconds)
         self._sharding = Sharding(groups, self.plan)
         self._sharding.apply(trainer, self.lightning_module)
-        if split:
-            self._meeting = Meeting(split[0] if len(split) == 1 else groups.stage_of_replica, self.timeout)
+        if self.stores_parts:
+            self._storing = Storing(groups)
+        if split or self._storing is not None:
+            among = split[0] if len(split) == 1 else groups.stage_of_replica
+            self._meeting = Meeting(among if self._storing is None else groups.stage, self.timeout)
             for axis in self._talking():
                 axis.guard = self._meeting
         if self._planning is not None:
@@ -60,7 +64,16 @@ class ShardsMixin(RanksMixin):
         groups = self.groups
         grid = getattr(getattr(groups.sequence, "attention", None), "grid", None)
         found = [groups.sequence, groups.tensor, groups.tensor.residual, *([] if grid is None else vars(grid).values())]
-        return [axis for axis in found if axis is not None]
+        stored = [] if self._storing is None else [self._storing.peers, self._storing.all]
+        return [axis for axis in (*found, *stored) if axis is not None]
+
+    def _store_parts(self) -> None:
+        """Called when this rank holds what its stage uses: keep a part of it."""
+        if self._storing is not None:
+            assert self.lightning_module is not None
+            self._storing.apply(self.lightning_module)
+            if self.groups.world.rank == 0:
+                print(self._storing.line(self.lightning_module), flush=True)
 
     def _close_meeting(self) -> None:
         if self._groups is not None:
@@ -74,6 +87,8 @@ class ShardsMixin(RanksMixin):
         if self._sharding is not None and self.lightning_module is not None:
             for optimizer in self.optimizers:
                 state.unshard_optimizer_state(optimizer, self._stages)
+            if self._storing is not None:
+                self._storing.undo(self.lightning_module)
             self._unspread_model()
             trainer: Any = self.lightning_module.trainer
             if self._planning is not None:
@@ -81,7 +96,7 @@ class ShardsMixin(RanksMixin):
                 make_held_whole([self.lightning_module, *trainer.callbacks])
             self._sharding.undo(self.lightning_module, trainer.callbacks)
         whole_residual(self.groups.tensor)
-        self._sharding = self._planning = None
+        self._sharding = self._planning = self._storing = None
 
     def _unspread_model(self) -> None:
         """Called before parts of weights are joined: bring back the weights that other ranks hold."""

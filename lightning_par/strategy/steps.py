@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_par import generators
 from lightning_par.batch import broadcast_batch
+from lightning_par.data.using import in_step, let_go
 from lightning_par.random import streams
 from lightning_par.shares import shared_over
 from lightning_par.strategy.ranks import RanksMixin
@@ -75,7 +76,7 @@ class StepsMixin(RanksMixin):
     def _draws(self, step: int) -> Generator[None, None, None]:
         streams.begin_step(torch.initial_seed() + self.groups.data.rank, step)
         try:
-            with self._step():
+            with self._step(), in_step(self._storing is None or step < 0):
                 yield
         finally:
             streams.end_step()
@@ -89,6 +90,7 @@ class StepsMixin(RanksMixin):
             self._gradients.before_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
+        let_go()
         if self._gradients is not None:
             self._gradients.after_backward()
 

@@ -1,0 +1,76 @@
+"""From weights that every replica stores to parts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par import intercept
+from lightning_par.data.stored import StorageAxis, Stored
+from lightning_par.data.using import gathered, let_go, let_go_after_calls
+from lightning_par.identity import become, swappable
+from lightning_par.layout import Groups
+from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.rules import stored
+from lightning_par.table import bytes_text
+from lightning_par.view import ShardedTensor, leaf
+
+
+class Storing:
+    """The weights of one module in one run of a Trainer's entry point, stored in parts.
+
+    Args:
+        groups: the mesh axes.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        copies = groups.data.size
+        self.peers = StorageAxis(groups.gradients, copies)
+        self.all = StorageAxis(groups.stage, copies)
+        self.groups = groups
+        self._hooks: list[Any] = []
+
+    def apply(self, module: nn.Module) -> None:
+        """Keep this rank's part of every parameter that it holds. No communication.
+
+        All ranks must hold the same weights, whole or split over the tensor axis.
+        """
+        intercept.install()
+        stored.gather = gathered
+        with swappable(module.modules()):
+            for name, parameter in _to_store(module):
+                become(parameter, Stored.of(parameter, self.all, self.peers), name)
+        self._hooks = let_go_after_calls(module)
+
+    def undo(self, module: nn.Module) -> None:
+        """Give every rank what it held before. All ranks must call it."""
+        for hook in self._hooks:
+            hook.remove()
+        let_go()
+        with swappable(module.modules()):
+            for name, parameter in module.named_parameters():
+                if isinstance(parameter, Stored):
+                    become(parameter, parameter.unstored(), name)
+
+    def line(self, module: nn.Module) -> str:
+        """What the start-up table says of it."""
+        size, used = 0, 0
+        for p in module.parameters():
+            if not is_elsewhere(p):
+                held = leaf(p)
+                size += held.numel() * held.element_size()
+                used += (p.shape.numel() if isinstance(p, Stored) else held.numel()) * held.element_size()
+        return (
+            f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
+            f"{bytes_text(used)}; gathered where they are used."
+        )
+
+
+def _to_store(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    for name, p in module.named_parameters():
+        if is_elsewhere(p) or isinstance(p, Stored) or p.ndim == 0:
+            continue
+        if isinstance(p, ShardedTensor) or p.numel():
+            yield name, p

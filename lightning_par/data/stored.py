@@ -1,0 +1,142 @@
+"""Weights of which each rank stores a part, and which are gathered where they are used: fully sharded data parallelism.
+
+A `Stored` weight is a sharded tensor of which the ranks along data and sequence hold the parts. Whatever computes with
+it gets the whole weight, gathered; the gather's backward is a reduce-scatter, which averages over replicas. What a
+module's call has gathered is let go at its end, and gathered again in backward, in place of being kept for it. (ZeRO
+stage 3, arXiv 1910.02054.)
+
+Torch's ``fully_shard`` was turned down: it gathers in the hooks of modules' calls, so a weight that is used elsewhere, as
+a tied head's, is not there; and it puts plain tensors into the modules, where a weight that is split over the tensor
+axis, too, must be a sharded one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par import comm
+from lightning_par.comm import Axis
+from lightning_par.positions import Positions
+from lightning_par.view import ShardedTensor, full, leaf
+
+PURPOSE = "parameters"
+
+
+class StorageAxis(Axis):
+    """Ranks that store parts of weights which each of them uses whole.
+
+    Args:
+        axis: the ranks.
+        copies: how many of them have a gradient of their own, to be averaged.
+    """
+
+    stores = True
+    gradient_shares = True
+
+    def __init__(self, axis: Axis, copies: int) -> None:
+        super().__init__("data", axis.ranks, axis.rank, axis.group)
+        self.copies = copies
+
+
+class Stored(ShardedTensor):
+    """A parameter of which this rank stores a part.
+
+    ``axis`` and ``positions`` say who stores what of it, over all ranks that have any of it. Where it is split over the
+    tensor axis, too, these are more than the ranks that use this rank's part of it, ``peers``.
+    """
+
+    _peers: StorageAxis
+    _inner: Positions
+    _split: tuple[Positions, Axis] | None
+
+    @staticmethod
+    def of(parameter: Tensor, axis: StorageAxis, peers: StorageAxis) -> Stored:
+        """The part of ``parameter``, whole or split over the tensor axis, that this rank stores, as a fresh leaf.
+
+        Args:
+            parameter: the same on all ``peers``.
+            axis: all ranks that have any of it; the tensor ranks beside one of ``peers`` follow one another.
+            peers: those that have the same of it.
+        """
+        within = parameter if isinstance(parameter, ShardedTensor) else None
+        held = leaf(parameter)
+        dim = _dim_of(held, peers.size) if within is None else within._dim
+        inner = Positions.even(held.shape[dim], peers.size)
+        part = comm._own_part(held.detach(), dim, inner, peers).clone(memory_format=torch.contiguous_format)
+        own = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+        positions = inner if within is None else _composed(within._positions, within._axis.size, peers.size)
+        self = Stored(own, dim, positions, peers if within is None else axis)
+        self._peers, self._inner = peers, inner
+        self._split = None if within is None else (within._positions, within._axis)
+        self._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks of a subclass
+        return self
+
+    def gathered(self) -> Tensor:
+        """The whole weight, or all of what the tensor axis leaves this rank; all peers must call it."""
+        local = self._local
+        if local.requires_grad and torch.is_grad_enabled():
+            local = _Averaged.apply(local, self._peers.copies)
+        return self._used(comm.gather(local, self._dim, self._inner, self._peers, PURPOSE))
+
+    def full_tensor(self, purpose: str = "gather") -> Tensor:
+        """The whole weight, plain, on every rank. All of them must call it."""
+        if self._local.requires_grad and torch.is_grad_enabled():
+            return full(self.gathered())  # whose backward averages
+        return super().full_tensor(purpose)
+
+    def _used(self, held: Tensor) -> Tensor:
+        held._is_param = True  # type: ignore[attr-defined]  # to the rules it is no part of a batch
+        return held if self._split is None else ShardedTensor(held, self._dim, *self._split)
+
+    def unstored(self) -> Tensor:
+        """The parameter as it was before; all peers must call it."""
+        with torch.no_grad():
+            held = comm.gather(self._local.detach(), self._dim, self._inner, self._peers, "unshard")
+            own = torch.nn.Parameter(held.clone(), requires_grad=self.requires_grad)
+            if self._local.grad is not None:
+                own.grad = comm.gather(self._local.grad, self._dim, self._inner, self._peers, "unshard").clone()
+        used = self._used(own)
+        if used is not own:
+            used._is_param = True  # type: ignore[attr-defined]
+        return used
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) not in memo:
+            plain = super().__deepcopy__(memo)
+            copied = Stored(plain._local, self._dim, self._positions, self._axis)
+            copied._peers, copied._inner, copied._split = self._peers, self._inner, self._split
+            copied._is_param = True  # type: ignore[attr-defined]
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+class _Averaged(torch.autograd.Function):
+    """Gradients that are summed over replicas, averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.copies, None
+
+
+def _dim_of(x: Tensor, ranks: int) -> int:
+    """The dim to share out: the first one if every rank gets something of it, else the largest."""
+    if x.ndim == 0:
+        raise ValueError("a parameter without dims has no parts")
+    return 0 if x.shape[0] >= ranks else max(range(x.ndim), key=lambda dim: x.shape[dim])
+
+
+def _composed(split: Positions, tensor: int, peers: int) -> Positions:
+    """Who stores which index, where each of ``tensor`` ranks' indices are shared out over its ``peers``."""
+    owner = split.owner.copy()
+    for rank in range(tensor):
+        own = split.indices(rank)
+        owner[own] = Positions.even(len(own), peers).owner * tensor + rank
+    return Positions.of(owner)

@@ -1,0 +1,104 @@
+"""Stored weights where they are used: gathered once for a module's call, let go at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import comm
+from lightning_par.data.stored import PURPOSE, Stored
+from lightning_par.view import ShardedTensor, full, leaf
+
+
+@dataclass
+class _Kept:
+    weight: Stored
+    version: int
+    used: Tensor
+
+
+_kept: dict[tuple[int, bool], _Kept] = {}  # by the weight's id, and whether it was gathered for backward
+_memories: dict[int, tuple[Stored, int]] = {}  # those of gathered weights: whose, at which version
+
+
+def gathered(x: ShardedTensor) -> Tensor:
+    """The whole weight that is stored in parts, as it is used; all ranks that use it must call it."""
+    if not isinstance(x, Stored):
+        return full(x)  # a gradient, or something else that lies as a weight does
+    key = id(x), torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
+    known = _kept.get(key)
+    if known is None or known.weight is not x or known.version != x._local._version:
+        used = x.gathered()
+        known = _kept[key] = _Kept(x, x._local._version, used)
+        _memories[leaf(used).untyped_storage()._cdata] = x, x._local._version
+    return known.used
+
+
+def let_go(weights: Iterable[Tensor] | None = None) -> None:
+    """Forget what was gathered of ``weights``, or of all."""
+    if weights is None:
+        _kept.clear()
+        _memories.clear()
+        return
+    for x in weights:
+        for key in ((id(x), True), (id(x), False)):
+            known = _kept.pop(key, None)
+            if known is not None:
+                _memories.pop(leaf(known.used).untyped_storage()._cdata, None)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """A gathered weight that backward needs, or a view of it, to be gathered again."""
+
+    weight: Stored
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def get(self) -> Tensor:
+        x = self.weight
+        if x._local._version != self.version:
+            raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
+        held = comm.gather(x._local.detach(), x._dim, x._inner, x._peers, PURPOSE)
+        return held.as_strided(self.size, self.stride, self.offset)
+
+
+def _packed(x: Tensor) -> Tensor | _Again:
+    weight, version = _memories.get(x.untyped_storage()._cdata, (None, 0))
+    if weight is None:
+        return x
+    return _Again(weight, version, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+
+def _unpacked(x: Tensor | _Again) -> Tensor:
+    return x.get() if isinstance(x, _Again) else x
+
+
+@contextmanager
+def in_step(keep: bool) -> Iterator[None]:
+    """Around a step. What is gathered is let go at its end at the latest; unless ``keep``, backward gathers again."""
+    try:
+        if keep:
+            yield
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
+                yield
+    finally:
+        let_go()
+
+
+def let_go_after_calls(module: nn.Module) -> list[Any]:
+    """Have every module in ``module`` let go of its own weights after each call; returns handles to undo that."""
+
+    def after(m: nn.Module, args: Any, output: Any) -> None:
+        let_go(m._parameters.values())  # type: ignore[arg-type]
+
+    owners = [m for m in module.modules() if any(isinstance(p, Stored) for p in m._parameters.values())]
+    return [m.register_forward_hook(after, always_call=True) for m in owners]
