@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,9 +38,16 @@ def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     global _axes
     before, _axes = _axes, _shared(axes)
     try:
-        yield
+        with _uncompiled() if _axes else contextlib.nullcontext():
+            yield
     finally:
         _axes = before
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[None]:
+    """Compiled submodules run as written: a graph would take in what ranks say to each other, and hide it from rules."""
+    compiled = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()  # type: ignore[return-value]
 
 
 def shared_around(axes: Sequence[Axis]) -> None:

@@ -34,6 +34,7 @@ class AttentionUse:
     itemsize: int
     causal: bool
     masked: bool
+    place: str = ""  # the line of the first of them
 
     @property
     def shapes(self) -> Shapes:
@@ -41,7 +42,10 @@ class AttentionUse:
 
     def scheme(self, asked: Asked, ranks: int) -> Scheme:
         degree = ulysses_size(asked, ranks)
-        return choose(asked, ranks, self.shapes, (degree,) if 1 < degree < ranks else ())
+        try:
+            return choose(asked, ranks, self.shapes, (degree,) if 1 < degree < ranks else ())
+        except ValueError as error:
+            raise ValueError(f"Attention at {self.place}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ def make_plan(
     found = sequence_lengths(recording)
     dims = _wished(shapes, names, wish) if wish is not None else tuple(_guess(x, found, ranks) for x in recording.batch)
     uses = attention_uses(recording)
-    zigzag = any(use.causal and use.scheme(asked, ranks).ring > 1 for use in uses)
+    schemes = [use.scheme(asked, ranks) for use in uses]  # of all of them: one may be impossible
+    zigzag = any(use.causal and scheme.ring > 1 for use, scheme in zip(uses, schemes))
     return SequencePlan(ranks, shapes, dims, tuple(names), zigzag, uses, stopped=recording.stopped)
 
 
@@ -127,6 +132,7 @@ def sequence_lengths(recording: Recording) -> set[int]:
 def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:
     """The calls of `scaled_dot_product_attention`, those alike together."""
     counted: Counter[tuple[Any, ...]] = Counter()
+    places: dict[tuple[Any, ...], str] = {}
     for event in recording.events:
         if event.name == "scaled_dot_product_attention":
             query, key = _given(event, 0, "query"), _given(event, 1, "key")
@@ -137,7 +143,8 @@ def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:
             sizes = (heads, kv_heads, query.shape[-2], key.shape[-2], batch, query.shape[-1], query.element_size())
             form = (*sizes, causal, masked)
             counted[form] += 1
-    return tuple(AttentionUse(count, *key) for key, count in counted.items())
+            places.setdefault(form, event.place)
+    return tuple(AttentionUse(count, *form, places[form]) for form, count in counted.items())
 
 
 def _given(event: Event, place: int, name: str) -> Any:
