@@ -144,7 +144,7 @@ def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:
             form = (*sizes, causal, masked)
             counted[form] += 1
             places.setdefault(form, event.place)
-    return tuple(AttentionUse(count, *form, places[form]) for form, count in counted.items())
+    return tuple(AttentionUse(count, *(*form, places[form])) for form, count in counted.items())
 
 
 def _given(event: Event, place: int, name: str) -> Any:
