@@ -115,6 +115,18 @@ def images(channels: int = 1, size: int = 8, classes: int = 5) -> Callable[[int]
     return make
 
 
+def sounds(bands: int = 6, frames: int = 16, vocab: int = 48, length: int = 8) -> Callable[[int], list[Any]]:
+    """Samples of a spectrogram and the tokens that were spoken."""
+
+    def make(seed: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(SAMPLES, bands, frames, generator=generator)
+        labels = torch.randint(3, vocab, (SAMPLES, length), generator=generator)
+        return [dict(input_features=a, labels=b) for a, b in zip(x, labels, strict=True)]
+
+    return make
+
+
 def pairs(vocab: int = 24, source: int = 7, target: int = 6) -> Callable[[int], list[Any]]:
     """Samples (source tokens padded with 0, target tokens)."""
 
@@ -1255,10 +1267,11 @@ class ViT(nn.Module):
             x = x + self.gamma1 * self.attn(self.norm1(x))
             return x + self.gamma2 * self.mlp(self.norm2(x))
 
-    def __init__(self, width: int = 32, heads: int = 4) -> None:
+    def __init__(self, width: int = 32, heads: int = 4, size: int = 8) -> None:
         super().__init__()
         self.patch = nn.Conv2d(1, width, 4, stride=4)
-        self.cls, self.positions = nn.Parameter(torch.randn(1, 1, width)), nn.Parameter(torch.randn(1, 5, width) * 0.02)
+        self.cls = nn.Parameter(torch.randn(1, 1, width))
+        self.positions = nn.Parameter(torch.randn(1, (size // 4) ** 2 + 1, width) * 0.02)
         self.blocks = nn.Sequential(*(ViT.Layer(width, heads) for _ in range(2)))
         self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 5)
 
@@ -1311,6 +1324,14 @@ def hf_vit(t: Any) -> nn.Module:
             **sizes, patch_size=4, num_channels=1, num_labels=5, hidden_dropout_prob=0, attention_probs_dropout_prob=0
         )
     )
+
+
+def whisper(t: Any) -> nn.Module:
+    sizes = dict(d_model=32, num_mel_bins=6, max_source_positions=8, max_target_positions=8, vocab_size=48)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    config = t.WhisperConfig(**sizes, **heads, **tokens, encoder_layers=2, decoder_layers=2, dropout=0.0)
+    return t.WhisperForConditionalGeneration(config)
 
 
 def llama(t: Any, **kwargs: Any) -> nn.Module:
@@ -1517,10 +1538,12 @@ MODELS: dict[str, Case] = {
     "unet": Case(UNet, images()),
     "conv_net": Case(lambda: Classifier(ConvNet()), images(), couples=True),
     "vit": Case(lambda: Classifier(ViT()), images()),
+    "vit_16": Case(lambda: Classifier(ViT(size=16)), images(size=16)),
     # Hugging Face
     "hf_gpt2": hugging_face(gpt2),
     "hf_gpt2_eager": hugging_face(lambda t: gpt2(t, attn_implementation="eager"), dicts(masked=True)),
     "hf_bert": hugging_face(bert, dicts(masked=True)),
+    "hf_whisper": hugging_face(whisper, sounds()),
     "hf_vit": hugging_face(hf_vit, renamed(images(), "pixel_values", "labels")),
     "hf_llama": hugging_face(llama),
     "hf_llama_eager": hugging_face(lambda t: llama(t, attn_implementation="eager"), dicts(masked=True)),

@@ -7,17 +7,20 @@ stays whole, and a wrong dim is split right, if to no use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from lightning_par.record import Event, Recording
 from lightning_par.sequence.scheme import Asked, Scheme, Shapes, choose, ulysses_size
+from lightning_par.view import ShardedTensor, moves
 
 Shape = tuple[int, ...]
 SequenceDim = int | Mapping[str, int] | None
+
+_TRIED = 3  # dims of a tensor that may become the sequence; each costs a trial run
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,33 @@ def sequence_lengths(recording: Recording) -> set[int]:
         looked_up = [_given(e, 0, "input") for e in recording.events if e.name == "embedding"]
         found = {x.shape[-1] for x in looked_up if isinstance(x, Tensor) and x.ndim > 1}
     return found
+
+
+def other_plans(recording: Recording, plan: SequencePlan) -> Iterator[SequencePlan]:
+    """With a dim for one more tensor, whose sequence is made within the model, as of an image's rows or of audio.
+
+    Example::
+
+        assert [p.dims for p in other_plans(recording_of_images, plan)] == [(2, None), (3, None)]
+    """
+    for number, (x, found) in enumerate(zip(recording.batch, plan.dims, strict=True)):
+        if found is not None or x.ndim < 3 or not x.is_floating_point():
+            continue
+        long = [dim for dim in range(1, x.ndim) if x.shape[dim] >= 2 * plan.ranks]
+        for dim in sorted(long, key=lambda dim: -x.shape[dim])[:_TRIED]:
+            yield replace(plan, dims=(*plan.dims[:number], dim, *plan.dims[number + 1 :]))
+
+
+def attends_in_parts(split: Recording) -> tuple[int, int]:
+    """How many calls of attention each rank makes for its own tokens alone, and how many there are.
+
+    Args:
+        split: one run of the step as if the batch were split.
+    """
+    asking = [_given(e, 0, "query") for e in split.events if e.name == "scaled_dot_product_attention"]
+    asking += [e.inputs[0] for e in split.events if e.name == "softmax" and e.inputs and e.inputs[0].ndim > 2]
+    parts = [x for x in asking if isinstance(x, ShardedTensor) and moves(x) and x.sharded_dim == x.ndim - 2]
+    return len(parts), len(asking)
 
 
 def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:

@@ -20,7 +20,7 @@ from lightning_par.record import Recording, record_step
 from lightning_par.rules.report import name_of, user_line
 from lightning_par.sequence.axis import SequenceAxis
 from lightning_par.sequence.batch_tensor import mark
-from lightning_par.sequence.plan import SequenceDim, SequencePlan, make_plan
+from lightning_par.sequence.plan import SequenceDim, SequencePlan, attends_in_parts, make_plan, other_plans
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.tokens import Tokens
 from lightning_par.sharding import STEPS
@@ -122,12 +122,26 @@ class Planning:
             return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")
         recording = self._run(trainer, module, batch)
         plan = make_plan(recording, names, ranks, self.wish, self.asked)
-        axis = PlanningAxis(ranks, plan.zigzag)
-        split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, _apply))
+        plan, split = self._tried(trainer, module, batch, plan)
         if split.refused is not None:
             raise ValueError(split.refused)
+        parts, attends = attends_in_parts(split)
+        if self.wish is None and parts < attends:
+            for other in other_plans(recording, plan):
+                tried, split = self._tried(trainer, module, batch, other)
+                more, _ = attends_in_parts(split)
+                if more > parts and split.stopped == recording.stopped:
+                    plan, parts = tried, more
+                if parts == attends:
+                    break
+        return plan
+
+    def _tried(self, trainer: Any, module: nn.Module, batch: Any, plan: SequencePlan) -> tuple[SequencePlan, Recording]:
+        """``plan`` with what gathers under it, and what it was read from."""
+        axis = PlanningAxis(plan.ranks, plan.zigzag)
+        split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, _apply))
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
-        return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped)
+        return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped), split
 
     def _run(self, trainer: Any, module: nn.Module, batch: Any, prepare: Any = None) -> Recording:
         shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
