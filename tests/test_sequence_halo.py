@@ -8,13 +8,16 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_par import shares
 from lightning_par.positions import Positions
 from lightning_par.sequence.blocks import contiguous, zigzag
+from lightning_par.sequence.halo import fetch
+from lightning_par.view import ShardedTensor
 from tests.models import CausalConv
 from tests.pool import Pool
-from tests.ranks import SequenceThreadAxis
+from tests.ranks import SequenceThreadAxis, run_ranks
 from tests.rule_cases.convolution import CASES
 from tests.rule_check import KINDS, Case, check
 from tests.test_sequence_counts import Books, fit
@@ -44,6 +47,24 @@ def test_a_window_needs_no_gather(case: Case) -> None:
     if gathering:
         with pytest.raises(AssertionError, match="gathers"):
             check(case, gathering[:1], Strict)
+
+
+def test_gradients_of_gradients_return_to_their_rows() -> None:
+    positions, wanted = zigzag(8, 2), [np.array([7, 0, 1, 2, -1]), np.array([1, 2, 3, 3])]
+    x = torch.randn(8, dtype=torch.float64, requires_grad=True)
+
+    def twice(loss: Tensor, leaf: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), leaf)[0]
+
+    def on_rank(axis: SequenceThreadAxis) -> Tensor:
+        leaf = x.detach()[positions.index(axis.rank, x.device)].requires_grad_()
+        return twice(fetch(ShardedTensor(leaf, 0, positions, axis), wanted).pow(3).sum(), leaf)
+
+    fetched = torch.from_numpy(np.concatenate([rows[rows >= 0] for rows in wanted]))
+    expected = twice(x[fetched].pow(3).sum(), x)
+    for rank, found in enumerate(run_ranks(2, on_rank, kind=SequenceThreadAxis)):
+        torch.testing.assert_close(found, expected[positions.index(rank, x.device)])
 
 
 B, T, WIDTH, KERNEL = 2, 32, 16, 4
