@@ -39,6 +39,8 @@ def save(checkpoint: Any, path: str) -> None:
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     temporary = swap.beside(path)
+    if os.path.isdir(temporary):  # left by a kill while a directory of this name was written
+        swap.remove(temporary)
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_par.checkpoint.scratch import GivenUp
 from lightning_par.checkpoint.unread import Unread
 from lightning_par.elementwise import acts_elementwise, kinds
 from lightning_par.pipeline.elsewhere import is_elsewhere
@@ -117,7 +118,7 @@ class _StandIns:
                 if isinstance(value, ShardedTensor):
                     state[name] = p.part_of(value)
                 elif isinstance(value, Tensor) and value.ndim > 0 and value.shape == p.shape:
-                    state[name] = p.part_of(value).clone()
+                    state[name] = _own(p.part_of(value), value)
         for p in _sharded(self.optimizer):  # those of other groups, if what was loaded has changed a group's options
             for name, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, ShardedTensor):
@@ -159,11 +160,13 @@ class _StandIns:
         ids = [i for group in state_dict.get("param_groups", ()) for i in group["params"]]
         local = {id(p) for p in self.local_parameters()}
         state = dict(state_dict.get("state", {}))
+        given_up = GivenUp()
         for i, p in zip(ids, parameters):
             if is_elsewhere(p):
                 state.pop(i, None)
             elif id(p) in local and i in state:  # cut before the base class moves or casts it whole
                 state[i] = {name: _cut(p, x) for name, x in state[i].items()}
+                given_up.add(2 * p.local.nbytes)  # boxes of a directory, or what is not whole rows of a file
         return {**state_dict, "state": state} if "state" in state_dict else state_dict
 
     def _decide(self) -> None:
@@ -242,7 +245,13 @@ def _cut(p: ShardedTensor, value: Any) -> Any:
         return value
     if isinstance(value, Unread):
         return p.with_local(value.read_part(p.sharded_dim, p.positions.indices(p.axis.rank)))
-    return p.with_local(p.part_of(value).clone())
+    return p.with_local(_own(p.part_of(value), value))
+
+
+def _own(part: Tensor, value: Tensor) -> Tensor:
+    """``part`` of ``value``, in memory of its own."""
+    shared = part.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return part.clone() if shared else part
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -8,6 +8,7 @@ import pickle
 import time
 import warnings
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,15 +44,30 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "pp4": dict(pipeline_parallel_size=4, microbatches=4),
     "zbv": dict(schedule="zbv", microbatches=2),
     "dp2-pp2": dict(pipeline_parallel_size=2, data_parallel_size=2, microbatches=2),
+    "interleaved": dict(pipeline_parallel_size=2, schedule="interleaved_1f1b", microbatches=2),
     "sp2": dict(sequence_parallel_size=2),
     "placed": dict(placement={"embedding": 0, "up": 1, "down": 1, "norm": 0, "head": 0}),
+    "placed3": dict(placement={"embedding": 0, "up": 1, "down": 2, "norm": 0, "head": 1}),  # a weight is tied across
     "pp2-tp2": dict(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
+    "dp2-sp2": dict(data_parallel_size=2, sequence_parallel_size=2),
+    "dp2-placed": dict(data_parallel_size=2, placement={"embedding": 0, "up": 1, "down": 0, "norm": 1, "head": 0}),
+    "sp2-tp2": dict(sequence_parallel_size=2, tensor_parallel_size=2),
+    "pp2-sp2": dict(pipeline_parallel_size=2, sequence_parallel_size=2, microbatches=2),
+    "dp2-pp2-tp2": dict(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
 }
 BATCHES = 3  # in an epoch
-RANKS = {"one": 1, "tp2": 2, "tp4": 4, "dp2-tp2": 4, "pp2": 2, "pp2-whole": 2, "pp4": 4, "zbv": 2, "dp2-pp2": 4}
-RANKS |= {"sp2": 2, "placed": 2, "pp2-tp2": 4}
+
+
+def _ranks(sizes: dict[str, Any] | None) -> int:
+    own = 2 if "schedule" in (sizes or {}) and "pipeline_parallel_size" not in (sizes or {}) else 1
+    own = 1 + max((sizes or {}).get("placement", {"": own - 1}).values())
+    return own * prod(size for name, size in (sizes or {}).items() if name.endswith("_size"))
+
+
+RANKS = {name: _ranks(sizes) for name, sizes in LAYOUTS.items()}
 STRATEGIES: dict[str, Any] = {"sp2": SequenceParallelStrategy, "placed": LayerPlacementStrategy}
-STRATEGIES |= {"pp2-tp2": HybridParallelStrategy}
+STRATEGIES |= dict.fromkeys(("pp2", "pp2-whole", "pp4", "zbv", "interleaved", "dp2-pp2"), PipelineParallelStrategy)
+STRATEGIES |= dict.fromkeys(("one", "tp2", "tp4", "dp2-tp2"), TensorParallelStrategy)
 
 
 class Choice:
@@ -174,9 +190,8 @@ def trainer_for(layout: str, folder: str | Path, distributed: Any = False, **opt
     """
     strategy: dict[str, Any] = {}
     if (sizes := LAYOUTS[layout]) is not None or distributed:
-        usual = PipelineParallelStrategy if "microbatches" in (sizes or {}) else TensorParallelStrategy
-        made = STRATEGIES.get(layout, usual)(**(sizes or {}), save_distributed_checkpoint=distributed)
-        strategy = dict(strategy=made)
+        kind = STRATEGIES.get(layout, HybridParallelStrategy)
+        strategy = dict(strategy=kind(**(sizes or {}), save_distributed_checkpoint=distributed))
     defaults: dict[str, Any] = dict(
         max_epochs=1,
         precision=None if "plugins" in options else "64-true",

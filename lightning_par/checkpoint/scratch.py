@@ -1,4 +1,4 @@
-"""Memory that serves one tensor after another: what is freed piece by piece, the allocator may keep."""
+"""Memory that serves one tensor after another, and memory that is handed back: an allocator may keep what is freed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from math import prod
 
 import torch
 from torch import Tensor
+
+from lightning_par import private
 
 
 class Scratch:
@@ -36,3 +38,27 @@ class Scratch:
             self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # first give up what there is
             self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         return self._memory[:needed].view(dtype).view(shape)
+
+
+class GivenUp:
+    """Memory that is given up piece by piece goes back to the system now and then; the allocator would keep the holes.
+
+    Example::
+
+        given_up = GivenUp()
+        for name, x in state.items():
+            state[name] = x[:10].clone()
+            given_up.add(x.nbytes)
+    """
+
+    LIMIT = 16 << 20  # bytes: going through all holes takes about a millisecond
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes were given up."""
+        self.nbytes += nbytes
+        if self.nbytes >= self.LIMIT:
+            private.trim_memory()
+            self.nbytes = 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.scratch import GivenUp
 from lightning_par.checkpoint.unread import Unread, read_all
 from lightning_par.optimizers import sharded_state
 from lightning_par.pipeline.elsewhere import is_elsewhere
@@ -51,10 +52,12 @@ def detach_from_file(optimizer: Optimizer, given: Container[int]) -> None:
         optimizer: its state may lie in a file that is mapped, or not be read yet.
         given: addresses of tensors that do.
     """
+    given_up = GivenUp()
     for state in optimizer.state.values():
         for name, x in state.items() if isinstance(state, dict) else ():
             if isinstance(x, Unread):
                 state[name] = x.read()
+                given_up.add(x.nbytes)  # it was read in boxes
             elif type(x) is Tensor and x.data_ptr() in given:
                 state[name] = x.clone()
 
