@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         SequenceParallelStrategy,
         TensorParallelStrategy,
     )
+    from lightning_par.verdict import check
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ScheduleTrace",
     "SequenceParallelStrategy",
     "TensorParallelStrategy",
+    "check",
     "ledger",
 ]
 
@@ -54,6 +56,7 @@ _HOME = {
     "ScheduleTrace": "lightning_par.lightning_strategies",
     "SequenceParallelStrategy": "lightning_par.lightning_strategies",
     "TensorParallelStrategy": "lightning_par.lightning_strategies",
+    "check": "lightning_par.verdict",
     "ledger": "lightning_par.comm",
 }
 
