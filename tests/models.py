@@ -1341,6 +1341,13 @@ def llama(t: Any, **kwargs: Any) -> nn.Module:
     return t.LlamaForCausalLM(t.LlamaConfig(**sizes, vocab_size=48, max_position_embeddings=16, **kwargs))
 
 
+def mistral(t: Any) -> nn.Module:
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    return t.MistralForCausalLM(t.MistralConfig(**sizes, vocab_size=48, max_position_embeddings=16, sliding_window=3))
+
+
 def qwen3(t: Any) -> nn.Module:
     sizes = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -1547,6 +1554,7 @@ MODELS: dict[str, Case] = {
     "hf_vit": hugging_face(hf_vit, renamed(images(), "pixel_values", "labels")),
     "hf_llama": hugging_face(llama),
     "hf_llama_eager": hugging_face(lambda t: llama(t, attn_implementation="eager"), dicts(masked=True)),
+    "hf_mistral": hugging_face(mistral, dicts(masked=True)),
     "hf_qwen3": hugging_face(qwen3),
     "hf_gpt_neox": hugging_face(gpt_neox, dicts(masked=True)),
     "hf_gemma2": hugging_face(gemma2),

@@ -100,7 +100,7 @@ PIPELINES = [
 TOKENS = """
     gpt_tied gpt_masked gpt_sdpa_mask gqa_sdpa loss_ignore loss_ragged loss_accuracy gpt_checkpointed gpt_own_clip
     gpt_lora torch_encoder_length_first encoder_decoder lightning_demo lstm causal_conv vit vit_16 hf_vit hf_bert
-    hf_llama hf_t5 hf_whisper mlp_gradient_penalty gan
+    hf_llama hf_mistral hf_t5 hf_whisper mlp_gradient_penalty gan
 """.split()
 
 SEQUENCES = [
