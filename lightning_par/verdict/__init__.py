@@ -43,6 +43,8 @@ def check(
 
     Args:
         module: a LightningModule, its class, or a function that makes one. An instance trains from the weights it has.
+            On a machine with GPUs let it be of a file that can be imported: it is then trained in fresh processes,
+            where one of a script or a notebook is trained in forks of it, which don't work once autograd has run.
         batch: a batch as the step gets it, used for every step; a DataLoader or an iterator gives several, of which
             each step of each copy of the model takes the next one.
         layouts: a list of names (``"tensor_parallel"``), strategies (``PipelineParallelStrategy(microbatches=2)``) and
@@ -57,7 +59,7 @@ def check(
 
     Returns:
         The verdict: true if all layouts are equal to one device, and printable as a table. Under a data axis one device
-        accumulates over the copies' batches, and values that are logged at the end of an epoch are not compared.
+        accumulates over the copies' batches; buffers and what is logged at the end of an epoch are not compared.
 
     Raises:
         ValueError: an argument is out of range or unknown, or there is no batch.

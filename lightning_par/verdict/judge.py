@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -64,6 +64,8 @@ def _judge_one(job: Job, asked: Asked, references: dict[int, Result], timeout: f
             result = replace(result, metrics={})  # each replica's own, or their means: at a step both can be told apart
         expected = replace(reference, metrics=result.metrics and reference.metrics)
         for one in compare(expected, result, asked.copies, synced=_synced(reference, result, asked.copies)):
+            if asked.copies > 1 and one.what.startswith("weight") and one.name in reference.buffers:
+                continue  # each copy's own, as BatchNorm's statistics
             one = _named(one, reference.names)
             key = (one.what, one.name)
             found[key] = max(found.get(key, one), one, key=lambda finding: finding.error)
@@ -102,7 +104,7 @@ def _named(finding: Finding, names: dict[str, str]) -> Finding:
     return replace(finding, name=names[key]) if kind == "optimizer" and key in names else finding
 
 
-def _notes(job: Job, layouts: tuple[Asked, ...], references: Iterable[Result]) -> list[str]:
+def _notes(job: Job, layouts: tuple[Asked, ...], references: Collection[Result]) -> list[str]:
     notes = []
     undropped = sorted({name for one in references for name in one.undropped})
     if undropped:
@@ -115,5 +117,7 @@ def _notes(job: Job, layouts: tuple[Asked, ...], references: Iterable[Result]) -
     if any(one.copies > 1 for one in layouts):
         if len(job.batches) == 1:
             notes.append("All copies of the model saw the same batch. Give a DataLoader, and each sees its own.")
-        notes.append("Under data parallelism, one device accumulated gradients over as many batches.")
+        apart = any(one.buffers for one in references)
+        buffers = " Buffers, of which each copy has its own, are not compared." if apart else ""
+        notes.append(f"Under data parallelism, one device accumulated gradients over as many batches.{buffers}")
     return notes

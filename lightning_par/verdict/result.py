@@ -22,6 +22,7 @@ class Result:
     replica: int = 0
     precision: str = ""
     names: dict[str, str] = field(default_factory=dict)  # "optimizer.id" -> the parameter's name
+    buffers: list[str] = field(default_factory=list)  # their names
     initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)  # one a batch
     step_metrics: list[dict[str, Tensor]] = field(default_factory=list)  # `callback_metrics` after each batch
@@ -53,6 +54,7 @@ class Keep:
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
         self.result.rank, self.result.replica = trainer.global_rank, sampler["rank"]
         self.result.initial = detached(trainer.strategy.lightning_module_state_dict())
+        self.result.buffers = [name for name, _ in pl_module.named_buffers()]
         names = {id(p): name for name, p in pl_module.named_parameters()}
         for i, optimizer in enumerate(trainer.optimizers):
             params = [p for group in optimizer.param_groups for p in group["params"]]
