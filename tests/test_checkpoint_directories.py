@@ -294,6 +294,11 @@ def test_a_directory_that_is_cut_short_is_refused(name: str, saved: Path, tmp_pa
     if "distcp" in name:
         os.truncate(tmp_path / "a" / name, size - 100)
         assert f"cut short: '{name}' has {size - 100} of {size} bytes" in _refused(tmp_path / "a")
+    else:
+        for left in (0, 1, size // 2, size - 1):
+            shutil.copy(saved / name, tmp_path / "a" / name)
+            os.truncate(tmp_path / "a" / name, left)
+            assert f"cut short: '{name}' ends too early" in _refused(tmp_path / "a")
     os.remove(tmp_path / "a" / name)
     assert f"cut short: '{name}' is missing" in _refused(tmp_path / "a")
 

@@ -53,6 +53,9 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "dp2-placed": dict(data_parallel_size=2, placement={"embedding": 0, "up": 1, "down": 0, "norm": 1, "head": 0}),
     "sp2-tp2": dict(sequence_parallel_size=2, tensor_parallel_size=2),
     "pp2-sp2": dict(pipeline_parallel_size=2, sequence_parallel_size=2, microbatches=2),
+    "fsdp2": dict(data_parallel_size=2, data_parallel="fsdp"),
+    "fsdp2-tp2": dict(data_parallel_size=2, tensor_parallel_size=2, data_parallel="fsdp"),
+    "fsdp2-pp2": dict(data_parallel_size=2, pipeline_parallel_size=2, microbatches=2, data_parallel="fsdp"),
     "dp2-pp2-tp2": dict(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
 }
 BATCHES = 3  # in an epoch

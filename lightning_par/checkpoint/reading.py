@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -47,10 +48,11 @@ def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
     place = swap.left_behind(place) if _is_local(files) else place
     present = {os.path.basename(info["name"].rstrip("/")): info["size"] for info in files.ls(place, detail=True)}
     _refuse(path, [f"{name!r} is missing" for name in (METADATA, META) if name not in present])
-    with files.open(f"{place}/{METADATA}", "rb") as file:
-        metadata = _Unpickler(file).load()
+    metadata = _metadata(path, files, place)
     _refuse(path, _missing_files(metadata, present))
     with files.open(f"{place}/{META}", "rb") as file:
+        _refuse(path, [] if zipfile.is_zipfile(file) else [f"{META!r} ends too early"])
+        file.seek(0)
         rest = torch.load(file, map_location="cpu", weights_only=weights_only)
     if OWN not in rest or "tensors" not in rest[OWN]:
         raise ValueError(
@@ -158,6 +160,18 @@ def _refuse(path: str, missing: list[str]) -> None:
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ValueError(f"The checkpoint {path} is cut short: {', '.join(missing[:5])}{more}.")
+
+
+def _metadata(path: str, files: Any, place: str) -> Metadata:
+    try:
+        with files.open(f"{place}/{METADATA}", "rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+            return metadata
+    except (EOFError, pickle.UnpicklingError) as error:
+        _refuse(
+            path, [f"{METADATA!r} ends too early"] if isinstance(error, EOFError) or "truncated" in str(error) else []
+        )
+        raise
 
 
 def _missing_files(metadata: Metadata, present: dict[str, int]) -> list[str]:
