@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_par import intercept
-from lightning_par.data.stored import StorageAxis, Stored
+from lightning_par.data.stored import StorageAxis, Stored, dim_of
 from lightning_par.data.using import gathered, let_go, let_go_after_calls
 from lightning_par.identity import become, swappable
 from lightning_par.layout import Groups
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.rules import stored
 from lightning_par.table import bytes_text
-from lightning_par.view import ShardedTensor, leaf
+from lightning_par.view import leaf
 
 
 class Storing:
@@ -32,17 +31,23 @@ class Storing:
         self.groups = groups
         self._hooks: list[Any] = []
 
-    def apply(self, module: nn.Module) -> None:
-        """Keep this rank's part of every parameter that it holds. No communication.
+    def apply(self, module: nn.Module, throughout: bool = False) -> None:
+        """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
 
         All ranks must hold the same weights, whole or split over the tensor axis.
+
+        Args:
+            module: what this rank's stage uses of it.
+            throughout: whether what is gathered is used until the end of the step, by all of its microbatches.
         """
         intercept.install()
         stored.gather = gathered
         with swappable(module.modules()):
-            for name, parameter in _to_store(module):
-                become(parameter, Stored.of(parameter, self.all, self.peers), name)
-        self._hooks = let_go_after_calls(module)
+            for name, parameter in module.named_parameters():
+                if not is_elsewhere(parameter) and dim_of(parameter, self.peers.size) is not None:
+                    become(parameter, Stored.of(parameter, self.all, self.peers), name)
+        if not throughout:
+            self._hooks = let_go_after_calls(module)
 
     def undo(self, module: nn.Module) -> None:
         """Give every rank what it held before. All ranks must call it."""
@@ -66,11 +71,3 @@ class Storing:
             f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
             f"{bytes_text(used)}; gathered where they are used."
         )
-
-
-def _to_store(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    for name, p in module.named_parameters():
-        if is_elsewhere(p) or isinstance(p, Stored) or p.ndim == 0:
-            continue
-        if isinstance(p, ShardedTensor) or p.numel():
-            yield name, p

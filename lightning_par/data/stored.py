@@ -5,8 +5,8 @@ it gets the whole weight, gathered; the gather's backward is a reduce-scatter, w
 module's call has gathered is let go at its end, and gathered again in backward, in place of being kept for it. (ZeRO
 stage 3, arXiv 1910.02054.)
 
-Torch's ``fully_shard`` was turned down: it gathers in the hooks of modules' calls, so a weight that is used elsewhere, as
-a tied head's, is not there; and it puts plain tensors into the modules, where a weight that is split over the tensor
+Torch's ``fully_shard`` was turned down: it gathers in the hooks of modules' calls, so a weight that is used elsewhere,
+as a tied head's, is not there; and it puts plain tensors into the modules, where a weight that is split over the tensor
 axis, too, must be a sharded one.
 """
 
@@ -63,7 +63,8 @@ class Stored(ShardedTensor):
         """
         within = parameter if isinstance(parameter, ShardedTensor) else None
         held = leaf(parameter)
-        dim = _dim_of(held, peers.size) if within is None else within._dim
+        dim = dim_of(parameter, peers.size)
+        assert dim is not None
         inner = Positions.even(held.shape[dim], peers.size)
         part = comm._own_part(held.detach(), dim, inner, peers).clone(memory_format=torch.contiguous_format)
         own = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -79,7 +80,7 @@ class Stored(ShardedTensor):
         local = self._local
         if local.requires_grad and torch.is_grad_enabled():
             local = _Averaged.apply(local, self._peers.copies)
-        return self._used(comm.gather(local, self._dim, self._inner, self._peers, PURPOSE))
+        return self.used(comm.gather(local, self._dim, self._inner, self._peers, PURPOSE))
 
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole weight, plain, on every rank. All of them must call it."""
@@ -87,9 +88,16 @@ class Stored(ShardedTensor):
             return full(self.gathered())  # whose backward averages
         return super().full_tensor(purpose)
 
-    def _used(self, held: Tensor) -> Tensor:
+    def used(self, held: Tensor) -> Tensor:
+        """What all peers hold of it, as the step uses it."""
         held._is_param = True  # type: ignore[attr-defined]  # to the rules it is no part of a batch
         return held if self._split is None else ShardedTensor(held, self._dim, *self._split)
+
+    def held_like(self) -> Tensor:
+        """Zeros of the shape of what all peers hold of it."""
+        shape = list(self._local.shape)
+        shape[self._dim] = self._inner.size
+        return self._local.new_zeros(shape)
 
     def unstored(self) -> Tensor:
         """The parameter as it was before; all peers must call it."""
@@ -98,7 +106,7 @@ class Stored(ShardedTensor):
             own = torch.nn.Parameter(held.clone(), requires_grad=self.requires_grad)
             if self._local.grad is not None:
                 own.grad = comm.gather(self._local.grad, self._dim, self._inner, self._peers, "unshard").clone()
-        used = self._used(own)
+        used = self.used(own)
         if used is not own:
             used._is_param = True  # type: ignore[attr-defined]
         return used
@@ -126,11 +134,15 @@ class _Averaged(torch.autograd.Function):
         return grad / ctx.copies, None
 
 
-def _dim_of(x: Tensor, ranks: int) -> int:
-    """The dim to share out: the first one if every rank gets something of it, else the largest."""
-    if x.ndim == 0:
-        raise ValueError("a parameter without dims has no parts")
-    return 0 if x.shape[0] >= ranks else max(range(x.ndim), key=lambda dim: x.shape[dim])
+def dim_of(parameter: Tensor, ranks: int) -> int | None:
+    """The dim of which each of ``ranks`` can store a part: the first one that is long enough, if any.
+
+    Alike on all ranks, those along the tensor axis included.
+    """
+    if isinstance(parameter, ShardedTensor):
+        held = [parameter.positions.count(rank) for rank in range(parameter.axis.size)]
+        return parameter.sharded_dim if min(held) >= ranks else None
+    return next((dim for dim, size in enumerate(parameter.shape) if size >= ranks), None)
 
 
 def _composed(split: Positions, tensor: int, peers: int) -> Positions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par import comm
 from lightning_par.data.stored import PURPOSE, Stored
+from lightning_par.rules.report import user_line
 from lightning_par.view import ShardedTensor, full, leaf
 
 
@@ -29,6 +30,11 @@ _memories: dict[int, tuple[Stored, int]] = {}  # those of gathered weights: whos
 def gathered(x: ShardedTensor) -> Tensor:
     """The whole weight that is stored in parts, as it is used; all ranks that use it must call it."""
     if not isinstance(x, Stored):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"A copy of a weight that data_parallel='fsdp' stores in parts wants a gradient at {user_line()}. Make "
+                "it of the whole weight: `weight.clone().detach().requires_grad_()`."
+            )
         return full(x)  # a gradient, or something else that lies as a weight does
     key = id(x), torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
     known = _kept.get(key)
@@ -37,6 +43,55 @@ def gathered(x: ShardedTensor) -> Tensor:
         known = _kept[key] = _Kept(x, x._local._version, used)
         _memories[leaf(used).untyped_storage()._cdata] = x, x._local._version
     return known.used
+
+
+@torch.no_grad()
+def use_throughout(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Gather the stored ones of ``weights`` until the step ends; all ranks that use them must call it.
+
+    Returns:
+        For each of ``weights`` the leaf whose gradient this step leaves there; see `part_of_gradient`.
+    """
+    leaves = []
+    for x in weights:
+        if isinstance(x, Stored):
+            held = leaf(x.gathered()).detach().requires_grad_(x.requires_grad)
+            used = x.used(held)
+            _kept[id(x), True] = _Kept(x, x._local._version, used)
+            with_no_graph = x.used(held.detach())
+            _kept[id(x), False] = _Kept(x, x._local._version, with_no_graph)
+            leaves.append(held)
+        else:
+            leaves.append(leaf(x))
+    return leaves
+
+
+def in_use(x: Tensor) -> Tensor:
+    """The leaf whose gradient the step that runs leaves there: see `use_throughout`."""
+    known = _kept.get((id(x), True))
+    return leaf(x) if known is None else leaf(known.used)
+
+
+@torch.no_grad()
+def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored, Tensor | None]:
+    """This rank's part of gradients, which each of its peers has one of, averaged over replicas.
+
+    None where no peer has one. All peers must call it with the same weights.
+    """
+    if not gradients:
+        return {}
+    peers = next(iter(gradients))._peers
+    device = next(iter(gradients))._local.device
+    flags = torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device=device)
+    peers.all_reduce_(flags, "gradient flags", "max")
+    found: dict[Stored, Tensor | None] = {}
+    for (x, gradient), there in zip(gradients.items(), flags.tolist(), strict=True):
+        if there:
+            whole = x.held_like() if gradient is None else gradient
+            found[x] = comm.sum_scatter(whole, x._dim, x._inner, peers, PURPOSE) / peers.copies
+        else:
+            found[x] = None
+    return found
 
 
 def let_go(weights: Iterable[Tensor] | None = None) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_par.data.stored import Stored
+from lightning_par.data.using import in_use, parts_of_gradients
 from lightning_par.layout import Groups, make_message_groups
 from lightning_par.peek import peek_batch
 from lightning_par.pipeline.engine import Engine
@@ -25,7 +27,6 @@ from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.units import Call
 from lightning_par.pipeline.watch import Watch
 from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
-from lightning_par.view import leaf
 
 
 class Spread:
@@ -108,13 +109,18 @@ class Spread:
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
         watch = Watch(module, containers, around=_around)
-        names: dict[Tensor, str] = {leaf(p): name for name, p in module.named_parameters()}
 
         def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
-            named = {names[p]: g for p, g in grads.items()}
-            like = {names[p]: p for p in grads}
+            held = {name: p for name, p in module.named_parameters() if in_use(p) in grads}
+            like = {name: in_use(p) for name, p in held.items()}
+            named = {name: grads[x] for name, x in like.items()}
             summed = sum_over_holders(named, self.placement, axes, like)
-            return {p: summed[names[p]] for p in grads}
+            stored: dict[Stored, Tensor | None] = {
+                p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored)
+            }
+            return {like[name]: g for name, g in summed.items()} | {
+                p.local: g for p, g in parts_of_gradients(stored).items()
+            }
 
         programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size))
         engine = Engine(module, self.axis, device, self.order(), programs, finish)

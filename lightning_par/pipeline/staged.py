@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.data.using import use_throughout
 from lightning_par.elementwise import refuse_joint_updates
 from lightning_par.launch import StartMethod
 from lightning_par.meeting import Meeting
@@ -21,7 +22,6 @@ from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.weights import Once, bring_back
 from lightning_par.strategy import StrategyMixin
-from lightning_par.view import leaf
 
 
 class StagedMixin(StrategyMixin):
@@ -120,7 +120,7 @@ class StagedMixin(StrategyMixin):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        if closure_loss.requires_grad:
+        if self._outside is not None and closure_loss.requires_grad:
             closure_loss.register_hook(lambda _: self._forget_gradients())
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -136,10 +136,10 @@ class StagedMixin(StrategyMixin):
             return super().training_step(*args, **kwargs)
         module: Any = self.lightning_module
         number = module.trainer.fit_loop.total_batch_idx
-        own = [leaf(p) for p in module.parameters() if p.requires_grad and not is_elsewhere(p)]
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self._draws(number):
+            own = use_throughout(p for p in module.parameters() if p.requires_grad and not is_elsewhere(p))
             step = self._make_step("training_step", args, kwargs)
             for p in spent_gradients(module, self.optimizers):
                 p.grad = None

@@ -1,15 +1,19 @@
-"""Functions of weights that are stored in parts: what computes with them gets them whole, what writes does so in parts."""
+"""Functions of weights that are stored in parts: what computes with them gets them whole, what writes does in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.rules.write import writes
+from lightning_par.rules.whole import written
 from lightning_par.view import ShardedTensor
+
+_ALWAYS = {"detach", "_has_compatible_shallow_copy_type"}
+_MOVES = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
 
 gather: Callable[[ShardedTensor], Tensor] | None = None
 """Makes a stored weight whole; None as long as no weight of this process was stored in parts."""
@@ -19,10 +23,10 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments of ``func`` with stored weights whole; None where it is to run on parts, or there are none."""
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
     name = getattr(func, "__name__", "")
-    if not found or name == "detach":
+    if not found or name in _ALWAYS or name in _MOVES and not torch.is_grad_enabled():
         return None
-    target = args[0] if writes(name) and args and any(x is args[0] for x in found) else None
-    stays = [x for x in found if target is not None and (x is target or _lies_as(x, target))]
+    targets = [x for x in written(func, args, kwargs) if x._axis.stores]
+    stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
         return None
     assert gather is not None

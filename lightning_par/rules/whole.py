@@ -26,8 +26,8 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     announce_gather(func, views)
-    written = _written(func, args, kwargs)
-    for target in written:
+    targets = written(func, args, kwargs)
+    for target in targets:
         refuse_lost_write(func, target)
     wholes: dict[int, Tensor] = {}  # a tensor given twice is one tensor, which a write shows
 
@@ -40,10 +40,10 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    for target in written:
+    for target in targets:
         _write_back(func, target, wholes[id(target)])
-    if written:
-        return tree_map(lambda x: next((t for t in written if x is wholes[id(t)]), x), result)
+    if targets:
+        return tree_map(lambda x: next((t for t in targets if x is wholes[id(t)]), x), result)
     memories = {wholes[id(t)].untyped_storage()._cdata: t for t in views if moves(t) and t.axis.size > 1}
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
 
@@ -67,7 +67,7 @@ def _noted_copy(func: Any, source: ShardedTensor, copy: Tensor) -> Tensor:
 
 def run_in_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on whole tensors inside a transform such as ``vmap``, where nothing can be sharded."""
-    if _written(func, args, kwargs):
+    if written(func, args, kwargs):
         raise RuntimeError(
             f"`{name_of(func)}` at {user_line()} writes in place into a sharded tensor within a transform such as "
             "torch.vmap, where the write would be lost. Hand the tensor to the transformed function as an argument."
@@ -111,7 +111,7 @@ def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:
     return ShardedTensor(part if x.shape[0] > 1 else part.clone(), dim, positions, lead.axis)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
     """The sharded tensors that ``func`` writes into."""
     into = [kwargs.get("out")]
     if writes(getattr(func, "__name__", "")):

@@ -71,7 +71,7 @@ class ShardsMixin(RanksMixin):
         """Called when this rank holds what its stage uses: keep a part of it."""
         if self._storing is not None:
             assert self.lightning_module is not None
-            self._storing.apply(self.lightning_module)
+            self._storing.apply(self.lightning_module, throughout=self.groups.pipeline.size > 1)
             if self.groups.world.rank == 0:
                 print(self._storing.line(self.lightning_module), flush=True)
 

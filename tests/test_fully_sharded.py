@@ -1,0 +1,277 @@
+"""``data_parallel="fsdp"``: results are one device's, each rank stores its part, weights move no more than needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par import HybridParallelStrategy, ledger
+from lightning_par.data.stored import Stored
+from lightning_par.view import leaf
+from tests import equality
+from tests.equality import Result
+from tests.pool import Pool
+from tests.test_equality import one_device as one_device  # a fixture
+from tests.test_hybrid_equality import GPT, PP_SP, PP_TP, SP_TP
+
+DP = dict(data_parallel_size=2, data_parallel="fsdp")
+PP = dict(pipeline_parallel_size=2, microbatches=2)
+
+ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # weights used by several modules, by functions, in loops, twice in backward, frozen, by their values
+    *((case, DP, {}) for case in ("gpt_tied", "mlp_functional", "lstm_cell", "lstm", "unet", "gpt_checkpointed")),
+    *((case, DP, {}) for case in ("gpt_lora", "mlp_l2", "hf_llama")),
+    ("gpt", DP | dict(data_parallel_size=4), {}),
+    ("gpt_tied", DP, dict(accumulate=2)),
+    ("mlp_odd", DP | dict(data_parallel_size=4), dict(clip=0.001, clip_algorithm="value")),
+    ("hf_t5", DP | dict(tensor_parallel_size=2), {}),
+    ("gpt_5_heads", DP | dict(tensor_parallel_size=2), {}),
+    ("gpt_own_clip", DP | dict(data_parallel_size=1, sequence_parallel_size=2), {}),
+    ("loss_ignore", DP | dict(sequence_parallel_size=2), {}),
+    ("gpt_tied", DP | SP_TP, {}),
+    ("gpt_tied", DP | PP | dict(schedule="zbv"), {}),
+    ("unet", DP | PP | dict(schedule="interleaved_zero_bubble"), {}),
+    ("loss_accuracy", DP | PP, dict(accumulate=2)),
+    ("gpt", DP | PP_TP, {}),
+    ("gpt_tied", DP | PP_SP, {}),
+    ("gpt_tied", DP | PP | dict(placement=GPT), {}),
+]
+
+
+def _name(row: Any) -> str:
+    sizes = (f"{name.split('_')[0]}={value}" for name, value in row[1].items() if isinstance(value, int | str))
+    return "-".join([row[0], *sizes, *(f"{name}={value}" for name, value in row[2].items())])
+
+
+def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **options: Any) -> list[Result]:
+    ranks = prod(size for name, size in layout.items() if name.endswith("_size"))
+    return pool.run(
+        ranks, equality.run, case, layout=dict(layout, hybrid=True), folder=str(folder),
+        data_size=layout["data_parallel_size"], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_name)
+def test_storing_parts_never_changes_results(
+    row: Any, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
+) -> None:
+    case, layout, options = row
+    results = _train(pool, case, layout, tmp_path, **options)
+    copies = layout["data_parallel_size"]
+    reference = one_device(case, data_size=copies, **options)
+    lines = [f"rank {i}: {line}" for i, one in enumerate(results) for line in equality.compare(reference, one, copies)]
+    assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_in_low_precision_it_errs_at_most_twice_as_much_as_one_device(
+    precision: str, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
+) -> None:
+    layout, options = DP | dict(tensor_parallel_size=2), dict(data_size=2, eps=0.01)
+    results = _train(pool, "gpt", layout, tmp_path, precision=precision, eps=0.01)
+    single, exact = one_device("gpt", precision=precision, **options), one_device("gpt", **options)
+    lines = [line for one in results for line in equality.compare_low(exact, single, one, 2)]
+    assert not lines, "\n" + "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------- what is stored, what moves
+
+WIDTH, LAYERS = 32, 4
+
+
+class Layers(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.scale = nn.Parameter(torch.ones(1))  # too short to be stored in parts
+        self.kept: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = batch + torch.tanh(layer(batch))
+        return (self.scale * batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Books(Callback):
+    """What this rank stores at the end of a step, and what moved in the second one."""
+
+    def __init__(self) -> None:
+        self.moved: Any = None
+        self.stored: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._open = ledger()
+            self.moved = self._open.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._open.__exit__(None, None, None)
+            held = [p for p in pl_module.parameters() if isinstance(p, Stored)]
+            (optimizer,) = trainer.optimizers
+            states = [state for p, state in optimizer.state.items() if isinstance(p, Stored)]
+            self.stored = dict(
+                weights=sum(leaf(p).untyped_storage().nbytes() for p in held),
+                gradients=sum(g.numel() * 8 for g in (leaf(p).grad for p in held) if g is not None),
+                moments=sum(state["exp_avg"].numel() * 8 for state in states),
+            )
+
+
+def _run(layout: dict[str, Any]) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+    torch.manual_seed(0)
+    books = Books()
+    trainer = Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=HybridParallelStrategy(**layout),
+        max_steps=2, precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[books],
+    )  # fmt: skip
+    trainer.fit(Layers(), DataLoader(torch.randn(16, WIDTH), batch_size=4))
+    return books.stored, [(t.verb, t.purpose, t.nbytes) for t in books.moved.transfers if t.axis == "data"]
+
+
+WEIGHT, BIAS = WIDTH * WIDTH * 8, WIDTH * 8
+
+
+def test_a_rank_stores_its_part_and_gathers_a_weight_twice(pool: Pool) -> None:
+    for stored, moved in pool.run(2, _run, DP):
+        part = LAYERS * (WEIGHT + BIAS) // 2
+        assert stored == dict(weights=part, gradients=part, moments=part)
+        gathers = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("all_gather", "parameters"))
+        # For forward, and those that backward needs again: the first layer's input wants no gradient.
+        assert gathers == sorted([BIAS, WEIGHT] * LAYERS + [WEIGHT] * (LAYERS - 1))
+        scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
+        assert scatters == sorted([BIAS, WEIGHT] * LAYERS)
+
+
+def test_in_a_pipeline_nothing_is_gathered_again_between_microbatches(pool: Pool) -> None:
+    for stored, moved in pool.run(4, _run, DP | PP | dict(microbatches=4)):
+        part = LAYERS // 2 * (WEIGHT + BIAS) // 2
+        assert stored == dict(weights=part, gradients=part, moments=part)
+        for verb in ("all_gather", "reduce_scatter"):
+            sizes = sorted(size for v, purpose, size in moved if (v, purpose) == (verb, "parameters"))
+            assert sizes == sorted([BIAS, WEIGHT] * (LAYERS // 2))
+
+
+def _ragged(layout: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Layers()
+    trainer = Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=HybridParallelStrategy(**layout),
+        max_epochs=2, precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    data = torch.randn(22, WIDTH, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:6], batch_size=2))
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_in_a_pipeline_batches_may_differ_in_size(pool: Pool) -> None:
+    expected = pool.run(2, _ragged, dict(data_parallel_size=2))[0]
+    for found in pool.run(4, _ragged, DP | PP):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+# ------------------------------------------------------------------------------------------------------ what users do
+
+
+class Written(Layers):
+    """Weights written to, read and copied outside autograd."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        first, second, third, _ = (layer.weight for layer in self.layers)
+        with torch.no_grad():
+            first[0] = 0.5
+            second.lerp_(third, 0.25)
+            third.clamp_(-0.1, 0.1)
+            nn.init.constant_(self.layers[0].bias, 0.25)
+        third.data.mul_(0.5)
+        third.detach().add_(0.01)
+        self.norms = torch.stack([w.norm() for w in (first, second, third)])
+        self.gradient = second.grad.norm()  # type: ignore[union-attr]
+        self.seen = float(self(batch).sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layers[1].weight[:3], self.layers[0].bias[:3])
+
+
+def _write(layout: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    module = Written()
+    where = dict(devices=1) if layout is None else dict(devices=2, strategy=HybridParallelStrategy(**layout))
+    trainer = Trainer(
+        accelerator="cpu", **where, max_steps=2, precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=1, use_distributed_sampler=False,
+    )  # fmt: skip
+    data = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    kinds = {type(p).__name__ for p in module.parameters()}
+    return kinds, [p.detach().clone() for p in module.parameters()], module.norms, module.gradient, module.seen
+
+
+def test_weights_are_read_and_written_as_whole_ones(pool: Pool) -> None:
+    # Both replicas have the same batches, so the mean of their gradients is one device's.
+    ((_, *reference),) = pool.run(1, _write, None)
+    for kinds, *found in pool.run(2, _write, DP):
+        assert kinds == {"Parameter"}  # whole again
+        torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-14)
+
+
+def _alone() -> str:
+    class Alone(Layers):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_rank == 0:
+                self.layers[0](batch)
+
+    from lightning_par import meeting
+
+    meeting.PATIENCE = meeting.timedelta(seconds=1)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=HybridParallelStrategy(**DP), max_steps=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(Alone(), DataLoader(torch.randn(16, WIDTH), batch_size=4))
+    except Exception as error:
+        return f"{error}"
+    return ""
+
+
+def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:
+    with pytest.raises(Exception, match=r"Rank 0 called the module outside a step, and waited 1 s for rank 1"):
+        pool.run(2, _refused_alone)
+
+
+def _refused_alone() -> None:
+    told = _alone()
+    if told:
+        raise RuntimeError(told)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="data_parallel must be 'ddp' or 'fsdp', got 'zero'"):
+        HybridParallelStrategy(data_parallel="zero")  # type: ignore[arg-type]
+    strategy = HybridParallelStrategy(tensor_parallel_size=2, shard_residual=True, data_parallel="fsdp")
+    with pytest.raises(ValueError, match="shard_residual=True does not go with data_parallel='fsdp'"):
+        strategy.resolve_layout(4)
+
+
+def test_who_stores_which_index_of_a_weight_that_is_split_over_the_tensor_axis() -> None:
+    from lightning_par.data.stored import _composed
+    from lightning_par.positions import Positions
+
+    split = Positions.of([0, 0, 1, 1, 0, 0, 1])
+    assert _composed(split, 2, 2).owner.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert issubclass(Stored, Tensor)
