@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tensor_parallel_size=2),
     "pp2": dict(pipeline_parallel_size=2, microbatches=2),
     "dp2": dict(tensor_parallel_size=1, data_parallel_size=2),
+    "fsdp2": dict(data_parallel_size=2, data_parallel="fsdp"),
 }
 CASES = "mlp gpt lstm vit hf_llama hf_gpt2 hf_bert hf_t5".split()
 QUIET: dict[str, Any] = dict(
@@ -42,6 +43,8 @@ QUIET: dict[str, Any] = dict(
 
 
 def _strategy(layout: dict[str, Any]) -> Any:
+    if "data_parallel" in layout:
+        return lightning_par.HybridParallelStrategy(**layout)
     pipelined = "pipeline_parallel_size" in layout
     kind = lightning_par.PipelineParallelStrategy if pipelined else lightning_par.TensorParallelStrategy
     return kind(**layout)
@@ -303,7 +306,7 @@ def fresh() -> Iterator[Pool]:
     started.close()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 @pytest.mark.parametrize(
     "width, layers",
     [
