@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -170,7 +171,8 @@ class SavingMixin(RanksMixin):
             super().teardown()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        with torch.no_grad():  # torch casts what is loaded: parts are to stay parts
+            super().load_optimizer_state_dict(checkpoint)
         given = {x.data_ptr() for x in tensors_in(checkpoint["optimizer_states"]) if type(x) is Tensor and x.numel()}
         for optimizer in self.optimizers:
             detach_from_file(optimizer, given)
