@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_par import TensorParallelStrategy
+from lightning_par.verdict.compare import compare_tensors, flat
 from lightning_par.view import ShardedTensor
-from tests.equality import _compare_tensors, _flat
 from tests.pool import Pool
 
 CLASSES = 10
@@ -130,7 +130,7 @@ def kept(value: Any) -> Any:
 
 def compare(reference: Any, result: Any, tolerance: float = 1e-9) -> list[str]:
     """What differs, one line each."""
-    a, b = _flat(reference), _flat(result)
+    a, b = flat(reference), flat(result)
     if list(a) != list(b):
         return [f"one device gives {list(a)}, the layout {list(b)}"]
     found: list[str] = []
@@ -140,9 +140,8 @@ def compare(reference: Any, result: Any, tolerance: float = 1e-9) -> list[str]:
             x, y = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
         group = {k: v for k, v in a.items() if k.rpartition(".")[0] == name.rpartition(".")[0]}
         largest = [v for v in group.values() if isinstance(v, Tensor) and v.dtype == getattr(x, "dtype", None)]
-        found += _compare_tensors(
-            "", {name: x, "": largest and _extent(largest)}, {name: y, "": largest and _extent(largest)}, tolerance
-        )
+        extent = largest and _extent(largest)
+        found += map(str, compare_tensors("", {name: x, "": extent}, {name: y, "": extent}, tolerance))
     return found
 
 
