@@ -23,7 +23,8 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments of ``func`` with stored weights whole; None where it is to run on parts, or there are none."""
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
     name = getattr(func, "__name__", "")
-    if not found or name in _ALWAYS or name in _MOVES and not torch.is_grad_enabled():
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in found)
+    if not found or name in _ALWAYS or name in _MOVES and not wants_gradient:
         return None
     targets = [x for x in written(func, args, kwargs) if x._axis.stores]
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
