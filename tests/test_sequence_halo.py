@@ -89,7 +89,9 @@ def rows_sent(positions: Positions, ranks: int, rank: int) -> int:
     return total
 
 
-@pytest.mark.parametrize(("attention", "order", "ranks"), [("ulysses", contiguous, 2), ("ring", zigzag, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("attention", "order", "ranks"), [("ulysses", contiguous, 2), ("ring", zigzag, 4)], ids=["contiguous", "zigzag"]
+)
 def test_only_the_rows_at_borders_move(attention: str, order: Any, ranks: int, pool: Pool) -> None:
     for rank, books in enumerate(pool.run(ranks, convolve, attention)):
         assert books.sent("halo") == rows_sent(order(T, ranks), ranks, rank) * B * WIDTH * 4
