@@ -42,6 +42,13 @@ class Stream(IterableDataset[Tensor]):
         yield from X
 
 
+class Fresh(IterableDataset[Any]):
+    """Makes its items anew, equal ones, each time it is iterated."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ({"x": row.clone(), "half": row.bfloat16(), "n": torch.tensor(i)} for i, row in enumerate(X))
+
+
 class OneShot(IterableDataset[Tensor]):
     """Hands out the same generator again and again."""
 
@@ -73,6 +80,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1),
     "no batching": lambda: DataLoader(Noisy(), batch_size=None),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "fresh stream": lambda: DataLoader(Fresh(), batch_size=4),
     "one-shot stream": lambda: DataLoader(OneShot(), batch_size=4),
     "self-iterating": lambda: DataLoader(SelfIterating(), batch_size=4),
     "list of batches": lambda: CombinedLoader({"a": [X, X + 1]}, "max_size_cycle"),
