@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_par
-from lightning_par import private
+from lightning_par import private, stale
 from lightning_par.deferred import recorder
 from lightning_par.deferred.tensor import is_deferred
 from lightning_par.pipeline.elsewhere import is_elsewhere
@@ -104,6 +104,17 @@ def test_initial_weights_are_those_of_one_device(pool: Pool, case: str, layout: 
     assert first[0].keys() == expected.keys() and not first[2]
     for name, x in expected.items():
         assert torch.equal(x, first[0][name]), name
+
+
+def _start_beside_a_copy() -> Any:
+    kept = torch.zeros(4)
+    copy = stale.note("select", kept, kept[:2].clone())  # which an earlier run of this process may have left
+    return _start("mlp", LAYOUTS["tp2"], True), copy
+
+
+def test_what_an_earlier_run_left_does_not_ask_for_memory_of_deferred_weights(pool: Pool) -> None:
+    for (_, count, *_), _ in pool.run(2, _start_beside_a_copy):
+        assert count > 0
 
 
 def _train(case: str, layout: dict[str, Any] | None, folder: str | None, precision: str) -> equality.Result:

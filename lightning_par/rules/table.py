@@ -54,7 +54,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
-    if stored.gather is not None and _rule_of(func) is not _metadata and not private.in_functorch():
+    if _rule_of(func) is _metadata:
+        return _metadata(func, *args, **kwargs)
+    if stored.gather is not None and not private.in_functorch():
         whole = stored.with_whole(func, args, kwargs)
         if whole is not None:
             return func(*whole[0], **whole[1])
