@@ -27,7 +27,7 @@ from tests.test_hybrid_equality import GPT, PP_SP, PP_TP, SP_TP
 DP = dict(data_parallel_size=2, data_parallel="fsdp")
 PP = dict(pipeline_parallel_size=2, microbatches=2)
 
-ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+ROWS: list[Any] = [
     # weights used by several modules, by functions, in loops, twice in backward, frozen, by their values
     *((case, DP, {}) for case in ("gpt_tied", "mlp_functional", "lstm_cell", "lstm", "unet", "gpt_checkpointed")),
     *((case, DP, {}) for case in ("gpt_lora", "mlp_l2", "hf_llama")),
@@ -42,8 +42,8 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt_tied", DP | PP | dict(schedule="zbv"), {}),
     ("unet", DP | PP | dict(schedule="interleaved_zero_bubble"), {}),
     ("loss_accuracy", DP | PP, dict(accumulate=2)),
-    ("gpt", DP | PP_TP, {}),
-    ("gpt_tied", DP | PP_SP, {}),
+    pytest.param(("gpt", DP | PP_TP, {}), marks=pytest.mark.slow, id="gpt-pipeline-tensor"),
+    pytest.param(("gpt_tied", DP | PP_SP, {}), marks=pytest.mark.slow, id="gpt_tied-pipeline-sequence"),
     ("gpt_tied", DP | PP | dict(placement=GPT), {}),
 ]
 

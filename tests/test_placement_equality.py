@@ -86,8 +86,13 @@ ROWS = [
 ]
 STRATEGY = ("microbatches", "data_parallel_size")
 LOW = [
-    Row("gpt", GPT, dict(microbatches=2, precision=precision))
-    for precision in ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+    pytest.param(Row("gpt", GPT, dict(microbatches=2, precision=precision)), marks=marks, id=precision)
+    for precision, marks in (
+        ("bf16-mixed", ()),
+        ("16-mixed", ()),
+        ("bf16-true", pytest.mark.slow),
+        ("32-true", pytest.mark.slow),
+    )
 ]
 
 
@@ -116,7 +121,7 @@ def test_a_placement_never_changes_results(
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 
-@pytest.mark.parametrize("row", LOW, ids=str)
+@pytest.mark.parametrize("row", LOW)
 def test_in_low_precision_a_placement_errs_at_most_twice_as_much_as_one_device(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
