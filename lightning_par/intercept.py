@@ -48,6 +48,8 @@ def _intercept_functions() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from lightning_par.pipeline.located import Run
 
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            _refuse_reentrant(Run.current is not None)
         if Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
             return Run.current.__torch_function__(cls.apply, (), args, kwargs)
         if private.marks_module_ends(cls):
@@ -73,6 +75,16 @@ def _intercept_functions() -> None:
         return sharded_again(result, views) if views else result
 
     torch.autograd.Function.apply = classmethod(functools.wraps(plain_apply)(apply))  # type: ignore[assignment]
+
+
+def _refuse_reentrant(staged: bool) -> None:
+    """Its backward runs a backward of its own, whose gradients neither stages nor shares of them can hand on."""
+    if staged or any(axis.residual is not None for axis in shares.active()):
+        where = "where layers lie on several ranks" if staged else "under shard_residual=True"
+        raise ValueError(
+            f"Reentrant checkpointing at {user_line()} loses gradients {where}. Write "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
 
 
 def _watched(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: Any, axes: tuple[Axis, ...]) -> Any:

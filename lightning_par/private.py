@@ -218,6 +218,11 @@ def reset_call(module: torch.nn.Module, before: Callable[..., Any]) -> None:
         module.__dict__["_compiled_call_impl"] = before
 
 
+def hooks_of(leaf: Tensor) -> tuple[list[Any], list[Any]]:
+    """The user's hooks of a leaf: those that see its gradient, those that run once it is in ``.grad``."""
+    return [*(leaf._backward_hooks or {}).values()], [*(leaf._post_accumulate_grad_hooks or {}).values()]
+
+
 def take_hooks(leaf: Tensor) -> list[tuple[Any, Any]]:
     """Take the user's hooks off a leaf, for a while; torch can only remove a hook by the handle it gave away."""
     taken = []

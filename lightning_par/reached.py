@@ -118,7 +118,7 @@ def sharing(x: Tensor, axes: Axes) -> Axes:
 
 
 def _lies_along(axis: Axis, part: Axis) -> bool:
-    return axis is part or part.stores and {*axis.ranks} <= {*part.ranks}
+    return axis is part or part is axis.residual or part.stores and {*axis.ranks} <= {*part.ranks}
 
 
 def ranks(axes: Axes) -> int:

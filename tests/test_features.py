@@ -536,28 +536,30 @@ FEATURES: dict[str, Feature] = {
         | dict.fromkeys(REPLICAS, "The Batch size finder is not supported with distributed strategies"),
     ),
     "`configure_model`": Feature(lambda at: at.fit(Late())),
-    "`torch.compile` of a submodule": Feature(lambda at: at.fit(Compiled()), gaps=STAGES),
+    "`torch.compile` of a submodule": Feature(
+        lambda at: at.fit(Compiled()), dict.fromkeys(STAGES, "is a wrapper that torch.compile made of a submodule")
+    ),
     "a submodule's `.compile()`": Feature(lambda at: at.fit(CompiledInPlace())),
     "activation checkpointing, `use_reentrant=False`": Feature(lambda at: at.fit(Checkpointed(False))),
     "activation checkpointing, `use_reentrant=True`": Feature(
         lambda at: replace(at, microbatches="auto").fit(Checkpointed(True)),
+        dict.fromkeys(STAGES, "Reentrant checkpointing at")
+        | {"tensor, shard_residual": "loses gradients under shard_residual=True"},
         like="activation checkpointing, `use_reentrant=False`",
-        gaps=("tensor, shard_residual", *STAGES),
     ),
     "`register_hook` of activations": Feature(
         lambda at: at.fit(Activations()),
         {"pipeline": "the step uses a value from within a module that the module did not return"},
-        gaps=("tensor, shard_residual",),
     ),
     "`register_hook` of parameters": Feature(
-        lambda at: at.fit(Gradients(False)), gaps=("data, fsdp", "tensor", "tensor, shard_residual")
+        lambda at: at.fit(Gradients(False)), {"data, fsdp": "has a hook of its gradient"}
     ),
     "`register_post_accumulate_grad_hook`": Feature(
         lambda at: at.fit(Gradients(True)),
         dict.fromkeys(
             ("data, ddp", "tensor, shard_residual", "sequence"), "which runs before the ranks' gradients are synced"
-        ),
-        gaps=("data, fsdp", "tensor"),
+        )
+        | {"data, fsdp": "has a hook of its gradient"},
     ),
     "forward hooks of modules": Feature(lambda at: at.fit(Forwards())),
     "full backward hooks of modules": Feature(lambda at: at.fit(Backwards())),

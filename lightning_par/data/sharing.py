@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_par import intercept
+from lightning_par import intercept, private
 from lightning_par.data.stored import StorageAxis, Stored, dim_of
 from lightning_par.data.using import gathered, let_go, let_go_after_calls
 from lightning_par.identity import become, swappable
@@ -45,6 +45,7 @@ class Storing:
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
                 if not is_elsewhere(parameter) and dim_of(parameter, self.peers.size) is not None:
+                    _refuse_hooks(leaf(parameter), name)
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if not throughout:
             self._hooks = let_go_after_calls(module)
@@ -70,4 +71,12 @@ class Storing:
         return (
             f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
             f"{bytes_text(used)}; gathered where they are used."
+        )
+
+
+def _refuse_hooks(parameter: Tensor, name: str) -> None:
+    if any(private.hooks_of(parameter)):
+        raise ValueError(
+            f"{name!r} has a hook of its gradient, which under data_parallel='fsdp' no rank has as one device has it. "
+            "Do it in on_before_optimizer_step, or write data_parallel='ddp'."
         )

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.data.using import use_throughout
 from lightning_par.elementwise import refuse_joint_updates
@@ -61,6 +61,8 @@ class StagedMixin(StrategyMixin):
                 "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
                 "TensorParallelStrategy, or automatic optimization with one optimizer."
             )
+        if self.groups.pipeline.size > 1:
+            _refuse_compiled(module)
         self._engine = None
         self.groups.pipeline.name = self.axis_name
         bring_back(module, self.groups.pipeline)  # a run that an exception ended left its stages
@@ -174,3 +176,12 @@ class StagedMixin(StrategyMixin):
 
     def _key(self, number: int) -> tuple[int, int]:
         return torch.initial_seed() + self.groups.data.rank, number
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if type(child).__module__.startswith("torch._dynamo"):
+            raise ValueError(
+                f"{name!r} is a wrapper that torch.compile made of a submodule. It holds on to weights, which can't go "
+                f"to the ranks of other layers then. Compile in place: `self.{name}.compile()`."
+            )

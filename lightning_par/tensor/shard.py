@@ -6,9 +6,12 @@ place, so whatever refers to it stays right.
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.identity import become
 from lightning_par.tensor.plan import TensorPlan
@@ -25,9 +28,12 @@ def shard_module(module: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         if isinstance(parameter, ShardedTensor):
             continue
         grad = parameter.grad
+        hooks = private.hooks_of(parameter)
         become(parameter, sharded_parameter(parameter, split.dim, split.positions, axis), split.names[0])
         if grad is not None:
             parameter.grad = grad
+        parameter._hooks_of_user = hooks  # type: ignore[attr-defined]
+        _hang(hooks, parameter)
 
 
 def unshard_module(module: nn.Module) -> None:
@@ -40,3 +46,12 @@ def unshard_module(module: nn.Module) -> None:
                 if isinstance(grad, ShardedTensor):
                     whole.grad = grad.full_tensor("unshard")
             become(parameter, whole, name)
+            _hang(vars(parameter).pop("_hooks_of_user", ((), ())), parameter)
+
+
+def _hang(hooks: Any, parameter: Tensor) -> None:
+    """Hooks were given to the tensor that the parameter was before."""
+    for hook in hooks[0] if parameter.requires_grad else ():
+        parameter.register_hook(hook)
+    for hook in hooks[1]:
+        parameter.register_post_accumulate_grad_hook(hook)
