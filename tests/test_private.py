@@ -303,3 +303,16 @@ def _private_imports(source: Path) -> list[str]:
 
 def test_no_other_file_imports_a_private_name() -> None:
     assert [name for source in SOURCES if source.name != "private.py" for name in _private_imports(source)] == []
+
+
+def test_hooks_of_a_leaf_are_known() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def before(grad: Tensor) -> None: ...
+
+    def after(leaf: Tensor) -> None: ...
+
+    assert private.hooks_of(weight) == ([], [])
+    weight.register_hook(before)
+    weight.register_post_accumulate_grad_hook(after)
+    assert private.hooks_of(weight) == ([before], [after])
