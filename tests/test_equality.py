@@ -145,6 +145,11 @@ SLOW = {str(Row(case, "tp2")) for case in MODELS if case not in SPLIT} | {
     for case, layout in (("gpt_swiglu", "dp2-tp2"), ("vit", "tp2"), ("hf_llama", "tp2"))
     for precision in ("bf16-true", "32-true")
 }
+SLOW |= {str(Row("unet", "pp2", dict(schedule=schedule))) for schedule in ("gpipe", "interleaved_1f1b", "zbv")}
+SLOW |= {str(Row(case, "pp2")) for case in ("mlp_clamped", "gpt_groups", "gpt_own_clip", "lightning_demo", "vit")}
+SLOW |= {str(Row(case, "sp2")) for case in ("gpt_lora", "gpt_own_clip", "lightning_demo", "hf_bert", "gan")}
+SLOW |= {str(Row(case, "tp4")) for case in ("encoder_decoder", "gpt_masked", "mlp_odd")}
+SLOW |= {str(Row(case, "dp2-tp2")) for case in ("mlp_functional", "lstm", "gpt_groups")}
 
 
 def _marked(rows: list[Row]) -> list[Any]:

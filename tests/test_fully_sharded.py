@@ -42,8 +42,8 @@ ROWS: list[Any] = [
     ("gpt_tied", DP | PP | dict(schedule="zbv"), {}),
     ("unet", DP | PP | dict(schedule="interleaved_zero_bubble"), {}),
     ("loss_accuracy", DP | PP, dict(accumulate=2)),
-    pytest.param(("gpt", DP | PP_TP, {}), marks=pytest.mark.slow, id="gpt-pipeline-tensor"),
-    pytest.param(("gpt_tied", DP | PP_SP, {}), marks=pytest.mark.slow, id="gpt_tied-pipeline-sequence"),
+    ("hf_t5", DP | PP_TP, {}),
+    ("loss_accuracy", DP | PP_SP, {}),
     ("gpt_tied", DP | PP | dict(placement=GPT), {}),
 ]
 
@@ -61,7 +61,12 @@ def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **option
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", ROWS, ids=_name)
+SLOW = ("hf_t5", "gpt_5_heads", "loss_accuracy", "mlp_l2", "hf_llama")  # for make test-all
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row[0] in SLOW), id=_name(row)) for row in ROWS]
+)
 def test_storing_parts_never_changes_results(
     row: Any, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:

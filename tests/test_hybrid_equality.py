@@ -45,7 +45,13 @@ def _name(row: tuple[str, dict[str, Any]]) -> str:
     return "-".join([row[0], *options, *["placed"] * ("placement" in row[1])])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=_name)
+# Much the same as others, for make test-all.
+SLOW = [("hf_llama", SP_TP), ("vit", SP_TP), ("hf_t5", PP_TP), ("encoder_decoder", PP_SP), ("lstm", PP_SP)]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW), id=_name(row)) for row in ROWS]
+)
 def test_a_product_of_axes_never_changes_results(
     row: tuple[str, dict[str, Any]], pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:

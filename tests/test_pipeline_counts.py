@@ -89,6 +89,7 @@ class Books(L.Callback):
     """Opens the ledger for the second step, and counts at its end."""
 
     trace: list[tuple[Any, ...]]
+    earlier: set[int] = set()  # what other runs of the process have left
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.context = ledger()
@@ -103,7 +104,7 @@ class Books(L.Callback):
         here = [p for p in pl_module.parameters() if _storage(p)]
         self.held = sum({_storage(p): p.untyped_storage().nbytes() for p in here}.values())
         self.states = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim)
-        self.of_blocks = _tensors_in_memory(FEATURES * HIDDEN * 4)
+        self.of_blocks = len(_tensors_in_memory(FEATURES * HIDDEN * 4) - self.earlier)
 
 
 def _storage(x: Tensor) -> int:
@@ -112,11 +113,11 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if plain else 0
 
 
-def _tensors_in_memory(nbytes: int) -> int:
-    """How many pieces of memory of this size there are, whoever keeps them."""
+def _tensors_in_memory(nbytes: int) -> set[int]:
+    """Where there are pieces of memory of this size, whoever keeps them."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if _storage(x)]
-    return len({_storage(x) for x in tensors if x.untyped_storage().nbytes() == nbytes})
+    return {_storage(x) for x in tensors if x.untyped_storage().nbytes() == nbytes}
 
 
 def count(module: L.LightningModule, size: int, data: Tensor, clip: float | None = None, **options: Any) -> Books:
@@ -139,6 +140,7 @@ def run(schedule: str, tied: bool = False, clip: float | None = None) -> Books:
     stages = len(PLACEMENTS[schedule])
     cuts = [f"blocks.{i * BLOCKS // stages}" for i in range(1, stages)]
     data = torch.randint(0, WORDS, (2 * MICROBATCHES, TOKENS))
+    Books.earlier = _tensors_in_memory(FEATURES * HIDDEN * 4)
     return count(Net(tied), RANKS, data, clip, schedule=schedule, microbatches=MICROBATCHES, stages=cuts)
 
 
