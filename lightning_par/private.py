@@ -218,9 +218,18 @@ def reset_call(module: torch.nn.Module, before: Callable[..., Any]) -> None:
         module.__dict__["_compiled_call_impl"] = before
 
 
-def hooks_of(leaf: Tensor) -> tuple[list[Any], list[Any]]:
-    """The user's hooks of a leaf: those that see its gradient, those that run once it is in ``.grad``."""
-    return [*(leaf._backward_hooks or {}).values()], [*(leaf._post_accumulate_grad_hooks or {}).values()]
+def hooks_of(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The user's hooks of a leaf: those that see its gradient, those that run once it is in ``.grad``.
+
+    The dicts are the leaf's own, from which the handles that the user was given remove them.
+    """
+    before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    return {} if before is None else before, {} if after is None else after
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` made of another; its class has no public name."""
+    return type(module).__module__ == "torch._dynamo.eval_frame"
 
 
 def take_hooks(leaf: Tensor) -> list[tuple[Any, Any]]:

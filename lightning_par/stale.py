@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par import private
+
 
 @dataclass
 class _Copy:
@@ -61,7 +63,7 @@ def written(source: Tensor, value: Any = None) -> str | None:
     """
     if not _copies or isinstance(source, FakeTensor):
         return None
-    memory, copies = _copies.get(source.untyped_storage()._cdata, (None, []))
+    memory, copies = _copies.get(private.memory_of(source), (None, []))
     if memory is None or memory.expired():
         return None
     if value is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, ledger
-from lightning_par.data.stored import Stored
+from lightning_par.data.stored import Stored, _composed
+from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.positions import Positions
 from lightning_par.view import leaf
 from tests import equality
 from tests.equality import Result
-from tests.pool import Pool
+from tests.pool import Pool, RanksFailedError
 from tests.test_equality import one_device as one_device  # a fixture
 from tests.test_hybrid_equality import GPT, PP_SP, PP_TP, SP_TP
 
@@ -196,7 +199,12 @@ class Written(Layers):
     """Weights written to, read and copied outside autograd."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        first, second, third, _ = (layer.weight for layer in self.layers)
+        first, second, third, fourth = (layer.weight for layer in self.layers)
+        before = fourth.norm()  # gathers it
+        fourth.data.mul_(0.5)
+        self.halves = fourth.norm() / before
+        fourth.data = fourth.data + 0.01
+        self.moved = fourth.sum()
         with torch.no_grad():
             first[0] = 0.5
             second.lerp_(third, 0.25)
@@ -204,7 +212,7 @@ class Written(Layers):
             nn.init.constant_(self.layers[0].bias, 0.25)
         third.data.mul_(0.5)
         third.detach().add_(0.01)
-        self.norms = torch.stack([w.norm() for w in (first, second, third)])
+        self.norms = torch.stack([self.halves, self.moved, *(w.norm() for w in (first, second, third))])
         self.gradient = second.grad.norm()  # type: ignore[union-attr]
         self.seen = float(self(batch).sum())
 
@@ -234,35 +242,109 @@ def test_weights_are_read_and_written_as_whole_ones(pool: Pool) -> None:
         torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-14)
 
 
-def _alone() -> str:
-    class Alone(Layers):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.global_rank == 0:
-                self.layers[0](batch)
+class Fails(Layers):
+    fails = True
 
-    from lightning_par import meeting
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.fails:
+            raise RuntimeError("as told")
 
-    meeting.PATIENCE = meeting.timedelta(seconds=1)
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=HybridParallelStrategy(**DP), max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+
+class Clamping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Clamps(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Clamping(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+class Alone(Layers):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.layers[0](batch)
+
+
+def _trainer(layout: dict[str, Any], **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=HybridParallelStrategy(**layout),
+        max_steps=2, precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
     )  # fmt: skip
+
+
+def _data() -> DataLoader:  # type: ignore[type-arg]
+    data = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+
+
+def _alone() -> None:
+    _trainer(DP | dict(timeout=timedelta(seconds=5))).fit(Alone(), _data())
+
+
+def _fails_and_trains(layout: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    module = Fails()
+    start = {name: x.clone() for name, x in module.state_dict().items()}
+    world = os.environ["WORLD_SIZE"]
+    with pytest.raises(RuntimeError, match="as told"):
+        _trainer(layout).fit(module, _data())
+    os.environ["WORLD_SIZE"] = world
+    module.fails = False
+    trainer = _trainer(layout, callbacks=[Restores(start)])
+    trainer.fit(module, _data())
+    hooks = [name for name, m in module.named_modules() if m._forward_hooks]
+    return [p.detach().clone() for p in module.parameters()], hooks
+
+
+class Restores(Callback):
+    def __init__(self, start: dict[str, Tensor]) -> None:
+        self.start = start
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with torch.no_grad():
+            for name, p in pl_module.named_parameters():
+                if not is_elsewhere(p):
+                    p.copy_(self.start[name])
+
+
+def _plain(layout: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Layers()
+    _trainer(layout).fit(module, _data())
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("layout", [DP, DP | PP], ids=["data", "pipeline"])
+def test_after_a_run_that_failed_the_module_trains_again(layout: dict[str, Any], pool: Pool) -> None:
+    expected = pool.run(2, _plain, dict(data_parallel_size=2))[0]
+    for found, hooks in pool.run(4 if "pipeline_parallel_size" in layout else 2, _fails_and_trains, layout):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+        assert hooks == []
+
+
+def _clamps(layout: dict[str, Any]) -> str:
     try:
-        trainer.fit(Alone(), DataLoader(torch.randn(16, WIDTH), batch_size=4))
+        _trainer(layout).fit(Clamps(), _data())
     except Exception as error:
         return f"{error}"
     return ""
 
 
+def test_in_a_pipeline_a_write_within_the_step_is_refused(pool: Pool) -> None:
+    assert pool.run(2, _clamps, DP) == ["", ""]
+    told = pool.run(4, _clamps, DP | PP)  # the first ones to raise; others may see them gone
+    assert all(told)
+    assert any("A weight is written to at" in x and "within a step whose microbatches share" in x for x in told)
+
+
 def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:
-    with pytest.raises(Exception, match=r"Rank 0 called the module outside a step, and waited 1 s for rank 1"):
-        pool.run(2, _refused_alone)
-
-
-def _refused_alone() -> None:
-    told = _alone()
-    if told:
-        raise RuntimeError(told)
+    with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waited 5 s for rank 1"):
+        pool.run(2, _alone, timeout=100)
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -274,9 +356,5 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_who_stores_which_index_of_a_weight_that_is_split_over_the_tensor_axis() -> None:
-    from lightning_par.data.stored import _composed
-    from lightning_par.positions import Positions
-
     split = Positions.of([0, 0, 1, 1, 0, 0, 1])
     assert _composed(split, 2, 2).owner.tolist() == [0, 0, 1, 1, 2, 2, 3]
-    assert issubclass(Stored, Tensor)

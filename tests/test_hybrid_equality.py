@@ -28,6 +28,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", PP_TP | dict(shard_residual=True)),
     *((case, PP_SP) for case in ("loss_ignore", "encoder_decoder", "lstm")),
     ("gpt_tied", PP_SP | dict(schedule="interleaved_zero_bubble", attention="ring")),
+    ("gpt", DP | dict(sequence_parallel_size=2)),
     ("gpt", DP | SP_TP),
     ("gpt_tied", DP | PP_SP),
     ("loss_ignore", DP | PP_TP),

@@ -312,7 +312,16 @@ def test_hooks_of_a_leaf_are_known() -> None:
 
     def after(leaf: torch.Tensor) -> None: ...
 
-    assert private.hooks_of(weight) == ([], [])
-    weight.register_hook(before)
-    weight.register_post_accumulate_grad_hook(after)
-    assert private.hooks_of(weight) == ([before], [after])
+    assert private.hooks_of(weight) == ({}, {})
+    handles = weight.register_hook(before), weight.register_post_accumulate_grad_hook(after)
+    found = private.hooks_of(weight)
+    assert [[*hooks.values()] for hooks in found] == [[before], [after]]
+    for handle in handles:
+        handle.remove()
+    assert found == ({}, {})
+
+
+def test_the_wrapper_that_compile_makes_is_known() -> None:
+    linear = torch.nn.Linear(2, 2)
+    assert private.is_compiled_wrapper(torch.compile(linear, backend="eager"))  # type: ignore[arg-type]
+    assert not private.is_compiled_wrapper(linear)

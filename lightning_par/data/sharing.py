@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from lightning_par import intercept, private
 from lightning_par.data.stored import StorageAxis, Stored, dim_of
-from lightning_par.data.using import gathered, let_go, let_go_after_calls
+from lightning_par.data.using import about_to_write, gathered, keep_after_calls, let_go, let_go_after_calls
 from lightning_par.identity import become, swappable
 from lightning_par.layout import Groups
 from lightning_par.pipeline.elsewhere import is_elsewhere
@@ -29,7 +27,6 @@ class Storing:
         self.peers = StorageAxis(groups.gradients, copies)
         self.all = StorageAxis(groups.stage, copies)
         self.groups = groups
-        self._hooks: list[Any] = []
 
     def apply(self, module: nn.Module, throughout: bool = False) -> None:
         """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
@@ -41,24 +38,14 @@ class Storing:
             throughout: whether what is gathered is used until the end of the step, by all of its microbatches.
         """
         intercept.install()
-        stored.gather = gathered
+        stored.gather, stored.about_to_write = gathered, about_to_write
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
                 if not is_elsewhere(parameter) and dim_of(parameter, self.peers.size) is not None:
                     _refuse_hooks(leaf(parameter), name)
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if not throughout:
-            self._hooks = let_go_after_calls(module)
-
-    def undo(self, module: nn.Module) -> None:
-        """Give every rank what it held before. All ranks must call it."""
-        for hook in self._hooks:
-            hook.remove()
-        let_go()
-        with swappable(module.modules()):
-            for name, parameter in module.named_parameters():
-                if isinstance(parameter, Stored):
-                    become(parameter, parameter.unstored(), name)
+            let_go_after_calls(module)
 
     def line(self, module: nn.Module) -> str:
         """What the start-up table says of it."""
@@ -72,6 +59,16 @@ class Storing:
             f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
             f"{bytes_text(used)}; gathered where they are used."
         )
+
+
+def unstore(module: nn.Module) -> None:
+    """Give every rank what it held of ``module`` before it was stored in parts. All ranks must call it."""
+    let_go()
+    keep_after_calls(module)
+    with swappable(module.modules()):
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, Stored):
+                become(parameter, parameter.unstored(), name)
 
 
 def _refuse_hooks(parameter: Tensor, name: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import comm
+from lightning_par import comm, private
 from lightning_par.data.stored import PURPOSE, Stored
 from lightning_par.rules.report import user_line
 from lightning_par.view import ShardedTensor, full, leaf
@@ -20,9 +21,21 @@ from lightning_par.view import ShardedTensor, full, leaf
 class _Kept:
     weight: Stored
     version: int
+    memory: int  # of the part that it was gathered from
     used: Tensor
 
+    @classmethod
+    def of(cls, weight: Stored, used: Tensor) -> _Kept:
+        return cls(weight, weight._local._version, weight._local.data_ptr(), used)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the weight is as it was; of writes through ``.data`` only `about_to_write` knows."""
+        local = self.weight._local
+        return (self.version, self.memory) == (local._version, local.data_ptr())
+
+
+_throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
 _kept: dict[tuple[int, bool], _Kept] = {}  # by the weight's id, and whether it was gathered for backward
 _memories: dict[int, tuple[Stored, int]] = {}  # those of gathered weights: whose, at which version
 
@@ -38,10 +51,12 @@ def gathered(x: ShardedTensor) -> Tensor:
         return full(x)  # a gradient, or something else that lies as a weight does
     key = id(x), torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
     known = _kept.get(key)
-    if known is None or known.weight is not x or known.version != x._local._version:
-        used = x.gathered()
-        known = _kept[key] = _Kept(x, x._local._version, used)
-        _memories[leaf(used).untyped_storage()._cdata] = x, x._local._version
+    if known is None or known.weight is not x or not known.is_current:
+        if id(x) in _throughout:
+            _refuse_write()
+        let_go([x])
+        known = _kept[key] = _Kept.of(x, x.gathered())
+        _memories[private.memory_of(leaf(known.used))] = x, known.version
     return known.used
 
 
@@ -57,9 +72,9 @@ def use_throughout(weights: Iterable[Tensor]) -> list[Tensor]:
         if isinstance(x, Stored):
             held = leaf(x.gathered()).detach().requires_grad_(x.requires_grad)
             used = x.used(held)
-            _kept[id(x), True] = _Kept(x, x._local._version, used)
-            with_no_graph = x.used(held.detach())
-            _kept[id(x), False] = _Kept(x, x._local._version, with_no_graph)
+            _kept[id(x), True] = _Kept.of(x, used)
+            _kept[id(x), False] = _Kept.of(x, x.used(held.detach()))
+            _throughout.add(id(x))
             leaves.append(held)
         else:
             leaves.append(leaf(x))
@@ -94,9 +109,26 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     return found
 
 
+def about_to_write(targets: Sequence[ShardedTensor]) -> None:
+    """Forget what was gathered of weights that share memory with ``targets``."""
+    memories = {private.memory_of(x._local) for x in targets}
+    written = {id(k.weight): k.weight for k in _kept.values() if private.memory_of(k.weight._local) in memories}
+    if not _throughout.isdisjoint(written):
+        _refuse_write()
+    let_go(written.values())
+
+
+def _refuse_write() -> None:
+    raise RuntimeError(
+        f"A weight is written to at {user_line()}, within a step whose microbatches share what data_parallel='fsdp' "
+        "has gathered. Do it in on_train_batch_end, or write data_parallel='ddp'."
+    )
+
+
 def let_go(weights: Iterable[Tensor] | None = None) -> None:
     """Forget what was gathered of ``weights``, or of all."""
     if weights is None:
+        _throughout.clear()
         _kept.clear()
         _memories.clear()
         return
@@ -104,7 +136,7 @@ def let_go(weights: Iterable[Tensor] | None = None) -> None:
         for key in ((id(x), True), (id(x), False)):
             known = _kept.pop(key, None)
             if known is not None:
-                _memories.pop(leaf(known.used).untyped_storage()._cdata, None)
+                _memories.pop(private.memory_of(leaf(known.used)), None)
 
 
 @dataclass(frozen=True)
@@ -126,7 +158,7 @@ class _Again:
 
 
 def _packed(x: Tensor) -> Tensor | _Again:
-    weight, version = _memories.get(x.untyped_storage()._cdata, (None, 0))
+    weight, version = _memories.get(private.memory_of(x), (None, 0))
     if weight is None:
         return x
     return _Again(weight, version, tuple(x.shape), x.stride(), int(x.storage_offset()))
@@ -149,11 +181,22 @@ def in_step(keep: bool) -> Iterator[None]:
         let_go()
 
 
-def let_go_after_calls(module: nn.Module) -> list[Any]:
-    """Have every module in ``module`` let go of its own weights after each call; returns handles to undo that."""
+_hooked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def let_go_after_calls(module: nn.Module) -> None:
+    """Have every module in ``module`` let go of its own weights after each call."""
 
     def after(m: nn.Module, args: Any, output: Any) -> None:
         let_go(m._parameters.values())  # type: ignore[arg-type]
 
-    owners = [m for m in module.modules() if any(isinstance(p, Stored) for p in m._parameters.values())]
-    return [m.register_forward_hook(after, always_call=True) for m in owners]
+    for m in module.modules():
+        if any(isinstance(p, Stored) for p in m._parameters.values()):
+            _hooked[m] = m.register_forward_hook(after, always_call=True)
+
+
+def keep_after_calls(module: nn.Module) -> None:
+    """Undo `let_go_after_calls`, be it of an earlier run that failed."""
+    for m in module.modules():
+        if m in _hooked:
+            _hooked.pop(m).remove()

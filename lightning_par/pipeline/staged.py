@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par import private
+from lightning_par.data.sharing import unstore
 from lightning_par.data.using import use_throughout
 from lightning_par.elementwise import refuse_joint_updates
 from lightning_par.launch import StartMethod
@@ -65,6 +67,7 @@ class StagedMixin(StrategyMixin):
             _refuse_compiled(module)
         self._engine = None
         self.groups.pipeline.name = self.axis_name
+        unstore(module)
         bring_back(module, self.groups.pipeline)  # a run that an exception ended left its stages
         super().setup(trainer)
 
@@ -180,7 +183,7 @@ class StagedMixin(StrategyMixin):
 
 def _refuse_compiled(module: nn.Module) -> None:
     for name, child in module.named_modules():
-        if type(child).__module__.startswith("torch._dynamo"):
+        if private.is_compiled_wrapper(child):
             raise ValueError(
                 f"{name!r} is a wrapper that torch.compile made of a submodule. It holds on to weights, which can't go "
                 f"to the ranks of other layers then. Compile in place: `self.{name}.compile()`."

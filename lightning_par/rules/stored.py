@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_par.rules.whole import written
 from lightning_par.view import ShardedTensor
 
-_ALWAYS = {"detach", "_has_compatible_shallow_copy_type"}
+_ALWAYS = {"detach", "_has_compatible_shallow_copy_type"}  # neither reads values
 _MOVES = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
 
 gather: Callable[[ShardedTensor], Tensor] | None = None
 """Makes a stored weight whole; None as long as no weight of this process was stored in parts."""
+about_to_write: Callable[[Sequence[ShardedTensor]], None] | None = None
+"""Told of weights, or aliases of them, that are about to be written to in parts."""
 
 
 def with_whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -27,6 +29,9 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if not found or name in _ALWAYS or name in _MOVES and not wants_gradient:
         return None
     targets = [x for x in written(func, args, kwargs) if x._axis.stores]
+    if targets:
+        assert about_to_write is not None
+        about_to_write(targets)
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
         return None

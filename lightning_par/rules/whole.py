@@ -44,13 +44,13 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _write_back(func, target, wholes[id(target)])
     if targets:
         return tree_map(lambda x: next((t for t in targets if x is wholes[id(t)]), x), result)
-    memories = {wholes[id(t)].untyped_storage()._cdata: t for t in views if moves(t) and t.axis.size > 1}
+    memories = {private.memory_of(wholes[id(t)]): t for t in views if moves(t) and t.axis.size > 1}
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
 
     def finished(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, ShardedTensor) or any(x is other for other in given):
             return x  # what was written into stays what it is
-        source = memories.get(x.untyped_storage()._cdata)
+        source = memories.get(private.memory_of(x))
         again = sharded_again(x, views)
         return again if source is None else _noted_copy(func, source, again)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_par import state
 from lightning_par.comm import Axis
-from lightning_par.data.sharing import Storing
+from lightning_par.data.sharing import Storing, unstore
 from lightning_par.meeting import Meeting
 from lightning_par.module_hooks import refuse_partial_hooks
 from lightning_par.rules import mixed
@@ -38,8 +38,7 @@ class ShardsMixin(RanksMixin):
                 show_plan(plan, self.attention, groups.layout, self._planning.seconds)
         self._sharding = Sharding(groups, self.plan)
         self._sharding.apply(trainer, self.lightning_module)
-        if self.stores_parts:
-            self._storing = Storing(groups)
+        self._storing = Storing(groups) if self.stores_parts else None
         if split or self._storing is not None:
             among = split[0] if len(split) == 1 else groups.stage_of_replica
             self._meeting = Meeting(among if self._storing is None else groups.stage, self.timeout)
@@ -87,8 +86,7 @@ class ShardsMixin(RanksMixin):
         if self._sharding is not None and self.lightning_module is not None:
             for optimizer in self.optimizers:
                 state.unshard_optimizer_state(optimizer, self._stages)
-            if self._storing is not None:
-                self._storing.undo(self.lightning_module)
+            unstore(self.lightning_module)
             self._unspread_model()
             trainer: Any = self.lightning_module.trainer
             if self._planning is not None:

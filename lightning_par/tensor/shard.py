@@ -46,12 +46,13 @@ def unshard_module(module: nn.Module) -> None:
                 if isinstance(grad, ShardedTensor):
                     whole.grad = grad.full_tensor("unshard")
             become(parameter, whole, name)
-            _hang(vars(parameter).pop("_hooks_of_user", ((), ())), parameter)
+            _hang(vars(parameter).pop("_hooks_of_user", ({}, {})), parameter)
 
 
-def _hang(hooks: Any, parameter: Tensor) -> None:
-    """Hooks were given to the tensor that the parameter was before."""
-    for hook in hooks[0] if parameter.requires_grad else ():
-        parameter.register_hook(hook)
-    for hook in hooks[1]:
-        parameter.register_post_accumulate_grad_hook(hook)
+def _hang(hooks: tuple[dict[int, Any], dict[int, Any]], parameter: Tensor) -> None:
+    """Hooks were given to the tensor that the parameter was before; those that were removed since do nothing."""
+    before, after = hooks
+    for key in before if parameter.requires_grad else ():
+        parameter.register_hook(lambda grad, key=key: before[key](grad) if key in before else None)
+    for key in after:
+        parameter.register_post_accumulate_grad_hook(lambda p, key=key: after[key](p) if key in after else None)
