@@ -106,9 +106,9 @@ def _make_class(name: str, namespace: Namespace) -> type:
             """
             from lightning_par.checkpoint import reading
 
+            if reading.is_directory(str(path)):
+                return reading.load_whole(str(path), weights_only)
             local_path = _local(path)
-            if local_path is not None and reading.is_directory(local_path):
-                return reading.load_whole(local_path, weights_only)
             if local_path is None or not _is_zip(local_path):
                 return super().load_checkpoint(path, map_location, weights_only)
             return torch.load(local_path, map_location=map_location, mmap=True, weights_only=weights_only)

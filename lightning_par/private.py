@@ -347,8 +347,8 @@ def stored_at(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(file, offset, length)
 
 
-def remote_checkpoints() -> tuple[type, type]:
-    """What writes distributed checkpoints to URLs by fsspec, and what reads them."""
+def remote_reader() -> type:
+    """What reads distributed checkpoints at URLs by fsspec; it has no public name."""
     from torch.distributed.checkpoint import _fsspec_filesystem
 
-    return _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader
+    return _fsspec_filesystem.FsspecReader

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -30,7 +28,7 @@ from tests.differences import differences
 from tests.pool import Pool
 from tests.test_checkpoints import Choice, Model, data, quiet, trainer_for
 
-FILES = {".metadata", "meta.pt"}
+FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
 
 
 class Rows(Model):
@@ -61,6 +59,13 @@ def _save(layout: str, path: Path, how: Any = True) -> None:
         _fit(layout, path.parent, how=how, callbacks=[Saves()])
 
 
+def named(path: Path) -> dict[str, str]:
+    """The names of the files in a directory by what is in them: without the part that no other save has."""
+    return dict(
+        sorted((".".join(part for part in name.split(".") if len(part) != 16), name) for name in os.listdir(path))
+    )
+
+
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that two ranks wrote."""
@@ -73,15 +78,16 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_rank_writes_its_part(saved: Path) -> None:
-    assert {*os.listdir(saved)} == FILES | {"__0_0.distcp", "__1_0.distcp"}
+    assert [*named(saved)] == FILES
     with open(saved / ".metadata", "rb") as file:
         metadata = pickle.load(file)
-    written = {"__0_0.distcp": 0, "__1_0.distcp": 0}
+    written = {named(saved)[name]: 0 for name in FILES[1:3]}
     for name, stored in metadata.state_dict_metadata.items():
         for chunk in getattr(stored, "chunks", ()):
             at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             written[at.relative_path] += chunk.sizes.numel() * (name != "state_dict.head.weight")  # tied
-    assert 0.9 < written["__0_0.distcp"] / written["__1_0.distcp"] < 1.1
+    first, second = written.values()
+    assert 0.9 < first / second < 1.1
     assert [name for name in os.listdir(saved.parent) if name.startswith(".")] == []
 
 
@@ -235,48 +241,6 @@ def test_files_and_directories_take_each_others_place(pool: Pool, tmp_path: Path
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-class Shelf(LocalFileSystem):
-    """A folder that can be reached by URLs alone: another machine's, for all that the code knows."""
-
-    protocol = "shelf"  # type: ignore[assignment]
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol([x.removeprefix("shelf:/") for x in path] if isinstance(path, list) else
-                                       str(path).removeprefix("shelf:/"))  # fmt: skip
-
-
-def _remote(layout: str, url: str, folder: Path, how: Any, ckpt_path: str | None = None) -> dict[str, Any]:
-    """Resume ``ckpt_path``, or train and save twice; the module's state, and which names there are."""
-    fsspec.register_implementation("shelf", Shelf, clobber=True)
-    with quiet():
-        # Lightning's own takes a file:// URL for a relative path.
-        kept = ModelCheckpoint(f"{url.removeprefix('file://')}/kept", "{step}", every_n_train_steps=1, save_top_k=1)
-        model = Model().double()
-        callbacks = [] if ckpt_path else [kept]
-        trainer = trainer_for(layout, folder, distributed=how, max_epochs=2 if ckpt_path else 1, callbacks=callbacks)
-        trainer.fit(model, data(), data(), ckpt_path=ckpt_path)
-        state = {name: x.clone() for name, x in model.state_dict().items()}
-        if ckpt_path is None:
-            for _ in range(2):  # the second in the first one's place
-                trainer.save_checkpoint(f"{url}/a.ckpt")
-            trainer.validate(model, data(), ckpt_path=f"{url}/a.ckpt", verbose=False)
-        return state
-
-
-@pytest.mark.parametrize("scheme", ["shelf", "file"])
-@pytest.mark.parametrize("how", [False, True, "async"])
-def test_checkpoints_go_to_urls(how: Any, scheme: str, pool: Pool, tmp_path: Path) -> None:
-    url = f"{scheme}://{tmp_path}"
-    pool.run(2, _remote, "tp2", url, tmp_path, how)
-    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "kept"], "the first was not replaced, or something is left"
-    assert os.listdir(tmp_path / "kept") == ["step=3.ckpt"], "older ones are still there"
-    assert (tmp_path / "a.ckpt").is_dir() == bool(how)
-    if scheme == "shelf":
-        resumed = pool.run(2, _remote, "pp2", url, tmp_path, how, f"{url}/a.ckpt")
-        assert not differences(resumed[0], pool.run(2, _remote, "tp2", url, tmp_path, how, f"{url}/a.ckpt")[0], 1e-9)
-
-
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -286,12 +250,13 @@ def _refused(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"])
-def test_a_directory_that_is_cut_short_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FILES)
+def test_a_directory_that_is_cut_short_is_refused(kind: str, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "a")
     load(str(tmp_path / "a"))
+    name = named(saved)[kind]
     size = os.path.getsize(tmp_path / "a" / name)
-    if "distcp" in name:
+    if kind != ".metadata":
         os.truncate(tmp_path / "a" / name, size - 100)
         assert f"cut short: '{name}' has {size - 100} of {size} bytes" in _refused(tmp_path / "a")
     else:
@@ -348,13 +313,13 @@ def test_a_directory_that_does_not_fit_is_refused_on_all_ranks(
     layout: str, saved: Path, pool: Pool, tmp_path: Path
 ) -> None:
     shutil.copytree(saved, tmp_path / "cut")
-    os.remove(tmp_path / "cut" / "__1_0.distcp")
-    for path, model, named in (
+    os.remove(tmp_path / "cut" / (lost := named(saved)["__1_0.distcp"]))
+    for path, model, words in (
         (saved, Other, ["extra.weight", "norm.weight", "up.weight", "torch.Size([20, 8])", "torch.Size([24, 8])"]),
-        (tmp_path / "cut", Model, ["is cut short: '__1_0.distcp' is missing"]),
+        (tmp_path / "cut", Model, [f"is cut short: '{lost}' is missing"]),
     ):
         for message, seconds, steps in pool.run(2, _unfit, layout, path, tmp_path, model):
-            assert all(name in message for name in named) and seconds < 20 and steps == 0
+            assert all(word in message for word in words) and seconds < 20 and steps == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- names

@@ -23,17 +23,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
+from lightning_par.checkpoint.folder import METADATA, files_of, parsed
 from lightning_par.checkpoint.reading import load_whole
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.view import leaf
 from tests.pool import Pool, RanksFailedError
+from tests.shelf import register
 from tests.test_checkpoints import load, quiet
 
 STRATEGIES: dict[str, Any] = {"tp2": TensorParallelStrategy, "pp2": PipelineParallelStrategy}
-MODES: list[tuple[Any, str]] = [(False, "tp2"), (True, "pp2"), ("async", "tp2")]
+MODES: list[tuple[Any, str]] = [(False, "tp2"), (True, "pp2"), ("async", "tp2"), ("url", "tp2")]
 STEPS = 200  # more than a job gets to before it is killed
 VICTIMS: list[tuple[int, ...]] = [(0,), (1,), (0, 1)]
+URL = "shelf://"
 
 
 class Wide(LightningModule):
@@ -83,10 +86,12 @@ def _digest(trainer: Trainer, module: LightningModule) -> int:
 
 def job(folder: Path, how: Any, layout: str, width: int, steps: int, ckpt_path: str | None) -> None:
     """Train from ``ckpt_path``; save after each step under a new name, and under one that has the step before."""
+    register()
+    at_url, how = how == "url", True if how == "url" else how
     callbacks: list[Callback] = [Journal(folder / "journal")]
     saves: dict[str, Any] = dict(every_n_train_steps=1, save_top_k=1, save_last=True, enable_version_counter=False)
     if steps == STEPS or ckpt_path is not None:
-        callbacks.append(ModelCheckpoint(folder / "saved", "{step}", **saves))
+        callbacks.append(ModelCheckpoint(f"{URL * at_url}{folder}/saved", "{step}", **saves))
     options: dict[str, Any] = dict(accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
     trainer = Trainer(
         strategy=STRATEGIES[layout](save_distributed_checkpoint=how, **dict(microbatches=1) if layout == "pp2" else {}),
@@ -108,14 +113,23 @@ def job(folder: Path, how: Any, layout: str, width: int, steps: int, ckpt_path: 
 def _size(folder: Path) -> int | None:
     """Bytes of what is being written in ``folder``; None where nothing is."""
     found = None
-    for top in folder.glob(".*.tmp"):
+    for path in (*folder.glob(".*.tmp"), *folder.glob("*/*")):
         with contextlib.suppress(FileNotFoundError):
-            found = (found or 0) + _bytes(top)
+            if path.parent == folder or path.name not in _named(path.parent):
+                found = (found or 0) + _bytes(path)
     return found
 
 
 def _bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in ([*path.iterdir()] if path.is_dir() else [path]))
+    """Of a file, or of what makes the checkpoint of a directory."""
+    return sum(file.stat().st_size for file in ([path / name for name in _named(path)] if path.is_dir() else [path]))
+
+
+def _named(path: Path) -> set[str]:
+    """The files in the directory ``path`` that are a whole checkpoint's; all where that is not here yet, or no more."""
+    if path.name.startswith(".") or not (path / METADATA).exists():
+        return {*os.listdir(path)}
+    return {METADATA, *files_of(parsed((path / METADATA).read_bytes()))}
 
 
 def _noted(folder: Path, name: str) -> list[tuple[int, int]]:
@@ -124,14 +138,16 @@ def _noted(folder: Path, name: str) -> list[tuple[int, int]]:
     return [(int(step), int(value)) for step, value in map(str.split, lines)]
 
 
-def _good(folder: Path) -> dict[str, int]:
+def _good(folder: Path, how: Any) -> dict[str, int]:
     """The checkpoints that are there, each of which must be whole, and their steps."""
     found = {}
     for path in sorted((folder / "saved").glob("[!.]*")):
+        if how == "url" and path.name != "last.ckpt" and not (path / METADATA).exists():
+            continue  # its first save did not come to its end, or it is being removed
         content = load_whole(str(path)) if path.is_dir() else load(path)
         assert len(content["state_dict"]) == 4 and len(content["optimizer_states"][0]["state"]) == 4
         assert path.name in ("last.ckpt", f"step={content['global_step']}.ckpt")
-        found[str(path)] = content["global_step"]
+        found[f"{URL * (how == 'url')}{path}"] = content["global_step"]
     return found
 
 
@@ -161,7 +177,7 @@ class Trial:
             running.stop()
             raise
         running.end()
-        good = _good(self.folder)
+        good = _good(self.folder, self.how)
         done = _noted(self.folder, "saved-0")[-1][0]
         newest = max(good, key=lambda path: good[path])
         assert good[newest] >= done - (self.how == "async"), f"step {done} was saved; there are {good}"
@@ -191,7 +207,7 @@ def _check(trial: Trial, reference: Path, steps: int) -> None:
         assert all(expected[step] == digest for step, digest in noted)
         assert noted[-1][0] == steps
     assert _size(trial.folder / "saved") is None, "leftovers of a kill"
-    assert sorted(_good(trial.folder).values())[-2:] == [steps, steps]
+    assert sorted(_good(trial.folder, trial.how).values())[-2:] == [steps, steps]
 
 
 # ---------------------------------------------------------------------------------------------------- forked off a pool
@@ -244,7 +260,7 @@ def _forked(pool: Pool, how: Any, layout: str, width: int) -> Callable[..., Fork
     return lambda folder, *args: Forked(pool, folder, how, layout, width, *args)
 
 
-@pytest.mark.parametrize(("how", "layout", "victims"), [(*mode, ranks) for mode, ranks in zip(MODES, VICTIMS)])
+@pytest.mark.parametrize(("how", "layout", "victims"), [(*mode, ranks) for mode, ranks in zip(MODES, (*VICTIMS, (0,)))])
 def test_a_kill_within_a_save_loses_nothing(
     how: Any, layout: str, victims: tuple[int, ...], pool: Pool, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 `unread` is the tensor that stands in a checkpoint for values that are elsewhere; `parts` says who holds what of it,
 `inventory` what the ranks hold of a checkpoint, and `courier` brings it to the rank that writes a single file. Of a
-directory, to which each rank writes, `outline` is what is left without tensors, `chunks` who writes what, `directory`
-and `storage` write, `background` while training goes on, `reading` reads, and `consolidate` makes one file of it.
-`swap` gives what is finished its name.
+directory, to which each rank writes, `folder` knows the files, `outline` is what is left without tensors, `chunks` who
+writes what, `directory` and `storage` write, `background` while training goes on, `reading` reads, and `consolidate`
+makes one file of it. `swap` gives what is finished its name.
 """

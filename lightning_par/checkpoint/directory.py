@@ -1,15 +1,16 @@
 """A checkpoint as a directory of `torch.distributed.checkpoint`, to which each rank writes what it holds.
 
-It has the files of Lightning's own: ``.metadata`` says which file has which box of which tensor, ``meta.pt`` holds all
-but the tensors, ``__0_0.distcp`` and so on are the ranks'. It is written beside its place, and gets its name when all
-of it is on the disk. At a URL, where names can't be changed, ``.metadata`` comes last: without it there is nothing.
+``.metadata`` says which file has which box of which tensor, ``meta.<id>.pt`` holds all but the tensors,
+``__0_0.<id>.distcp`` and so on are the ranks'. Locally it is written beside its place, and gets its name when all of it
+is on the disk. At a URL, where directories can't be exchanged, it is written beside the files of the one before, and
+what counts is the one that ``.metadata`` names.
 """
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_par.checkpoint import swap
 from lightning_par.checkpoint.chunks import Chunk, Writers, chunks_of, share_out, whole_chunk
+from lightning_par.checkpoint.folder import Folder
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import Outline, take_apart
-from lightning_par.checkpoint.storage import Planner, writer_for
+from lightning_par.checkpoint.storage import Planner, Writer, write_rest
 from lightning_par.checkpoint.unread import Unread
-
-META = "meta.pt"
 
 
 class Writing:
@@ -45,9 +46,11 @@ class Writing:
 
     def __init__(self, path: str, inventory: Inventory) -> None:
         self.inventory = inventory
-        self.is_local = "://" not in path or path.startswith("file://")
-        self.path = str(url_to_fs(path)[1]) if self.is_local else path
-        self.at = swap.beside(self.path) if self.is_local else path
+        target = Folder(*url_to_fs(path))
+        self.path = target.place if target.is_local else path
+        self.folder = replace(target, place=swap.beside(target.place)) if target.is_local else target
+        self.save = uuid.uuid4().hex[:16]
+        self.rest: WriteResult | None = None
         self.outline = Outline()
         self.planner = Planner([], {}, {})
         self.tensors: dict[str, Tensor] = {}
@@ -63,7 +66,7 @@ class Writing:
             if self.inventory.is_first:
                 self.outline = take_apart(checkpoint, parameters)
                 self._make_folder()
-                self._write_rest()
+                self.rest = write_rest(self.outline.rest, self.folder, self.save)
         chunks = self._chunks()
         self.planner = Planner(chunks, self.outline.values, self.outline.paths)
         self.tensors = self.planner.tensors()
@@ -83,7 +86,7 @@ class Writing:
         """
         failure = None
         try:
-            writer = writer_for(self.at, self.outline.aliases)
+            writer = Writer(self.folder, self.save, self.outline.aliases, self.rest)
             dcp.save(self.tensors, storage_writer=writer, planner=self.planner, process_group=group)
             if self.inventory.is_first:
                 self._publish()
@@ -96,34 +99,31 @@ class Writing:
         dist.broadcast_object_list(told, src=0, group=group)
         failure = failure or told[0]
         if failure is not None:
-            if self.inventory.is_first and self.is_local:
-                swap.remove(self.at)
+            if self.inventory.is_first:
+                self._give_up()
             raise RuntimeError(f"The checkpoint {self.path} could not be saved. {failure}")
 
     # --------------------------------------------------------------------------------------------------- on the first
 
     def _make_folder(self) -> None:
-        if self.is_local:
-            swap.remove(self.at)  # what a kill has left
-            os.makedirs(self.at)
-            return
-        files, folder = url_to_fs(self.at)
-        with suppress(FileNotFoundError):
-            files.rm(f"{folder}/.metadata")  # what is there is no checkpoint any more
-        files.makedirs(folder, exist_ok=True)
-
-    def _write_rest(self) -> None:
-        files, folder = url_to_fs(self.at)
-        with files.open(f"{folder}/{META}", "wb") as file:
-            torch.save(self.outline.rest, file)
-            if self.is_local:
-                file.flush()
-                os.fsync(file.fileno())
+        if self.folder.is_local:
+            swap.remove(self.folder.place)  # what a kill has left
+        self.folder.files.makedirs(self.folder.place, exist_ok=True)
+        self.folder.tidy()
 
     def _publish(self) -> None:
-        if self.is_local:
-            swap.sync_folder(self.at)
-            swap.put_in_place(self.at, self.path)
+        self.folder.publish()
+        if self.folder.is_local:
+            swap.sync_folder(self.folder.place)
+            swap.put_in_place(self.folder.place, self.path)
+        else:
+            self.folder.tidy()
+
+    def _give_up(self) -> None:
+        if self.folder.is_local:
+            swap.remove(self.folder.place)
+        else:
+            self.folder.tidy()
 
     # ------------------------------------------------------------------------------------------------------ on all
 

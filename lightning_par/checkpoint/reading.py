@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import zipfile
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from lightning_par import private
-from lightning_par.checkpoint import swap
+from lightning_par.checkpoint.folder import METADATA, Folder, files_of, parsed, rest_of
 from lightning_par.checkpoint.outline import OWN, names_in, put_together
 from lightning_par.checkpoint.parts import runs
 from lightning_par.checkpoint.scratch import Scratch
 from lightning_par.checkpoint.unread import Unread, read_all
 
-META, METADATA = "meta.pt", ".metadata"
-
 
 def is_directory(path: str) -> bool:
     """Whether there is a folder at ``path``, local or a URL, or one that lost its name in a kill."""
-    files, place = url_to_fs(path)
-    return bool(files.isdir(swap.left_behind(place) if _is_local(files) else place))
+    if path.startswith("http"):
+        return False
+    folder = Folder.at(path)
+    return bool(folder.files.isdir(folder.place))
 
 
 def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
     """The checkpoint in the directory ``path``; its tensors are `Unread`. No communication.
+
+    One that is replaced meanwhile is the old one or the new one.
 
     Args:
         path: local, or a URL.
@@ -44,15 +42,29 @@ def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
         ValueError: files, or parts of them, are missing, or it was written by something else; the message names them.
         pickle.UnpicklingError: it holds other things than ``weights_only`` allows.
     """
-    files, place = url_to_fs(path)
-    place = swap.left_behind(place) if _is_local(files) else place
-    present = {os.path.basename(info["name"].rstrip("/")): info["size"] for info in files.ls(place, detail=True)}
-    _refuse(path, [f"{name!r} is missing" for name in (METADATA, META) if name not in present])
-    metadata = _metadata(path, files, place)
-    _refuse(path, _missing_files(metadata, present))
-    with files.open(f"{place}/{META}", "rb") as file:
-        _refuse(path, [] if zipfile.is_zipfile(file) else [f"{META!r} ends too early"])
-        file.seek(0)
+    return _one_of_them(path, lambda folder, metadata: _load(path, folder, metadata, weights_only))
+
+
+def load_whole(path: str, weights_only: bool | None = None) -> dict[str, Any]:
+    """`load`, with all values read: for code that keeps tensors of the checkpoint."""
+    return _one_of_them(path, lambda folder, metadata: read_all(_load(path, folder, metadata, weights_only)))
+
+
+def _one_of_them(path: str, read: Callable[[Folder, Metadata], dict[str, Any]]) -> dict[str, Any]:
+    """What ``read`` reads, which it does again where the directory was replaced before it had done so."""
+    while True:
+        folder = Folder.at(path)
+        found = folder.metadata()
+        try:
+            return read(folder, _parsed(path, found))
+        except (ValueError, OSError):
+            if Folder.at(path).metadata() == found:
+                raise
+
+
+def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | None) -> dict[str, Any]:
+    _refuse(path, _missing_files(metadata, folder.sizes()))
+    with folder.files.open(folder.path(rest_of(metadata)), "rb") as file:
         rest = torch.load(file, map_location="cpu", weights_only=weights_only)
     if OWN not in rest or "tensors" not in rest[OWN]:
         raise ValueError(
@@ -60,7 +72,7 @@ def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
             "it as one file."
         )
     _refuse(path, _missing_tensors(names_in(rest), metadata))
-    reader: Any = FileSystemReader(place) if _is_local(files) else private.remote_checkpoints()[1](path)
+    reader: Any = FileSystemReader(folder.place) if folder.is_local else private.remote_reader()(path)
     reader.set_up_storage_reader(metadata, False)
     scratch = Scratch()
     found: dict[str, Unread] = {}
@@ -70,12 +82,6 @@ def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
         return found[name]
 
     return put_together(rest, unread)
-
-
-def load_whole(path: str, weights_only: bool | None = None) -> dict[str, Any]:
-    """`load`, with all values read: for code that keeps tensors of the checkpoint."""
-    checkpoint: dict[str, Any] = read_all(load(path, weights_only))
-    return checkpoint
 
 
 class Stored:
@@ -102,7 +108,12 @@ class Stored:
                 none = torch.Size([0] * len(self.shape))
                 plan.items.append(ReadItem(LoadItemType.TENSOR, index, none, index, none, chunk.sizes))
                 landings[index] = landing
-        self.reader.read_data(plan, _Planner(landings)).wait()
+        try:
+            self.reader.read_data(plan, _Planner(landings)).wait()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"The checkpoint {self.reader.path} was replaced or removed while it was read. Load it again."
+            ) from error
 
 
 class _Planner:
@@ -162,22 +173,18 @@ def _refuse(path: str, missing: list[str]) -> None:
         raise ValueError(f"The checkpoint {path} is cut short: {', '.join(missing[:5])}{more}.")
 
 
-def _metadata(path: str, files: Any, place: str) -> Metadata:
+def _parsed(path: str, found: tuple[str, bytes] | None) -> Metadata:
+    _refuse(path, [f"{METADATA!r} is missing"] if found is None else [])
     try:
-        with files.open(f"{place}/{METADATA}", "rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
-            return metadata
+        return parsed(found[1] if found else b"")
     except (EOFError, pickle.UnpicklingError) as error:
-        _refuse(
-            path, [f"{METADATA!r} ends too early"] if isinstance(error, EOFError) or "truncated" in str(error) else []
-        )
+        early = isinstance(error, EOFError) or "truncated" in str(error)
+        _refuse(path, [f"{METADATA!r} ends too early"] if early else [])
         raise
 
 
 def _missing_files(metadata: Metadata, present: dict[str, int]) -> list[str]:
-    needed: dict[str, int] = defaultdict(int)
-    for info in (metadata.storage_data or {}).values():
-        needed[info.relative_path] = max(needed[info.relative_path], info.offset + info.length)
+    needed = files_of(metadata)
     missing = [f"{name!r} is missing" for name in sorted(needed) if name not in present]
     short = [name for name in sorted(needed) if name in present and present[name] < needed[name]]
     return missing + [f"{name!r} has {present[name]} of {needed[name]} bytes" for name in short]
@@ -201,26 +208,3 @@ def _tensor(metadata: Metadata, name: str) -> TensorStorageMetadata:
     stored = metadata.state_dict_metadata[name]
     assert isinstance(stored, TensorStorageMetadata)
     return stored
-
-
-def _is_local(files: Any) -> bool:
-    return "file" in files.protocol
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads ``.metadata``, which holds torch's own descriptions alone: nothing in it runs code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        described = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        if described and isinstance(found := super().find_class(module, name), type):
-            return found
-        if (module, name) in _PLAIN or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata of a checkpoint may not hold {module}.{name}")
-
-
-_PLAIN = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}  # fmt: skip

@@ -1,15 +1,15 @@
-"""How `torch.distributed.checkpoint` writes a directory of ours, and reads one."""
+"""How `torch.distributed.checkpoint` writes a directory of ours."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from lightning_par import private
 from lightning_par.checkpoint.chunks import Chunk
+from lightning_par.checkpoint.folder import COMING, REST, Folder
 from lightning_par.checkpoint.outline import Path
 
 _SEPARATOR = "@"
@@ -62,42 +63,65 @@ class Planner(DefaultSavePlanner):
         return buffer
 
 
-class _Streams:
-    """Writes a rank's chunks into one file, one after another, and holds none; torch's writer holds the last ones."""
+class Writer(StorageWriter):
+    """Writes a rank's chunks into one file, one after another, and holds none; torch's own writer holds the last ones.
 
-    aliases: Mapping[str, str] = {}
+    Args:
+        folder: where to.
+        save: a part of the names of all files, so that they take no other's place; the first rank's counts.
+        aliases: other names of tensors.
+        rest: the file that holds all but the tensors, on the first rank.
+    """
 
-    def write_data(self: Any, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.distcp"
+    def __init__(self, folder: Folder, save: str, aliases: Mapping[str, str], rest: WriteResult | None) -> None:
+        self.folder, self.save, self.aliases, self.rest = folder, save, aliases, rest
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        names = [f"__{rank}_0.{self.save}.distcp" for rank in range(len(plans))]
+        return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+        with self.folder.writing(plan.storage_data) as stream:
             for item in plan.items:
                 start = stream.tell()
                 _write(planner.resolve_data(item), stream)
                 length = stream.tell() - start
-                results.append(WriteResult(item.index, length, private.stored_at(name, start, length)))
-            stream.flush()
-            if hasattr(stream, "fileno") and isinstance(stream, io.BufferedWriter):
-                os.fsync(stream.fileno())
+                results.append(WriteResult(item.index, length, private.stored_at(plan.storage_data, start, length)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def finish(self: Any, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         found = [result for theirs in results for result in theirs]
         for alias, name in self.aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
             same = [result for result in found if result.index.fqn == name]
-            results = [*results, [dataclasses.replace(x, index=MetadataIndex(alias, x.index.offset)) for x in same]]
-        super().finish(metadata, results)  # type: ignore[misc]
+            found += [dataclasses.replace(x, index=MetadataIndex(alias, x.index.offset)) for x in same]
+        found += [] if self.rest is None else [self.rest]
+        metadata.storage_data = {result.index: result.storage_data for result in found}
+        with self.folder.writing(COMING) as file:
+            pickle.dump(metadata, file)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
 
 
-def writer_for(path: str, aliases: Mapping[str, str]) -> FileSystemWriter:
-    """What writes a directory to ``path``, here or at a URL."""
-    base: Any = FileSystemWriter if "://" not in path else private.remote_checkpoints()[0]
-    made = type("Writer", (_Streams, base), {})(path)
-    made.aliases = aliases
-    return made  # type: ignore[no-any-return]
+def write_rest(rest: Any, folder: Folder, save: str) -> WriteResult:
+    """Write all but the tensors."""
+    name = f"meta.{save}.pt"
+    with folder.writing(name) as file:
+        torch.save(rest, file)
+        length = file.tell()
+    return WriteResult(REST, length, private.stored_at(name, 0, length))
 
 
 def _write(data: Any, stream: Any) -> None:

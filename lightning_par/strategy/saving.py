@@ -154,7 +154,7 @@ class SavingMixin(RanksMixin):
         """What a single file or a directory holds; tensors are read when they are used."""
         self._background.finish()
         path = str(checkpoint_path)
-        if not path.startswith("http") and is_directory(path):
+        if is_directory(path):
             return load(path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
