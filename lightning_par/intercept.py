@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -115,11 +116,36 @@ def _intercept_checkpoint() -> None:
     # The generator function behind non-reentrant checkpointing; its first argument is what is run, and run again.
     plain = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
+    named = [p for p in inspect.signature(plain).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
     @functools.wraps(plain)
     def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return plain(_replaying(fn), *args, **kwargs)
+        from lightning_par.pipeline.located import Run
+
+        def around(fn: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+            return plain(_replaying(fn), *args[: len(named) - 1], *rest, **kwargs)
+
+        whole = around(fn, *args[len(named) - 1 :], **kwargs)
+        return whole if Run.current is None or Run.current.depth else _by_run(Run.current, whole, around)
 
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def _by_run(run: Any, whole: Any, around: Callable[..., Any]) -> Any:
+    """The region between the steps of the generator ``whole``, run again as one, or each call in it by itself."""
+
+    def by_itself(call: Callable[[], Any]) -> Any:
+        steps = around(call)
+        next(steps)
+        result = call()
+        next(steps, None)
+        return result
+
+    with run.region(by_itself) as as_one:
+        if as_one:
+            yield from whole
+        else:
+            yield
 
 
 def _replaying(fn: Callable[..., Any]) -> Callable[..., Any]:

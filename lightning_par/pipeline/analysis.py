@@ -6,15 +6,13 @@ several samples together shows itself, and what becomes a sum over samples is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call
@@ -77,6 +75,13 @@ class Analysis(FakeRun):
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
+        self.regions: dict[int, int] = {}
+
+    @contextmanager
+    def region(self, by_itself: Any) -> Iterator[bool]:
+        first = len(self.events)
+        yield True
+        self.regions[first] = len(self.events)
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))

@@ -101,6 +101,7 @@ class Program:
         plain_effects: whether all that the step logs and returns are shares or samples, so that they can be joined.
         changes_batch: whether it writes into tensors that depend on the batch alone.
         uses: the stages that use a unit, or a parameter that no unit holds.
+        regions: the first event of a region that backward is to run again, and the first one behind it.
     """
 
     events: list[Event]
@@ -121,6 +122,7 @@ class Program:
     plain_effects: bool = False
     changes_batch: bool = False
     uses: dict[str, set[int]] = field(default_factory=dict)
+    regions: dict[int, int] = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
@@ -225,6 +227,15 @@ class Run(TorchFunctionMode):
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
+        """Around what activation checkpointing runs again in backward; gives whether that can be done to all at once.
+
+        Args:
+            by_itself: makes a call of which nothing is kept but its arguments, and which backward runs again.
+        """
+        yield True
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A metric's ``method`` is called at container level."""

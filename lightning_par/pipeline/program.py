@@ -49,6 +49,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         and all(_joins(run, x) for x in run.effects),
         changes_batch=any(event.kind == "batch" and writes(_name(event)) for event in run.events),
         uses=uses,
+        regions=run.regions,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class StageRun(Run):
         self.leaving = () if tail else tuple(routes.leaving[stage])
         self.got: dict[Key, Tensor] = {}
         self.names: dict[int, Key] = {}  # of absent tensors
+        self.again: Callable[[Callable[[], Any]], Any] | None = None  # makes a call that backward runs again
         self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
 
     def copied(self, x: Tensor) -> Tensor:
@@ -141,8 +143,21 @@ class StageRun(Run):
         first = self.axis is None or self.axis.rank == 0
         inside = nullcontext() if self.inside is None else self.inside(module, first)
         with drawing((*self.draws, index), module), self.aside(), inside:
-            result = original(*args, **kwargs)
+            call = partial(original, *args, **kwargs)
+            result = call() if self.again is None else self.again(call)
         return self._made(index, self._as_recorded(path, result, record), record)
+
+    @contextmanager
+    def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
+        end = self.program.regions.get(self.count)
+        if end is None or self.first <= self.count and end <= self.end:
+            yield True
+            return
+        before, self.again = self.again, by_itself  # in backward there are no values of other stages
+        try:
+            yield False
+        finally:
+            self.again = before
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]
