@@ -26,6 +26,7 @@ class _Bucket:
     """Leaves whose gradients travel as one message, and how far it is on its way."""
 
     axis: Axis
+    copies: int  # of the ranks, those that have a gradient of their own
     leaves: list[Tensor] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     flat: Tensor | None = None
@@ -39,11 +40,11 @@ class _Bucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.leaves)
 
-    def launch(self, copies: int) -> None:
+    def launch(self) -> None:
         parts = [_zeros(leaf) if leaf.grad is None else leaf.grad.reshape(-1) for leaf in self.leaves]
         self.flat = torch.cat(parts)
-        if copies > 1:
-            self.flat.div_(copies)
+        if self.copies > 1:
+            self.flat.div_(self.copies)
         self.work = self.axis.start_all_reduce_(self.flat, "gradients")
 
     def land(self) -> list[tuple[Tensor, Tensor]]:
@@ -80,6 +81,8 @@ class GradientSync:
         copies: how many of these ranks have a gradient of their own, to be averaged; None for all. Where there are
             fewer than ranks, each rank along the sequence has a share of one, and the shares are summed.
         split: the ranks among ``axis`` that hold the same part of a split parameter; None for all of ``axis``.
+        stored: the ranks among ``axis`` that have a share each of the gradient of a parameter that is stored in parts
+            and not split; None where what gathered it has summed all of it.
     """
 
     def __init__(
@@ -89,11 +92,13 @@ class GradientSync:
         bucket_bytes: int = BUCKET_BYTES,
         copies: int | None = None,
         split: Axis | None = None,
+        stored: Axis | None = None,
     ) -> None:
         self.blocked = False
         self._module = module
         self._axis = axis
         self._split = split or axis
+        self._stored = stored or _NOBODY
         self._copies = axis.size if copies is None else copies
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, Any] = {}
@@ -169,7 +174,7 @@ class GradientSync:
         """What an earlier backward left is whole; where shares are about to be added to it, it becomes one, too."""
         for bucket in self._buckets:
             self._refuse_early_steps(bucket)
-            count = bucket.axis.size // self._copies
+            count = bucket.axis.size // bucket.copies
             for x in bucket.leaves if count > 1 else ():
                 if x.grad is not None and id(x) not in self._touched:
                     x.grad.div_(count)
@@ -200,16 +205,16 @@ class GradientSync:
     def _along(self, parameter: Tensor) -> Axis:
         """The ranks that sum the gradients of ``parameter``."""
         if isinstance(parameter, Stored):
-            return _NOBODY  # what gathered it has averaged
+            return self._stored if parameter.split_over is None else _NOBODY  # along the others its use has averaged
         return self._split if isinstance(parameter, ShardedTensor) else self._axis
 
     def _fill_buckets(self, leaves: list[tuple[Tensor, Axis]]) -> None:
         self._buckets, self._bucket_of = [], {}
-        filling: dict[tuple[torch.dtype, torch.device, bool], _Bucket] = {}
+        filling: dict[tuple[torch.dtype, torch.device, int], _Bucket] = {}
         for x, axis in reversed(leaves):  # about the order in which backward reaches them
-            key = (x.dtype, x.device, axis is self._axis)
+            key = (x.dtype, x.device, id(axis))
             if key not in filling or filling[key].nbytes + x.numel() * x.element_size() > self._bucket_bytes:
-                filling[key] = _Bucket(axis)
+                filling[key] = _Bucket(axis, 1 if axis is self._stored else self._copies)
                 self._buckets.append(filling[key])
             filling[key].leaves.append(x)
             self._bucket_of[id(x)] = filling[key]
@@ -236,7 +241,7 @@ class GradientSync:
                 bucket = self._buckets[self._launched]
                 if not (everything or bucket.complete):
                     return
-                bucket.launch(self._copies)
+                bucket.launch()
                 self._launched += 1
 
     def _name(self, x: Tensor) -> str:

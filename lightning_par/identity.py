@@ -21,7 +21,7 @@ _OWN = {
     "_recipe",
     "_peers",
     "_inner",
-    "_split",
+    "split_over",
 }  # what makes a tensor of ours what it is
 
 

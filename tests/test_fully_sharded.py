@@ -48,6 +48,15 @@ ROWS: list[Any] = [
     ("hf_t5", DP | PP_TP, {}),
     ("loss_accuracy", DP | PP_SP, {}),
     ("gpt_tied", DP | PP | dict(placement=GPT), {}),
+    # gathered again for backward, or not
+    ("gpt_tied", DP | dict(reshard_after_forward=False), dict(accumulate=2)),
+    ("gpt_tied", DP | PP | dict(reshard_after_forward=True), dict(accumulate=2)),
+    ("gpt_checkpointed", DP | PP | dict(schedule="zbv", reshard_after_forward=True), {}),
+    ("gpt_tied", DP | PP_TP | dict(reshard_after_forward=True), {}),
+    # each of the tensor ranks has a share of the gradients of weights that are not split
+    ("gpt_tied", DP | dict(tensor_parallel_size=2, shard_residual=True), dict(accumulate=2)),
+    ("gpt", DP | PP_TP | dict(shard_residual=True), {}),
+    ("hf_llama", DP | dict(tensor_parallel_size=2, shard_residual=True, reshard_after_forward=False), {}),
 ]
 
 
@@ -64,11 +73,15 @@ def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **option
     )  # fmt: skip
 
 
-SLOW = ("hf_t5", "gpt_5_heads", "loss_accuracy", "mlp_l2", "hf_llama")  # for make test-all
+SLOW = ("hf_t5", "gpt_5_heads", "loss_accuracy", "mlp_l2", "hf_llama", "lstm", "mlp_odd")  # for make test-all
+
+
+def _is_slow(case: str, layout: dict[str, Any]) -> bool:
+    return case in SLOW or "sequence_parallel_size" in layout or PP_TP.items() <= layout.items()
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row[0] in SLOW), id=_name(row)) for row in ROWS]
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * _is_slow(*row[:2]), id=_name(row)) for row in ROWS]
 )
 def test_storing_parts_never_changes_results(
     row: Any, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
@@ -171,6 +184,55 @@ def test_in_a_pipeline_nothing_is_gathered_again_between_microbatches(pool: Pool
         for verb in ("all_gather", "reduce_scatter"):
             sizes = sorted(size for v, purpose, size in moved if (v, purpose) == (verb, "parameters"))
             assert sizes == sorted([BIAS, WEIGHT] * (LAYERS // 2))
+
+
+def test_weights_stay_gathered_for_backward_where_asked(pool: Pool) -> None:
+    for _, moved in pool.run(2, _run, DP | dict(reshard_after_forward=False)):
+        for verb in ("all_gather", "reduce_scatter"):
+            sizes = sorted(size for v, purpose, size in moved if (v, purpose) == (verb, "parameters"))
+            assert sizes == sorted([BIAS, WEIGHT] * LAYERS)
+
+
+def test_in_a_pipeline_each_microbatch_gathers_weights_where_asked(pool: Pool) -> None:
+    asked = DP | PP | dict(microbatches=4, reshard_after_forward=True)
+    for rank, (_, moved) in enumerate(pool.run(4, _run, asked)):
+        again = LAYERS // 2 - (rank in FIRST_STAGE)  # the first layer's input wants no gradient
+        gathers = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("all_gather", "parameters"))
+        assert gathers == sorted(([BIAS, WEIGHT] * (LAYERS // 2) + [WEIGHT] * again) * 4)
+        scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
+        assert scatters == sorted([BIAS, WEIGHT] * (LAYERS // 2) * 4)
+
+
+FIRST_STAGE = (0, 2)  # of two replicas
+
+
+class Uneven(torch.utils.data.Sampler[int]):
+    """One replica's batches have four samples, the other's one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7]] if self.rank < 2 else [[8], [9]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def _uneven(layout: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Layers()
+    data = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(1))
+    loader: Any = DataLoader(data, batch_sampler=Uneven(int(os.environ["RANK"])))  # type: ignore[arg-type]
+    _trainer(layout, use_distributed_sampler=False).fit(module, loader)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_replicas_with_other_numbers_of_microbatches_are_refused_only_where_each_gathers(pool: Pool) -> None:
+    expected = pool.run(4, _uneven, dict(data_parallel_size=2, pipeline_parallel_size=2, microbatches=2))
+    torch.testing.assert_close(pool.run(4, _uneven, DP | PP), expected, rtol=1e-11, atol=1e-13)
+    with pytest.raises(RanksFailedError, match="into 1 microbatches, another into 2"):
+        pool.run(4, _uneven, DP | PP | dict(reshard_after_forward=True))
 
 
 def _ragged(layout: dict[str, Any]) -> list[Tensor]:
@@ -350,9 +412,10 @@ def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> No
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="data_parallel must be 'ddp' or 'fsdp', got 'zero'"):
         HybridParallelStrategy(data_parallel="zero")  # type: ignore[arg-type]
-    strategy = HybridParallelStrategy(tensor_parallel_size=2, shard_residual=True, data_parallel="fsdp")
-    with pytest.raises(ValueError, match="shard_residual=True does not go with data_parallel='fsdp'"):
-        strategy.resolve_layout(4)
+    with pytest.raises(ValueError, match="reshard_after_forward must be True, False or 'auto', got 'yes'"):
+        HybridParallelStrategy(data_parallel="fsdp", reshard_after_forward="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="goes with data_parallel='fsdp', but this is 'ddp'"):
+        HybridParallelStrategy(reshard_after_forward=True)
 
 
 def test_who_stores_which_index_of_a_weight_that_is_split_over_the_tensor_axis() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par import intercept, private
@@ -20,22 +21,29 @@ class Storing:
 
     Args:
         groups: the mesh axes.
+        reshard: whether what is gathered for forward is let go, and gathered again for backward. Otherwise it stays:
+            in a pipeline until the end of the step, for all of its microbatches; else as long as backward needs it.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, reshard: bool) -> None:
         copies = groups.data.size
         self.peers = StorageAxis(groups.gradients, copies)
         self.all = StorageAxis(groups.stage, copies)
         self.groups = groups
+        self.reshard = reshard
 
-    def apply(self, module: nn.Module, throughout: bool = False) -> None:
+    @property
+    def throughout(self) -> bool:
+        """Whether weights are gathered once for all microbatches of a step."""
+        return not self.reshard and self.groups.pipeline.size > 1
+
+    def apply(self, module: nn.Module) -> None:
         """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
 
         All ranks must hold the same weights, whole or split over the tensor axis.
 
         Args:
             module: what this rank's stage uses of it.
-            throughout: whether what is gathered is used until the end of the step, by all of its microbatches.
         """
         intercept.install()
         stored.gather, stored.about_to_write = gathered, about_to_write
@@ -44,8 +52,23 @@ class Storing:
                 if not is_elsewhere(parameter) and dim_of(parameter, self.peers.size) is not None:
                     _refuse_hooks(leaf(parameter), name)
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
-        if not throughout:
+        if self.reshard:
             let_go_after_calls(module)
+
+    def agree(self, microbatches: int, device: torch.device) -> None:
+        """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.
+
+        Raises:
+            RuntimeError: they don't.
+        """
+        counts = torch.tensor([microbatches, -microbatches], device=device)
+        most, fewest = self.peers.all_reduce_(counts, "microbatches", "max").tolist()
+        if most != -fewest:
+            raise RuntimeError(
+                f"Of the ranks that store parts of the same weights one cuts its batch into {-fewest} microbatches, "
+                f"another into {most}; with reshard_after_forward=True each microbatch gathers weights from all of "
+                "them. Give the replicas batches of equal size, or leave reshard_after_forward out."
+            )
 
     def line(self, module: nn.Module) -> str:
         """What the start-up table says of it."""

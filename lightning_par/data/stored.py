@@ -45,12 +45,12 @@ class Stored(ShardedTensor):
     """A parameter of which this rank stores a part.
 
     ``axis`` and ``positions`` say who stores what of it, over all ranks that have any of it. Where it is split over the
-    tensor axis, too, these are more than the ranks that use this rank's part of it, ``peers``.
+    tensor axis, too, as ``split_over`` says, these are more than the ranks that use this rank's part of it, ``peers``.
     """
 
     _peers: StorageAxis
     _inner: Positions
-    _split: tuple[Positions, Axis] | None
+    split_over: tuple[Positions, Axis] | None
 
     @staticmethod
     def of(parameter: Tensor, axis: StorageAxis, peers: StorageAxis) -> Stored:
@@ -71,7 +71,7 @@ class Stored(ShardedTensor):
         positions = inner if within is None else _composed(within._positions, within._axis.size, peers.size)
         self = Stored(own, dim, positions, peers if within is None else axis)
         self._peers, self._inner = peers, inner
-        self._split = None if within is None else (within._positions, within._axis)
+        self.split_over = None if within is None else (within._positions, within._axis)
         self._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks of a subclass
         return self
 
@@ -91,7 +91,7 @@ class Stored(ShardedTensor):
     def used(self, held: Tensor) -> Tensor:
         """What all peers hold of it, as the step uses it."""
         held._is_param = True  # type: ignore[attr-defined]  # to the rules it is no part of a batch
-        return held if self._split is None else ShardedTensor(held, self._dim, *self._split)
+        return held if self.split_over is None else ShardedTensor(held, self._dim, *self.split_over)
 
     def held_like(self) -> Tensor:
         """Zeros of the shape of what all peers hold of it."""
@@ -115,7 +115,7 @@ class Stored(ShardedTensor):
         if id(self) not in memo:
             plain = super().__deepcopy__(memo)
             copied = Stored(plain._local, self._dim, self._positions, self._axis)
-            copied._peers, copied._inner, copied._split = self._peers, self._inner, self._split
+            copied._peers, copied._inner, copied.split_over = self._peers, self._inner, self.split_over
             copied._is_param = True  # type: ignore[attr-defined]
             memo[id(self)] = copied
         return memo[id(self)]

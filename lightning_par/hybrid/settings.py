@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.wishes import Wishes
@@ -48,3 +48,18 @@ def settings_of(
         other = f"stages={stages!r}" if stages is not None else f"schedule={schedule!r}"
         raise ValueError(f"{other} and placement={placement!r} both say where layers run. Leave one of them out.")
     return PlacementSettings(placement, microbatches, max_memory, allow_batch_coupling)
+
+
+def check_reshard(asked: Any, data_parallel: str) -> None:
+    """Refuse a ``reshard_after_forward`` that is none, or that nothing is sharded for.
+
+    Raises:
+        ValueError: it is neither a bool nor ``"auto"``, or is given beside ``data_parallel="ddp"``.
+    """
+    if not isinstance(asked, bool) and asked != "auto":
+        raise ValueError(f"reshard_after_forward must be True, False or 'auto', got {asked!r}.")
+    if asked != "auto" and data_parallel != "fsdp":
+        raise ValueError(
+            f"reshard_after_forward={asked} goes with data_parallel='fsdp', but this is {data_parallel!r}: every rank "
+            "keeps its weights whole. Write data_parallel='fsdp', or leave it out."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_par.hybrid.settings import settings_of
+from lightning_par.hybrid.settings import check_reshard, settings_of
 from lightning_par.launch import StartMethod
 from lightning_par.layout import AxisName, Layout, Size
 from lightning_par.pipeline.rows import RowSpread
@@ -32,6 +32,9 @@ class HybridParallelMixin(StagedMixin):
         data_parallel: ``"ddp"``: each copy of the model stores all of its weights. ``"fsdp"``: the ranks that use the
             same weights, along data and sequence, store a part each, and of gradients and the optimizer's state.
             Weights are gathered where they are used, and let go.
+        reshard_after_forward: Whether weights that ``"fsdp"`` gathered for forward are let go, and gathered again for
+            backward. ``"auto"`` does so without a pipeline; in a pipeline they stay for all microbatches of a step.
+            ``True`` takes the least memory, ``False`` the fewest messages.
         schedule: As for `PipelineParallelStrategy`.
         microbatches: As for `PipelineParallelStrategy`; with a ``placement``, ``"auto"`` takes 1.
         stages: As for `PipelineParallelStrategy`.
@@ -69,6 +72,7 @@ class HybridParallelMixin(StagedMixin):
         sequence_parallel_size: int | Literal["auto"] = 1,
         tensor_parallel_size: int | Literal["auto"] = 1,
         data_parallel: Literal["ddp", "fsdp"] = "ddp",
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         schedule: ScheduleName = "1f1b",
         microbatches: int | Literal["auto"] = "auto",
         stages: dict[str, int] | list[str] | None = None,
@@ -92,8 +96,10 @@ class HybridParallelMixin(StagedMixin):
         )
         if data_parallel not in ("ddp", "fsdp"):
             raise ValueError(f"data_parallel must be 'ddp' or 'fsdp', got {data_parallel!r}.")
+        check_reshard(reshard_after_forward, data_parallel)
         super().__init__(process_group_backend, timeout, start_method)
         self.data_parallel = data_parallel
+        self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
         self.pipeline_parallel_size: Size = pipeline_parallel_size
@@ -119,8 +125,6 @@ class HybridParallelMixin(StagedMixin):
                 f"shard_residual=True shares out the residual stream's tokens over the tensor axis, but "
                 f"sequence_parallel_size={layout.sequence} shares them out already. Write shard_residual=False."
             )
-        if self.shard_residual and self.data_parallel == "fsdp":
-            raise ValueError("shard_residual=True does not go with data_parallel='fsdp' yet. Leave one of them out.")
         return layout
 
     @property

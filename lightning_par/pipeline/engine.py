@@ -45,6 +45,7 @@ class Engine:
         order: in which the ranks run stages.
         programs: of its steps.
         finish_gradients: sums the gradients of parameters that live on several ranks.
+        agree: asked before a step, on all ranks, whether its number of microbatches will do.
     """
 
     module: nn.Module
@@ -54,6 +55,7 @@ class Engine:
     programs: Programs
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
+    agree: Callable[[int, torch.device], None] | None = None
     coupled: bool = False  # whether a training step's microbatches are batches of their own
 
     def __post_init__(self) -> None:
@@ -113,6 +115,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- while it runs
 
     def _run(self, ready: Prepared, schedule: Schedule, scale: float, key: tuple[int, ...]) -> Effects:
+        if self.agree is not None:
+            self.agree(len(ready.parts), self.device)
         traffic = self._traffic_of([part.program for part in ready.parts], schedule)
         crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts], self.tokens)
         told: dict[int, Effects] = {}

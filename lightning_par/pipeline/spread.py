@@ -116,7 +116,7 @@ class Spread:
             named = {name: grads[x] for name, x in like.items()}
             summed = sum_over_holders(named, self.placement, axes, like)
             stored: dict[Stored, Tensor | None] = {
-                p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored)
+                p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored) and like[name] is not p.local
             }
             return {like[name]: g for name, g in summed.items()} | {
                 p.local: g for p, g in parts_of_gradients(stored).items()

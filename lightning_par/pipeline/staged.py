@@ -24,6 +24,7 @@ from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.weights import Once, bring_back
 from lightning_par.strategy import StrategyMixin
+from lightning_par.view import leaf
 
 
 class StagedMixin(StrategyMixin):
@@ -79,6 +80,8 @@ class StagedMixin(StrategyMixin):
             self._spread = self.make_spread(timeout)
             self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
             self._engine.inner = self.groups.stage_of_replica.size > 1
+            if self._storing is not None and not self._storing.throughout:
+                self._engine.agree = self._storing.agree
             axis = self.groups.pipeline
             meeting = Meeting(axis, self.timeout, f"pipeline {self._run}")
             self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
@@ -144,7 +147,9 @@ class StagedMixin(StrategyMixin):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self._draws(number):
-            own = use_throughout(p for p in module.parameters() if p.requires_grad and not is_elsewhere(p))
+            held = [p for p in module.parameters() if p.requires_grad and not is_elsewhere(p)]
+            throughout = self._storing is not None and self._storing.throughout
+            own = use_throughout(held) if throughout else [leaf(p) for p in held]
             step = self._make_step("training_step", args, kwargs)
             for p in spent_gradients(module, self.optimizers):
                 p.grad = None

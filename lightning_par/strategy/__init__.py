@@ -67,8 +67,9 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
     def _make_gradient_sync(self, module: nn.Module) -> GradientSync:
         groups = self.groups
         split = groups.data if groups.sequence.size == 1 else groups.gradients
-        whole = groups.stage if groups.tensor.gradient_shares else split
-        return GradientSync(module, whole, copies=groups.data.size, split=split)
+        if not groups.tensor.gradient_shares:
+            return GradientSync(module, split, copies=groups.data.size)
+        return GradientSync(module, groups.stage, copies=groups.data.size, split=split, stored=groups.tensor)
 
     def setup_optimizers(self, trainer: Any) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class RanksMixin(_Base):
         self.plan: dict[str, str] | None = None
         self.shard_residual = False
         self.data_parallel = "ddp"
+        self.reshard_after_forward: bool | Literal["auto"] = "auto"
         self.attention: Asked = "auto"
         self.sequence_dim: SequenceDim = None
         self._synced_batch_norm = False
@@ -90,6 +91,11 @@ class RanksMixin(_Base):
     def stores_parts(self) -> bool:
         """Whether ranks that use the same weights store a part of them each."""
         return self.data_parallel == "fsdp" and self._groups is not None and self._groups.gradients.size > 1
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered weights are let go after forward, and gathered again for backward."""
+        return self.groups.pipeline.size == 1 if self.reshard_after_forward == "auto" else self.reshard_after_forward
 
     @property
     def root_device(self) -> torch.device:

@@ -38,7 +38,7 @@ class ShardsMixin(RanksMixin):
                 show_plan(plan, self.attention, groups.layout, self._planning.seconds)
         self._sharding = Sharding(groups, self.plan)
         self._sharding.apply(trainer, self.lightning_module)
-        self._storing = Storing(groups) if self.stores_parts else None
+        self._storing = Storing(groups, self.reshards) if self.stores_parts else None
         if split or self._storing is not None:
             among = split[0] if len(split) == 1 else groups.stage_of_replica
             self._meeting = Meeting(among if self._storing is None else groups.stage, self.timeout)
@@ -70,7 +70,7 @@ class ShardsMixin(RanksMixin):
         """Called when this rank holds what its stage uses: keep a part of it."""
         if self._storing is not None:
             assert self.lightning_module is not None
-            self._storing.apply(self.lightning_module, throughout=self.groups.pipeline.size > 1)
+            self._storing.apply(self.lightning_module)
             if self.groups.world.rank == 0:
                 print(self._storing.line(self.lightning_module), flush=True)
 

@@ -76,7 +76,7 @@ class StepsMixin(RanksMixin):
     def _draws(self, step: int) -> Generator[None, None, None]:
         streams.begin_step(torch.initial_seed() + self.groups.data.rank, step)
         try:
-            with self._step(), in_step(keep=self._storing is None or step < 0 or self.groups.pipeline.size > 1):
+            with self._step(), in_step(keep=self._storing is None or step < 0 or not self._storing.reshard):
                 yield
         finally:
             streams.end_step()
