@@ -298,7 +298,10 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("writer", "reader", "kind", "mixed"),
     [
-        *((writer, reader, "model", False) for writer, reader in PAIRS),
+        *(
+            pytest.param(writer, reader, "model", False, marks=[pytest.mark.slow] * (i % 2))
+            for i, (writer, reader) in enumerate(PAIRS)
+        ),
         *((writer, reader, "edits", False) for writer, reader in PAIRS[:4:3]),
         *((writer, reader, "many_ranks", False) for writer, reader in PAIRS[1:5:3]),
         *((writer, reader, "model", True) for writer, reader in (("tp2", "one"), ("one", "tp2"), ("tp2", "dp2-tp2"))),

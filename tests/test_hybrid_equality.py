@@ -47,7 +47,12 @@ def _name(row: tuple[str, dict[str, Any]]) -> str:
 
 
 # Much the same as others, for make test-all.
-SLOW = [("hf_llama", SP_TP), ("vit", SP_TP), ("hf_t5", PP_TP), ("encoder_decoder", PP_SP), ("lstm", PP_SP)]
+SLOW = [
+    *(("hf_llama", SP_TP), ("vit", SP_TP), ("gpt_lora", SP_TP), ("gpt_tied", PP_TP)),
+    *(("hf_t5", PP_TP), ("encoder_decoder", PP_TP), ("encoder_decoder", PP_SP), ("lstm", PP_SP)),
+    ("encoder_decoder", PP_TP | dict(placement={"encoder": 0, "decoder": 1})),
+    ("gpt_tied", PP_SP | dict(schedule="interleaved_zero_bubble", attention="ring")),
+]
 
 
 @pytest.mark.parametrize(
