@@ -151,12 +151,12 @@ class Books(Callback):
             )
 
 
-def _run(layout: dict[str, Any]) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+def _run(layout: dict[str, Any], precision: Any = "64-true") -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     torch.manual_seed(0)
     books = Books()
     trainer = Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=HybridParallelStrategy(**layout),
-        max_steps=2, precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_steps=2, precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[books],
     )  # fmt: skip
     trainer.fit(Layers(), DataLoader(torch.randn(16, WIDTH), batch_size=4))
@@ -175,6 +175,15 @@ def test_a_rank_stores_its_part_and_gathers_a_weight_twice(pool: Pool) -> None:
         assert gathers == sorted([BIAS, WEIGHT] * LAYERS + [WEIGHT] * (LAYERS - 1))
         scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
         assert scatters == sorted([BIAS, WEIGHT] * LAYERS)
+
+
+def test_under_autocast_weights_travel_in_low_precision_and_gradients_in_their_own(pool: Pool) -> None:
+    for _, moved in pool.run(2, _run, DP, "bf16-mixed"):
+        gathers = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("all_gather", "parameters"))
+        # Those for backward show that autocast's copies were not kept.
+        assert gathers == sorted([BIAS // 4, WEIGHT // 4] * LAYERS + [WEIGHT // 4] * (LAYERS - 1))
+        scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
+        assert scatters == sorted([BIAS // 2, WEIGHT // 2] * LAYERS)
 
 
 def test_in_a_pipeline_nothing_is_gathered_again_between_microbatches(pool: Pool) -> None:

@@ -12,6 +12,8 @@ axis, too, must be a sharded one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,12 +77,22 @@ class Stored(ShardedTensor):
         self._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks of a subclass
         return self
 
-    def gathered(self) -> Tensor:
-        """The whole weight, or all of what the tensor axis leaves this rank; all peers must call it."""
-        local = self._local
-        if local.requires_grad and torch.is_grad_enabled():
-            local = _Averaged.apply(local, self._peers.copies)
-        return self.used(comm.gather(local, self._dim, self._inner, self._peers, PURPOSE))
+    def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole weight, or all of what the tensor axis leaves this rank; all peers must call it.
+
+        Args:
+            dtype: to be gathered in, and used; its own by default. Gradients are summed in the weight's own.
+        """
+        return self.used(_Gathered.apply(self._local, partial(self.held, dtype or self._local.dtype), self.part_of_sum))
+
+    def held(self, dtype: torch.dtype) -> Tensor:
+        """What all peers hold of it, of no graph; all of them must call it."""
+        return comm.gather(self._local.detach().to(dtype), self._dim, self._inner, self._peers, PURPOSE)
+
+    def part_of_sum(self, gradient: Tensor) -> Tensor:
+        """This rank's part of the mean over replicas of ``gradient``, which each peer has one of; all must call it."""
+        own = gradient.to(self._local.dtype)
+        return comm.sum_scatter(own, self._dim, self._inner, self._peers, PURPOSE) / self._peers.copies
 
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole weight, plain, on every rank. All of them must call it."""
@@ -121,17 +133,15 @@ class Stored(ShardedTensor):
         return memo[id(self)]
 
 
-class _Averaged(torch.autograd.Function):
-    """Gradients that are summed over replicas, averaged."""
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, whole: Callable[[], Tensor], part: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.part = part
+        return whole()
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.copies, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.part(grad), None, None
 
 
 def dim_of(parameter: Tensor, ranks: int) -> int | None:

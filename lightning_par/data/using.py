@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import comm, private
-from lightning_par.data.stored import PURPOSE, Stored
+from lightning_par import private
+from lightning_par.data.stored import Stored
 from lightning_par.rules.report import user_line
 from lightning_par.view import ShardedTensor, full, leaf
 
@@ -35,13 +35,19 @@ class _Kept:
         return (self.version, self.memory) == (local._version, local.data_ptr())
 
 
+Use = tuple[bool, torch.dtype]  # whether for backward, too, and in which precision
+
 _throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
-_kept: dict[tuple[int, bool], _Kept] = {}  # by the weight's id, and whether it was gathered for backward
-_memories: dict[int, tuple[Stored, int]] = {}  # those of gathered weights: whose, at which version
+_kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
+_memories: dict[int, tuple[Stored, int, torch.dtype]] = {}  # those of gathered weights: whose, at which version
 
 
-def gathered(x: ShardedTensor) -> Tensor:
-    """The whole weight that is stored in parts, as it is used; all ranks that use it must call it."""
+def gathered(x: ShardedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole weight that is stored in parts, as it is used; all ranks that use it must call it.
+
+    Args:
+        dtype: in which the function that uses it would cast it.
+    """
     if not isinstance(x, Stored):
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -49,15 +55,23 @@ def gathered(x: ShardedTensor) -> Tensor:
                 "it of the whole weight: `weight.clone().detach().requires_grad_()`."
             )
         return full(x)  # a gradient, or something else that lies as a weight does
-    key = id(x), torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled()
-    known = _kept.get(key)
+    if dtype is None or id(x) in _throughout:
+        dtype = x._local.dtype
+    use = torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled(), dtype
+    known = _kept.get(id(x), {}).get(use)
     if known is None or known.weight is not x or not known.is_current:
         if id(x) in _throughout:
             _refuse_write()
-        let_go([x])
-        known = _kept[key] = _Kept.of(x, x.gathered())
-        _memories[private.memory_of(leaf(known.used))] = x, known.version
+        if known is not None:
+            let_go([x])
+        known = _keep(x, use, x.gathered(dtype))
+        _memories[private.memory_of(leaf(known.used))] = x, known.version, dtype
     return known.used
+
+
+def _keep(x: Stored, use: Use, used: Tensor) -> _Kept:
+    known = _kept.setdefault(id(x), {})[use] = _Kept.of(x, used)
+    return known
 
 
 @torch.no_grad()
@@ -70,10 +84,10 @@ def use_throughout(weights: Iterable[Tensor]) -> list[Tensor]:
     leaves = []
     for x in weights:
         if isinstance(x, Stored):
-            held = leaf(x.gathered()).detach().requires_grad_(x.requires_grad)
+            held = x.held(x._local.dtype).requires_grad_(x.requires_grad)
             used = x.used(held)
-            _kept[id(x), True] = _Kept.of(x, used)
-            _kept[id(x), False] = _Kept.of(x, x.used(held.detach()))
+            _keep(x, (True, x._local.dtype), used)
+            _keep(x, (False, x._local.dtype), x.used(held.detach()))
             _throughout.add(id(x))
             leaves.append(held)
         else:
@@ -83,7 +97,7 @@ def use_throughout(weights: Iterable[Tensor]) -> list[Tensor]:
 
 def in_use(x: Tensor) -> Tensor:
     """The leaf whose gradient the step that runs leaves there: see `use_throughout`."""
-    known = _kept.get((id(x), True))
+    known = _kept.get(id(x), {}).get((True, leaf(x).dtype))
     return leaf(x) if known is None else leaf(known.used)
 
 
@@ -102,8 +116,7 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     found: dict[Stored, Tensor | None] = {}
     for (x, gradient), there in zip(gradients.items(), flags.tolist(), strict=True):
         if there:
-            whole = x.held_like() if gradient is None else gradient
-            found[x] = comm.sum_scatter(whole, x._dim, x._inner, peers, PURPOSE) / peers.copies
+            found[x] = x.part_of_sum(x.held_like() if gradient is None else gradient)
         else:
             found[x] = None
     return found
@@ -112,7 +125,8 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
 def about_to_write(targets: Sequence[ShardedTensor]) -> None:
     """Forget what was gathered of weights that share memory with ``targets``."""
     memories = {private.memory_of(x._local) for x in targets}
-    written = {id(k.weight): k.weight for k in _kept.values() if private.memory_of(k.weight._local) in memories}
+    known = (next(iter(uses.values())).weight for uses in _kept.values())
+    written = {id(x): x for x in known if private.memory_of(x._local) in memories}
     if not _throughout.isdisjoint(written):
         _refuse_write()
     let_go(written.values())
@@ -133,10 +147,8 @@ def let_go(weights: Iterable[Tensor] | None = None) -> None:
         _memories.clear()
         return
     for x in weights:
-        for key in ((id(x), True), (id(x), False)):
-            known = _kept.pop(key, None)
-            if known is not None:
-                _memories.pop(private.memory_of(leaf(known.used)), None)
+        for known in _kept.pop(id(x), {}).values():
+            _memories.pop(private.memory_of(leaf(known.used)), None)
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,7 @@ class _Again:
 
     weight: Stored
     version: int
+    dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -153,15 +166,12 @@ class _Again:
         x = self.weight
         if x._local._version != self.version:
             raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
-        held = comm.gather(x._local.detach(), x._dim, x._inner, x._peers, PURPOSE)
-        return held.as_strided(self.size, self.stride, self.offset)
+        return x.held(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 def _packed(x: Tensor) -> Tensor | _Again:
-    weight, version = _memories.get(private.memory_of(x), (None, 0))
-    if weight is None:
-        return x
-    return _Again(weight, version, tuple(x.shape), x.stride(), int(x.storage_offset()))
+    known = _memories.get(private.memory_of(x))
+    return x if known is None else _Again(*known, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 
 def _unpacked(x: Tensor | _Again) -> Tensor:

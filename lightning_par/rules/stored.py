@@ -15,8 +15,17 @@ from lightning_par.view import ShardedTensor
 _ALWAYS = {"detach", "_has_compatible_shallow_copy_type"}  # neither reads values
 _MOVES = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
 
-gather: Callable[[ShardedTensor], Tensor] | None = None
-"""Makes a stored weight whole; None as long as no weight of this process was stored in parts."""
+_CAST = frozenset("""
+linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+conv_transpose3d
+""".split())  # fmt: skip
+"""What autocast runs in low precision, on all devices."""
+
+gather: Callable[[ShardedTensor, torch.dtype | None], Tensor] | None = None
+"""Makes a stored weight whole, in its own precision or the one that is given.
+
+None as long as no weight of this process was stored in parts.
+"""
 about_to_write: Callable[[Sequence[ShardedTensor]], None] | None = None
 """Told of weights, or aliases of them, that are about to be written to in parts."""
 
@@ -36,9 +45,17 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if len(stays) == len(found):
         return None
     assert gather is not None
-    wholes = {id(x): gather(x) for x in found if not any(x is y for y in stays)}
+    wholes = {id(x): gather(x, _low(name, x)) for x in found if not any(x is y for y in stays)}
     made: tuple[Any, Any] = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
     return made
+
+
+def _low(name: str, x: Tensor) -> torch.dtype | None:
+    """The precision that autocast would cast ``x`` to: gathered in it, fewer bytes move, and no cast copy is kept."""
+    kind = x.device.type
+    if name not in _CAST or not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+        return None
+    return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
 
 
 def _lies_as(x: ShardedTensor, target: ShardedTensor) -> bool:
