@@ -21,15 +21,19 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 @contextmanager
-def kept(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
+def kept(holders: Iterable[Any] = ()) -> Generator[Callable[[], bool], None, None]:
     """Whatever is drawn inside, afterwards the generators stand where they stood before.
+
+    Gives a function that tells whether anything was drawn yet.
 
     Args:
         holders: objects that may hold generators of their own, beside the global ones of torch, numpy and ``random``.
     """
+    own = find(holders)
     put_back = _snapshot(holders)
+    before, globally = [_state(x) for x in own], global_state()
     try:
-        yield
+        yield lambda: before != [_state(x) for x in own] or not same_global_state(globally)
     finally:
         put_back()
 
@@ -129,8 +133,9 @@ def share(axis: Axis) -> None:
             unpack_state(packed)
 
 
-def find(holders: Iterable[Any]) -> list[Any]:
-    """The generators that ``holders`` reach through attributes, containers, partials and closures."""
+def find(holders: Iterable[Any], kinds: tuple[type, ...] = _KINDS) -> list[Any]:
+    """The generators, or what else is of ``kinds``, that ``holders`` reach through attributes, containers, partials
+    and closures."""
     seen: set[int] = set()
     found: list[Any] = []
     waiting = list(holders)
@@ -139,7 +144,7 @@ def find(holders: Iterable[Any]) -> list[Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _KINDS):
+        if isinstance(value, kinds):
             found.append(value)
         else:
             waiting.extend(_inside(value))
@@ -163,6 +168,13 @@ def _inside(value: Any) -> list[Any]:
             continue
     inner.extend(getattr(value, "__dict__", {}).values())
     return inner
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else None
+    return pickle.dumps(generator.__getstate__() if state is None else state)
 
 
 def _restorer(generator: Any) -> Callable[[], Any]:

@@ -6,7 +6,8 @@ import copy
 import io
 import itertools
 import pickle
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,69 +15,105 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par import generators
+from lightning_par.stream_copy import copy_of
+
+_FILES = (io.FileIO, io.BufferedReader, io.BufferedRandom, io.TextIOWrapper, socket.socket)
 
 
 class NoBatchError(Exception):
     """The loader is empty, or its first batch can't be had without taking it away from the run."""
 
 
-class Chained(IterableDataset):
-    """An iterator that can't be iterated anew, with what was taken from it in front again.
+class UnrepeatableError(ValueError):
+    """Looking at the first batch would change what the run gets."""
 
-    Where ``iter()`` does begin anew, which shows in the first item coming again, nothing is put in front.
+    def __init__(self, stream: Any) -> None:
+        super().__init__(
+            f"{type(stream).__module__}.{type(stream).__qualname__} can't be looked at before the run, as splitting "
+            "the model needs: begun twice, it gives other items, and what they depend on is not in it. Keep the "
+            "generator that it draws from in an attribute, and seed it. What gives each item only once, as a queue, "
+            "must be handed over as a generator that draws no random numbers."
+        )
+
+
+class Begun(IterableDataset):
+    """A stream whose first iteration has begun already, and goes on with the items that it gave; later ones begin anew.
+
+    Args:
+        stream: the user's.
+        iteration: of it.
     """
 
-    def __init__(self, iterator: Any, taken: list[Any]) -> None:
-        self._iterator = iterator
-        self._taken = taken
+    def __init__(self, stream: Any, iteration: Iterator[Any]) -> None:
+        self._stream = stream
+        self._iteration: Iterator[Any] | None = iteration
 
     def __iter__(self) -> Iterator[Any]:
-        taken, self._taken = self._taken, []
-        rest = iter(self._iterator)
-        for first in itertools.islice(rest, 1):
-            if taken and not _same(first, taken[0]):
-                yield from taken
-            taken = []
-            yield first
-        yield from taken
-        yield from rest
+        return _WhenAsked(self._next_iteration)  # Lightning calls `iter` to see whether it can
+
+    def _next_iteration(self) -> Iterator[Any]:
+        iteration, self._iteration = self._iteration, None
+        return iter(self._stream) if iteration is None else iteration
 
     def __len__(self) -> int:
-        return len(self._iterator)
+        return len(self._stream)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_iterator":
+        if name.startswith("__") or name == "_stream":
             raise AttributeError(name)
-        return getattr(self._iterator, name)
+        return getattr(self._stream, name)
 
 
-def first_batch(loader: Any, may_consume: bool) -> tuple[Any, tuple[Any, Chained] | None]:
-    """The first batch of ``loader``, and, where an iterator had to give something away for it, that iterator with its
-    replacement. The caller keeps the generators of random numbers.
+class _WhenAsked(Iterator[Any]):
+    """An iterator that is made when its first item is asked for; no generator, which would close it at its end."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+        self._made: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return next(self._made)
+
+
+Replaced = list[tuple[Any, Begun]]
+"""Streams that have begun, and what is to take their places."""
+
+
+def first_batch(loader: Any, may_begin: bool, begun: Replaced) -> Any:
+    """The first batch of ``loader``. The caller keeps the generators of random numbers.
+
+    Args:
+        loader: the user's.
+        may_begin: whether another can take the place of a stream that had to begin for it.
+        begun: gets those that did.
 
     Raises:
-        NoBatchError: there is none, or only by consuming, and ``may_consume`` is False.
+        NoBatchError: there is none, or only by beginning.
+        UnrepeatableError: looking changes what the run gets.
         Exception: whatever the user's dataset raises.
     """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        items, consumed = _take(loader, 1, may_consume)
-        return items[0], consumed
+        return _take(loader, 1, may_begin, begun)[0]
     if not isinstance(loader.dataset, IterableDataset):
-        return _first_of_map(loader), None
-    try:
-        return _first_of_stream(loader, may_consume and loader.num_workers == 0)
-    except NoBatchError:
-        if loader.num_workers == 0:
-            raise
-        return _first_through_workers(loader), None
+        return _first_of_map(loader)
+    if loader.num_workers == 0:
+        return _first_of_stream(loader, may_begin, begun)
+    batch = _first_through_workers(loader)
+    if generators.find([loader.dataset], _FILES) and not _same(batch, _first_through_workers(loader)):
+        raise UnrepeatableError(loader.dataset)  # all processes read on from the same place of an open file
+    return batch
 
 
 def _first_of_map(loader: DataLoader[Any]) -> Any:
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     kept = [loader.dataset, *generators.find([sampler])]  # shared with the copy: large, or restored anyway
     try:
-        for index in _copied(sampler, {id(x): x for x in kept}):
+        for index in _indices(sampler, {id(x): x for x in kept}):
             return _fetch(loader, index)
+    except UnrepeatableError:
+        raise
     except Exception:
         if loader.num_workers == 0:
             raise
@@ -93,33 +130,41 @@ def _fetch(loader: DataLoader[Any], index: Any) -> Any:
     return loader.collate_fn([dataset[i] for i in index])
 
 
-def _first_of_stream(loader: DataLoader[Any], may_consume: bool) -> tuple[Any, tuple[Any, Chained] | None]:
+def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) -> Any:
     size = loader.batch_size
-    items, consumed = _take(loader.dataset, size or 1, may_consume)
+    items = _take(loader.dataset, size or 1, may_begin, begun)
     if size is not None and loader.drop_last and len(items) < size:
         raise NoBatchError
-    return loader.collate_fn(items[0] if size is None else items), consumed
+    return loader.collate_fn(items[0] if size is None else items)
 
 
 def _first_through_workers(loader: DataLoader[Any]) -> Any:
-    for batch in copy.copy(loader):  # the copy keeps persistent workers to itself
-        return batch
+    with generators.kept([loader]):
+        for batch in copy.copy(loader):  # the copy keeps persistent workers to itself
+            return batch
     raise NoBatchError
 
 
-def _take(iterable: Any, count: int, may_consume: bool) -> tuple[list[Any], tuple[Any, Chained] | None]:
-    """Up to ``count`` items, at least one; and the iterator that lost them, with its replacement.
+def _take(stream: Any, count: int, may_begin: bool, begun: Replaced) -> list[Any]:
+    """Up to ``count`` items, at least one.
 
-    Whether iterating consumes can't be seen from outside (``__iter__`` may hand out a stored generator), so it is
-    tried: a second iteration that doesn't begin with the same items shows it.
+    A stream is begun on copies; that two of them give the same shows that nothing outside of it has changed. One that
+    can't be copied begins itself, and goes on in the run; unless it draws random numbers, which the run is to draw.
     """
-    if not may_consume:
-        return _at_least_one(_begin(_deep(iterable), count)), None
-    items = _begin(_shallow(iterable), count)
-    one_shot = isinstance(iterable, Iterator) and _shallow(iterable) is iterable
-    again = [] if one_shot else _begin(_shallow(iterable), count)
-    consumed = None if not one_shot and _same(items, again) else (iterable, Chained(iterable, items + again))
-    return _at_least_one(items), consumed
+    copied = copy_of(stream)
+    if copied is not None:
+        tensors = generators.find([stream], (Tensor,))  # large ones are not copied
+        versions = [x._version for x in tensors]
+        items = _begin(copied, count)
+        if not _same(items, _begin(copy_of(stream), count)) or versions != [x._version for x in tensors]:
+            raise UnrepeatableError(stream)
+    elif not may_begin:
+        raise NoBatchError
+    else:
+        items = _begin_itself(stream, count, begun)
+    if not items:
+        raise NoBatchError
+    return items
 
 
 def _begin(iterable: Any, count: int) -> list[Any]:
@@ -127,10 +172,29 @@ def _begin(iterable: Any, count: int) -> list[Any]:
         return list(itertools.islice(iter(iterable), count))
 
 
-def _at_least_one(items: list[Any]) -> list[Any]:
-    if not items:
-        raise NoBatchError
+def _begin_itself(stream: Any, count: int, begun: Replaced) -> list[Any]:
+    items: list[Any] = []
+    error: Exception | None = None
+    with generators.kept([stream]) as were_used:
+        iterator = iter(stream)
+        try:
+            items += itertools.islice(iterator, count)  # has what came before an error
+        except Exception as caught:
+            error = caught
+        used = were_used()
+    if not used:
+        begun.append((stream, Begun(stream, itertools.chain(items, _raising(error), iterator))))
+    if error is not None:
+        raise error
+    if used and (iter(stream) is iterator or not _same(items, _begin(stream, count))):
+        raise UnrepeatableError(stream)
     return items
+
+
+def _raising(error: Exception | None) -> Iterator[Any]:
+    if error is not None:
+        raise error
+    yield from ()
 
 
 def _shallow(value: Any) -> Any:
@@ -143,19 +207,15 @@ def _shallow(value: Any) -> Any:
         return value
 
 
-def _deep(value: Any) -> Any:
+def _indices(sampler: Any, shared: dict[int, Any]) -> Any:
+    """What ``sampler`` gives, of a deep copy that shares the objects ``shared`` (by id) with it; of itself where that
+    fails."""
     try:
-        return copy.deepcopy(value)
-    except Exception:  # a generator or an open file is in it
-        raise NoBatchError from None
-
-
-def _copied(value: Any, shared: dict[int, Any]) -> Any:
-    """A deep copy that shares the objects ``shared`` (by id) with the original; the original where that fails."""
-    try:
-        return copy.deepcopy(value, shared)
+        return copy.deepcopy(sampler, shared)
     except Exception:
-        return value
+        if not _same(_begin(sampler, 1), _begin(sampler, 1)):
+            raise UnrepeatableError(sampler) from None
+        return sampler
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import generators, private
 from lightning_par.batch import broadcast_batch
-from lightning_par.loader import Chained, NoBatchError, first_batch
+from lightning_par.loader import NoBatchError, Replaced, UnrepeatableError, first_batch
 from lightning_par.namespace import Namespace
 
 _log = logging.getLogger(__name__)
@@ -24,13 +24,16 @@ def peek_batch(trainer: Any, module: Any) -> Any:
     """The batch that the running entry point's step will get first, as the step will get it; None if there is none.
 
     All ranks must call it, and all get the first rank's batch. No sample is consumed and no generator of random
-    numbers moves: a map-style loader is sampled beside its iterator; iterables are iterated anew; what an iterator can
-    only give once is put back in front. ``train_dataloader()`` and the like are called once, unless they draw random
-    numbers or a checkpoint is resumed, whose state they may read: then Lightning calls them again in its own time.
+    numbers moves: a map-style loader is sampled beside its iterator; of iterables copies are begun; one that can't be
+    copied begins, and the run goes on with it. ``train_dataloader()`` and the like are called once, unless they draw
+    random numbers or a checkpoint is resumed, whose state they may read: then Lightning calls them again in its time.
 
     Args:
         trainer: in an entry point, its ``strategy.setup_environment()`` done.
         module: whose batch transfer hooks are applied.
+
+    Raises:
+        ValueError: looking would change what the run gets; on all ranks.
     """
     strategy = trainer.strategy
     source = private.data_source(trainer)
@@ -39,6 +42,8 @@ def peek_batch(trainer: Any, module: Any) -> Any:
         peeked = _request(trainer, module, source, strategy.namespace)
         batch = peeked.batch if peeked is not None and strategy.global_rank == 0 else None
         batch = broadcast_batch(batch, strategy.groups.world, strategy.root_device)
+        if isinstance(batch, _Refused):
+            raise ValueError(batch.reason)
         if batch is not None:
             batch = strategy.precision_plugin.convert_input(batch)
             batch = private.before_batch_transfer(module, batch)
@@ -74,28 +79,35 @@ def _skips(trainer: Any, module: Any) -> bool:
     return getattr(trainer, f"limit_{stage}_batches") == 0
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """Travels in the place of a batch."""
+
+    reason: str
+
+
 @dataclass
 class _Peeked:
-    """What was seen, and the iterators that had to give something away for it."""
+    """What was seen, and the streams that had to begin for it."""
 
     batch: Any = None
-    consumed: list[tuple[Any, Chained]] = field(default_factory=list)
+    begun: Replaced = field(default_factory=list)
     combine: Callable[[Any], Any] | None = None
 
     def put_back(self, loader: Any) -> Any:
-        """``loader``, with what its iterators gave away in front of them again."""
-        if not self.consumed or self.combine is None:
+        """``loader``, with streams that have begun going on."""
+        if not self.begun or self.combine is None:
             return loader
         combined = self.combine(loader)
         combined.flattened = [self._restored(leaf) for leaf in combined.flattened]
         return combined
 
     def _restored(self, loader: Any) -> Any:
-        for iterator, chained in self.consumed:
-            if loader is iterator:
-                return chained
-            if isinstance(loader, DataLoader) and loader.dataset is iterator:
-                object.__setattr__(loader, "dataset", chained)  # DataLoader forbids the plain assignment
+        for stream, begun in self.begun:
+            if loader is stream:
+                return begun
+            if isinstance(loader, DataLoader) and loader.dataset is stream:
+                object.__setattr__(loader, "dataset", begun)  # DataLoader forbids the plain assignment
         return loader
 
 
@@ -109,19 +121,21 @@ def _peek(loader: Any, entry: str, namespace: Namespace) -> _Peeked:
     peeked = _Peeked(combine=combine)
     combined = combine(loader)
     sequential = private.mode_of(combined) == "sequential"
-    may_consume = entry != "predict"  # there Lightning makes DataLoaders anew, from the arguments they were made with
+    may_begin = entry != "predict"  # there Lightning makes DataLoaders anew, from the arguments they were made with
     batches = []
     for one in combined.flattened:
         try:
-            batch, consumed = first_batch(one, may_consume)
+            batch = first_batch(one, may_begin, peeked.begun)
         except NoBatchError:
             if sequential:
                 continue
             return peeked
+        except UnrepeatableError as error:
+            peeked.batch = _Refused(str(error))
+            return peeked
         except Exception as error:
             _log.warning("The first batch could not be read before the run: %s: %s", type(error).__name__, error)
             return peeked
-        peeked.consumed += [] if consumed is None else [consumed]
         if sequential:
             peeked.batch = batch
             return peeked

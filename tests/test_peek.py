@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -70,6 +74,59 @@ class SelfIterating(IterableDataset[Tensor]):
         return next(self.rows)
 
 
+class Continuing(IterableDataset[Tensor]):
+    """Gives each item once, over all epochs."""
+
+    def __init__(self) -> None:
+        self.rows = iter([*X, *X, *X])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(self.rows, 10)
+
+
+class Lines(IterableDataset[Tensor]):
+    """Reads on in an open file."""
+
+    def __init__(self) -> None:
+        self.file = open(__file__)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(float(len(line))) for line in itertools.islice(self.file, 11))
+
+
+class Drawing(IterableDataset[Tensor]):
+    """Draws from generators of its own and from global ones, when it is begun and for each item."""
+
+    def __init__(self) -> None:
+        self.torch = torch.Generator().manual_seed(1)
+        self.numpy = np.random.default_rng(2)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in torch.randperm(12, generator=self.torch).tolist():
+            yield X[i] + self.numpy.random() + random.random() + torch.rand(())
+
+
+class Guarded(Drawing):
+    """Can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class ShufflingInPlace(IterableDataset[Tensor]):
+    """Each epoch's order is made of the last one's."""
+
+    def __init__(self) -> None:
+        self.order, self.seen = [*range(12)], {"epochs": 0}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        random.shuffle(self.order)
+        self.seen["epochs"] += 1
+        for i in self.order:
+            yield X[i] * self.seen["epochs"]
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: DataLoader(TensorDataset(X), batch_size=4),
     "shuffled": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
@@ -83,6 +140,16 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "fresh stream": lambda: DataLoader(Fresh(), batch_size=4),
     "one-shot stream": lambda: DataLoader(OneShot(), batch_size=4),
     "self-iterating": lambda: DataLoader(SelfIterating(), batch_size=4),
+    "continuing": lambda: DataLoader(Continuing(), batch_size=4),
+    "continuing, its own batches": lambda: Continuing(),
+    "lines": lambda: DataLoader(Lines(), batch_size=4),
+    "drawing": lambda: DataLoader(Drawing(), batch_size=4),
+    "drawing, its own batches": lambda: Drawing(),
+    "drawing, not to be copied": lambda: DataLoader(Guarded(), batch_size=4),
+    "shuffling in place": lambda: DataLoader(ShufflingInPlace(), batch_size=4),
+    "continuing, in workers": lambda: DataLoader(Continuing(), batch_size=4, num_workers=2),
+    "drawing, in workers": lambda: DataLoader(Drawing(), batch_size=4, num_workers=2),
+    "one-shot, in workers": lambda: DataLoader(OneShot(), batch_size=4, num_workers=1),
     "list of batches": lambda: CombinedLoader({"a": [X, X + 1]}, "max_size_cycle"),
     "iterator": lambda: iter([X[:4], X[4:]]),
     "generator": lambda: (batch for batch in X.split(4)),
@@ -91,6 +158,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
         "b": DataLoader(TensorDataset(X), batch_size=3),
     },
     "sequence": lambda: [DataLoader(Noisy(), batch_size=4), (x for x in X.split(2))],
+    "combined streams": lambda: CombinedLoader(
+        [DataLoader(OneShot(), batch_size=4), Continuing(), DataLoader(Lines(), batch_size=2)], "max_size"
+    ),
     "combined": lambda: CombinedLoader(
         [DataLoader(TensorDataset(X), batch_size=3), DataLoader(Stream(), batch_size=5)], "min_size"
     ),
@@ -137,13 +207,16 @@ class Peeking(TensorParallelStrategy):
         self.peeked = peek_batch(trainer, trainer.lightning_module) if self.peek else None
 
 
-def _trainer(strategy: Peeking, devices: int = 1, limit_val_batches: int | None = 0) -> pl.Trainer:
+def _trainer(
+    strategy: Peeking, devices: int = 1, limit_val_batches: int | None = 0, limit_train_batches: int | None = None
+) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
         max_epochs=2,
         limit_val_batches=limit_val_batches,
+        limit_train_batches=limit_train_batches,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -151,15 +224,28 @@ def _trainer(strategy: Peeking, devices: int = 1, limit_val_batches: int | None 
     )
 
 
-def _run(entry: str, name: str, peek: bool, hook: bool) -> dict[str, Any]:
+class Data(pl.LightningDataModule):
+    def __init__(self, loader: Callable[[], Any]) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader()
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def _run(entry: str, name: str, peek: bool, source: str) -> dict[str, Any]:
     pl.seed_everything(1)
     strategy = Peeking()
     strategy.peek = peek
-    module = Recorder(LOADERS[name] if hook else None)
+    module = Recorder(LOADERS[name] if source == "train_dataloader" else None)
     trainer = _trainer(strategy, limit_val_batches=0 if entry == "fit" else None)
     run = getattr(trainer, entry)
     kwargs: dict[str, Any] = {"return_predictions": False} if entry == "predict" else {}
-    run(module, **kwargs) if hook else run(module, LOADERS[name](), **kwargs)
+    if source == "given":
+        kwargs["dataloaders" if entry != "fit" else "train_dataloaders"] = LOADERS[name]()
+    run(module, **kwargs, **({"datamodule": Data(LOADERS[name])} if source == "datamodule" else {}))
     after = torch.rand(1), np.random.rand(), random.random()
     return {"seen": module.seen, "after": after, "asked": module.asked, "peeked": getattr(strategy, "peeked", None)}
 
@@ -178,28 +264,143 @@ def _shape(value: Any) -> Any:
     return [_shape(v) for v in value] if isinstance(value, list) else type(value)
 
 
-def _with_and_without(entry: str, hook: bool) -> dict[str, tuple[Any, Any, Any, int]]:
+def _with_and_without(entry: str, source: str) -> dict[str, tuple[Any, Any, Any, int]]:
     results = {}
     for name in LOADERS:
-        if entry == "predict" and name in ("combined", "list of batches", "dict"):
+        if entry == "predict" and name in ("combined", "combined streams", "list of batches", "dict"):
             continue  # Lightning itself refuses these
-        peeked, plain = (_run(entry, name, peek, hook) for peek in (True, False))
+        if (entry, source) != ("fit", "given") and "in workers" in name:
+            continue  # takes its time
+        peeked, plain = (_run(entry, name, peek, source) for peek in (True, False))
         kept = [_plain((run["seen"], run["after"])) for run in (peeked, plain)]
         results[name] = (*kept, _plain(peeked["peeked"]), peeked["asked"] - plain["asked"])
     return results
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["given", "train_dataloader"])
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
-def test_a_run_is_the_same_after_a_peek(pool: Pool, entry: str, hook: bool) -> None:
-    (results,) = pool.run(1, _with_and_without, entry, hook, timeout=100)
+RUNS = [("fit", "given"), ("fit", "train_dataloader"), ("fit", "datamodule"), ("validate", "given"),
+        ("test", "train_dataloader"), ("predict", "given"), ("predict", "datamodule")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "source"), RUNS)
+def test_a_run_is_the_same_after_a_peek(pool: Pool, entry: str, source: str) -> None:
+    (results,) = pool.run(1, _with_and_without, entry, source, timeout=100)
     for name, (peeked, plain, batch, extra_calls) in results.items():
         assert peeked == plain, name
-        if entry == "predict" and name in ("one-shot stream", "generator"):
+        if entry == "predict" and name in ("one-shot stream", "generator", "lines", "drawing, not to be copied"):
             assert batch is None, name  # it can't be had without taking it away
             continue
         assert _shape(batch) == _shape(peeked[0][0]), name
         assert extra_calls == 0, name
+
+
+def _short_epochs(peek: bool) -> Any:
+    strategy = Peeking()
+    strategy.peek = peek
+    trainer = _trainer(strategy, limit_train_batches=1)
+    trainer.fit(module := Recorder(), DataLoader(OneShot(), batch_size=3))
+    return _plain(module.seen)
+
+
+def test_an_epoch_that_ends_early_leaves_the_rest_to_the_next(pool: Pool) -> None:
+    (peeked,), (plain,) = (pool.run(1, _short_epochs, peek) for peek in (True, False))
+    assert peeked == plain and len(peeked) == 2
+
+
+def _raises_late() -> Any:
+    for i, row in enumerate(X):
+        if i == 2:
+            raise LookupError("the third is missing")
+        yield row
+
+
+class Late(IterableDataset[Tensor]):
+    def __init__(self) -> None:
+        self.rows = _raises_late()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows
+
+
+def _late(peek: bool) -> list[Any]:
+    module, found = Recorder(), []
+    for loader in (_raises_late(), DataLoader(Late(), batch_size=2), DataLoader(Late(), batch_size=4)):
+        strategy = Peeking()
+        strategy.peek = peek
+        try:
+            _trainer(strategy).fit(module, loader)
+        except LookupError as error:
+            found.append(str(error))
+    return [found, _plain(module.seen)]
+
+
+def test_a_stream_that_raises_raises_in_the_run(pool: Pool) -> None:
+    (peeked,), (plain,) = (pool.run(1, _late, peek) for peek in (True, False))
+    assert peeked == plain and len(peeked[0]) == 3
+
+
+class Unseeded(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (row + float(np.random.default_rng().random()) for row in X)
+
+
+_queue = itertools.count()
+
+
+class Queue(IterableDataset[Tensor]):
+    """Takes from what is outside of it."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (row + next(_queue) for row in X)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "Unseeded": lambda: DataLoader(Unseeded(), batch_size=4),
+    "Queue": lambda: DataLoader(Queue(), batch_size=4),
+    "Lines": lambda: DataLoader(Lines(), batch_size=4, num_workers=1),
+    "generator": lambda: (torch.rand(2) for _ in range(4)),
+}
+
+
+def _refused() -> list[Any]:
+    found = []
+    for make in REFUSED.values():
+        started = time.monotonic()
+        try:
+            _trainer(Peeking(), devices=2).fit(module := Recorder(), make())
+        except ValueError as error:
+            found.append((str(error), len(module.seen), time.monotonic() - started))
+    return found
+
+
+def test_what_can_not_be_looked_at_is_refused_on_all_ranks(pool: Pool) -> None:
+    for found in pool.run(2, _refused):
+        for name, (message, steps, seconds) in zip(REFUSED, found, strict=True):
+            assert f"{name} can't be looked at before the run" in message
+            assert "Keep the generator that it draws from in an attribute, and seed it." in message
+            assert steps == 0 and seconds < 10
+
+
+def _large(shuffle: bool) -> tuple[Any, int]:
+    class Large(IterableDataset[Tensor]):
+        def __init__(self) -> None:
+            self.rows = np.arange(24, dtype=np.float32).reshape(12, 2)
+
+        def __iter__(self) -> Iterator[Tensor]:
+            if shuffle:
+                np.random.shuffle(self.rows)
+            return (torch.from_numpy(row.copy()) for row in self.rows)
+
+    strategy = Peeking()
+    data = Large()
+    with mock.patch("lightning_par.stream_copy._LARGE", 10):
+        _trainer(strategy).fit(module := Recorder(), DataLoader(data, batch_size=4))
+    return _plain(strategy.peeked), len(module.seen)
+
+
+def test_large_arrays_are_not_copied_nor_written_to(pool: Pool) -> None:
+    ((peeked, steps),) = pool.run(1, _large, False)
+    assert peeked["batch"] == X[:4].tolist() and steps == 6
+    assert pool.run(1, _large, True) == [(None, 6)]
 
 
 class Splitting(Recorder):
