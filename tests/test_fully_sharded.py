@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from math import prod
@@ -416,6 +417,19 @@ def test_in_a_pipeline_a_write_within_the_step_is_refused(pool: Pool) -> None:
 def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waited 5 s for rank 1"):
         pool.run(2, _alone, timeout=100)
+
+
+def _alone_and_warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _plain(dict(data_parallel="fsdp", tensor_parallel_size=2))
+    return [f"{w.message}" for w in caught if "fsdp" in f"{w.message}"]
+
+
+def test_where_there_is_nothing_to_share_out_a_warning_says_so(pool: Pool) -> None:
+    first, second = pool.run(2, _alone_and_warned)
+    assert len(first) == 1 and "no two of the 2 ranks use the same weights (data 1, sequence 1)" in first[0]
+    assert second == []
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,12 @@ class ShardsMixin(RanksMixin):
         self._sharding = Sharding(groups, self.plan)
         self._sharding.apply(trainer, self.lightning_module)
         self._storing = Storing(groups, self.reshards) if self.stores_parts else None
+        if self.data_parallel == "fsdp" and self._storing is None and groups.world.rank == 0:
+            warnings.warn(
+                f"data_parallel='fsdp' shares out nothing: no two of the {groups.world.size} ranks use the same weights"
+                " (data 1, sequence 1). Give it more devices, or smaller sizes of the other axes.",
+                stacklevel=1,
+            )
         if split or self._storing is not None:
             among = split[0] if len(split) == 1 else groups.stage_of_replica
             self._meeting = Meeting(among if self._storing is None else groups.stage, self.timeout)
