@@ -100,10 +100,7 @@ def first_batch(loader: Any, may_begin: bool, begun: Replaced) -> Any:
         return _first_of_map(loader)
     if loader.num_workers == 0:
         return _first_of_stream(loader, may_begin, begun)
-    batch = _first_through_workers(loader)
-    if generators.find([loader.dataset], _FILES) and not _same(batch, _first_through_workers(loader)):
-        raise UnrepeatableError(loader.dataset)  # all processes read on from the same place of an open file
-    return batch
+    return _first_of_workers_stream(loader)
 
 
 def _first_of_map(loader: DataLoader[Any]) -> Any:
@@ -136,6 +133,18 @@ def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) 
     if size is not None and loader.drop_last and len(items) < size:
         raise NoBatchError
     return loader.collate_fn(items[0] if size is None else items)
+
+
+def _first_of_workers_stream(loader: DataLoader[Any]) -> Any:
+    batch = _first_through_workers(loader)
+    if generators.find([loader.dataset], _FILES):  # all processes read on from the same place of an open file
+        try:
+            again = _first_through_workers(loader)
+        except NoBatchError:
+            again = None
+        if not _same(batch, again):
+            raise UnrepeatableError(loader.dataset)
+    return batch
 
 
 def _first_through_workers(loader: DataLoader[Any]) -> Any:
