@@ -66,7 +66,7 @@ class Analysis(FakeRun):
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
         self.tags: dict[int, str] = {}
         self.tail = 0
-        self.memory = None if stages.relays else Memory()
+        self.memory, self.relays = Memory(), stages.relays
         self.lent = Lent()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
@@ -166,6 +166,7 @@ class Analysis(FakeRun):
         self.lent.about_to_run(name, args, kwargs)
         with unset_fake_temporarily():
             result = func(*args, **kwargs)
+        self.memory.forget()
         index = len(self.events)
         tensors = tensors_in(result)
         if touches_state(func, args, kwargs, result, self.is_state):
@@ -211,14 +212,13 @@ class Analysis(FakeRun):
         event = Event(func, kind, self._keys_of(inputs), result, user_line())
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
-        written = set() if self.memory is None else self.memory.settle(index)
+        written = self.memory.settle(index)
         self.lent.give((x for x in inputs if not is_located(x) and not self.is_state(x)), written)
         for n, x in enumerate(tensors_in(result)):
             if id(x) not in self.names:
                 self.keys[id(x)] = (index, n)
                 self.nodes[index, n] = x.grad_fn
-                if self.memory is not None:
-                    self.memory.made((index, n), x)
+                self.memory.made((index, n), x)
         self.kept.append((inputs, result))
         return event
 

@@ -50,6 +50,10 @@ class Memory(TorchDispatchMode):
         if (memory := memory_of(x)) is not None:
             self.sharing[memory].append(key)
 
+    def forget(self) -> None:
+        """What was written since was written by a function of the batch alone, which no value shares memory with."""
+        self._now.clear()
+
     def settle(self, event: int) -> set[StorageWeakRef]:
         """What was written since was written by ``event``, into values that were made before; returns all of it."""
         now, self._now = self._now, set()

@@ -56,22 +56,23 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
 def _routes(run: Analysis, starts: Sequence[int]) -> Routes:
     measured = _measured(run)
     uses = [use for use in run.uses() if use[0] not in measured]
-    if run.memory is None:
-        return relayed(uses, starts, run.tail)
-    routes = direct(uses, starts, run.tail, run.memory.written)
+    if run.relays:
+        routes = relayed(uses, starts, run.tail)
+    else:
+        routes = direct(uses, starts, run.tail, run.memory.written)
     _refuse_torn(run, routes, uses, starts)
     return routes
 
 
 def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Sequence[int]) -> None:
     """What is written into in one place and seen through another view elsewhere can't be had on several devices."""
-    assert run.memory is not None
-    last = {key for key, event in uses if event == inf}
+    last = {key for key, event in uses if event == inf and not run.relays}  # those come along from stage to stage
+    coming = [{key for key, _ in arrivals} for arrivals in routes.coming]
     for keys in run.memory.sharing.values():
         for key in keys:
             for event in run.memory.written.get(key, ()):
                 stage = stage_of(starts, event)
-                views = {key for key, _ in routes.coming[stage]}.intersection(keys)
+                views = (coming[stage] if event < run.tail else {*routes.tail}).intersection(keys)
                 if len(views) > 1 or (key in last and stage != stage_of(starts, key[0])):
                     raise ValueError(
                         f"{run.events[event].place}: a value from another device is written into here, in place, and "

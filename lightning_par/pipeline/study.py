@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def _analyse(
     AbsentNumber.cut = axis is not None
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory or nullcontext(), run:
+        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, run:
             streams.begin_step(0, 0)
             result = getattr(copy, step.name)(batch, *step.rest)
     finally:
