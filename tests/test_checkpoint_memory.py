@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import PipelineParallelStrategy, TensorParallelStrategy, private
+from lightning_par import (
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    SequenceParallelStrategy,
+    TensorParallelStrategy,
+    private,
+)
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.view import leaf
@@ -22,8 +30,22 @@ from tests.pool import Pool
 from tests.test_checkpoints import quiet
 
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-BLOCKS = {"sgd": 30, "adamw": 10}  # 2 GB in all
-STRATEGIES: dict[str, Any] = {"tp2": TensorParallelStrategy, "pp2": PipelineParallelStrategy}
+BLOCKS = {"sgd": 15, "adamw": 5}  # 1 GB
+STRATEGIES: dict[str, Any] = {
+    "tp2": TensorParallelStrategy,
+    "pp2": PipelineParallelStrategy,
+    "fsdp2": partial(HybridParallelStrategy, data_parallel_size=2, data_parallel="fsdp"),
+    "sp2": SequenceParallelStrategy,
+    "pp2-fsdp2": partial(
+        HybridParallelStrategy,
+        data_parallel_size=2,
+        pipeline_parallel_size=2,
+        microbatches=2,
+        data_parallel="fsdp",
+        reshard_after_forward=True,
+    ),
+}
+SHARES = dict.fromkeys(STRATEGIES, 2) | {"sp2": 1, "pp2-fsdp2": 4}  # in how many the weights are cut
 
 
 class Blocks(LightningModule):
@@ -49,14 +71,15 @@ class Blocks(LightningModule):
 class Measuring(Callback):
     """How much more anonymous memory there is than before the model, while it is loaded and while it is saved."""
 
-    def __init__(self, folder: Path, start: int, watch: Any) -> None:
-        self.folder, self.start, self.watch = folder, start, watch
+    def __init__(self, folder: Path, start: int, watch: Any, is_last: bool) -> None:
+        self.folder, self.start, self.watch, self.is_last = folder, start, watch, is_last
         self.found: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
             self.watch.__exit__(None, None, None)
             self._note("load", trainer, self.peaks["self"])
+            self._end()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.peaks = self.watch.__enter__()
@@ -80,11 +103,17 @@ class Measuring(Callback):
             with watched() as peaks:
                 trainer.save_checkpoint(self.folder / kind)
             self._note(kind, trainer, peaks["self"])
+        self._end()
+
+    def _end(self) -> None:
+        if self.is_last:
+            raise KeyboardInterrupt  # all is seen, and after a run every rank holds the whole model
 
 
 def _run(layout: str, optimizer: str, width: int, blocks: int, folder: Path, kind: str | None = None) -> dict[str, Any]:
-    measuring = Measuring(folder, anonymous(), watched())
-    options: dict[str, Any] = dict(accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+    is_last = width > 16
+    measuring = Measuring(folder, anonymous(), watched(), is_last)
+    options: dict[str, Any] = dict(accelerator="cpu", devices=_ranks(layout), logger=False, enable_progress_bar=False)
     trainer = Trainer(
         strategy=STRATEGIES[layout](),
         max_steps=1 if kind is None else 2,
@@ -94,8 +123,8 @@ def _run(layout: str, optimizer: str, width: int, blocks: int, folder: Path, kin
         limit_train_batches=1,
         **options,
     )
-    loader = DataLoader(torch.ones(2, width), batch_size=2)  # type: ignore[arg-type]
-    with quiet():
+    loader = DataLoader(torch.ones(4, 2, width), batch_size=2)  # type: ignore[arg-type]
+    with quiet(), pytest.raises(SystemExit) if is_last else nullcontext():
         trainer.fit(Blocks(width, blocks, optimizer), loader, ckpt_path=kind and folder / kind)
     return measuring.found
 
@@ -107,7 +136,11 @@ def _measured(layout: str, optimizer: str, width: int, folder: Path, kind: str |
         _run(layout, optimizer, 16, 2, small, name)
     gc.collect()
     private.trim_memory()
-    return _run(layout, optimizer, width, BLOCKS[optimizer], folder, kind)
+    return _run(layout, optimizer, width, BLOCKS[optimizer] * SHARES[layout], folder, kind)
+
+
+def _ranks(layout: str) -> int:
+    return max(SHARES[layout], 2)
 
 
 @pytest.fixture
@@ -125,7 +158,9 @@ def fresh() -> Iterator[Pool]:
 def test_a_checkpoint_takes_memory_for_one_tensor(layout: str, optimizer: str, fresh: Pool, tmp_path: Path) -> None:
     found = {}
     for kind in (None, "file", "folder"):
-        for rank, ratios in enumerate(fresh.run(2, _measured, layout, optimizer, 2048, tmp_path, kind, timeout=300)):
+        for rank, ratios in enumerate(
+            fresh.run(_ranks(layout), _measured, layout, optimizer, 2048, tmp_path, kind, timeout=300)
+        ):
             own = ratios.pop("own")
             found |= {f"{kind or 'save'} {name}, rank {rank}": ratio for name, ratio in ratios.items()}
             assert own > (1 << 30) * 0.93
