@@ -68,6 +68,7 @@ class StagedMixin(StrategyMixin):
             _refuse_compiled(module)
         self._engine = None
         self.groups.pipeline.name = self.axis_name
+        self._refuse_parts_without_room()
         unstore(module)
         bring_back(module, self.groups.pipeline)  # a run that an exception ended left its stages
         super().setup(trainer)

@@ -11,6 +11,7 @@ from lightning_par.comm import Axis
 from lightning_par.data.sharing import Storing, unstore
 from lightning_par.meeting import Meeting
 from lightning_par.module_hooks import refuse_partial_hooks
+from lightning_par.room import Room, shortest_room
 from lightning_par.rules import mixed
 from lightning_par.sequence.planning import Planning
 from lightning_par.sequence.sharing import attend_along
@@ -89,8 +90,12 @@ class ShardsMixin(RanksMixin):
         shared_around(())
 
     def _unshard_model(self) -> None:
-        """Called after a run that ended well, on all ranks: make the module whole again."""
+        """Called after a run that ended well, on all ranks: make the module whole again, if there is room for it."""
         if self._sharding is not None and self.lightning_module is not None:
+            room = shortest_room(self.lightning_module, self.optimizers, self.root_device, self.groups.world)
+            if not room.suffices:
+                self._leave_parts(room)
+                return
             for optimizer in self.optimizers:
                 state.unshard_optimizer_state(optimizer, self._stages)
             unstore(self.lightning_module)
@@ -102,6 +107,27 @@ class ShardsMixin(RanksMixin):
             self._sharding.undo(self.lightning_module, trainer.callbacks)
         whole_residual(self.groups.tensor)
         self._sharding = self._planning = self._storing = None
+
+    def _leave_parts(self, room: Room) -> None:
+        """The ranks keep what they hold, as after an exception: a checkpoint can still be saved."""
+        if self.groups.world.rank == 0:
+            warnings.warn(
+                f"The module is left in parts, each rank's own, since the whole does not fit on each rank: {room}. Its "
+                "weights can't be read here; `trainer.save_checkpoint(path)`, called on all ranks, saves all of them.",
+                stacklevel=1,
+            )
+
+    def _refuse_parts_without_room(self) -> None:
+        """Called before a run, on all ranks: an earlier one may have left parts, which are made whole first."""
+        module = self.lightning_module
+        assert module is not None
+        room = shortest_room(module, (), self.root_device, self.groups.world)
+        if not room.suffices:
+            raise RuntimeError(
+                f"An earlier run has left {type(module).__name__} in parts, and the whole does not fit on each rank: "
+                f"{room}. Save a checkpoint, `trainer.save_checkpoint(path)` on all ranks, and go on with a new module "
+                f"that makes its layers in configure_model: `trainer.test({type(module).__name__}(), ckpt_path=path)`."
+            )
 
     def _unspread_model(self) -> None:
         """Called before parts of weights are joined: bring back the weights that other ranks hold."""
