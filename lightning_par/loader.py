@@ -30,9 +30,10 @@ class UnrepeatableError(ValueError):
     def __init__(self, stream: Any) -> None:
         super().__init__(
             f"{type(stream).__module__}.{type(stream).__qualname__} can't be looked at before the run, as splitting "
-            "the model needs: begun twice, it gives other items, and what they depend on is not in it. Keep the "
-            "generator that it draws from in an attribute, and seed it. What gives each item only once, as a queue, "
-            "must be handed over as a generator that draws no random numbers."
+            "the model needs: begun twice, it gives other items, and what they depend on is not in it. Write an "
+            "IterableDataset whose `__iter__` draws from torch's, numpy's or Python's generator, or from one that it "
+            "has as an attribute. What gives each item only once, as a queue, must be handed over as a Python generator "
+            "that draws no random numbers."
         )
 
 

@@ -379,7 +379,7 @@ def test_what_can_not_be_looked_at_is_refused_on_all_ranks(pool: Pool) -> None:
     for found in pool.run(2, _refused):
         for name, (message, steps, seconds) in zip(REFUSED, found, strict=True):
             assert f"{name} can't be looked at before the run" in message
-            assert "Keep the generator that it draws from in an attribute, and seed it." in message
+            assert "Write an IterableDataset whose `__iter__` draws from torch's" in message
             assert steps == 0 and seconds < 10
 
 
