@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def broadcast_batch(
     for tensor, form in zip(tensors, forms):
         if form.requires_grad and not tensor.requires_grad:
             tensor.requires_grad_()
-    return _Unpacker(io.BytesIO(structure), tensors).load()
+    return Unpacker(io.BytesIO(structure), tensors).load()
 
 
 class _Packer(pickle.Pickler):
@@ -89,13 +90,15 @@ class _Packer(pickle.Pickler):
         return self._index[id(obj)]
 
 
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
+class Unpacker(pickle.Unpickler):
+    """Unpickles a structure around the objects that were left out of it, given in the order of their indices."""
 
-    def persistent_load(self, index: int) -> Tensor:
-        return self._tensors[index]
+    def __init__(self, file: io.BytesIO, left_out: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._left_out = left_out
+
+    def persistent_load(self, index: int) -> Any:
+        return self._left_out[index]
 
 
 def _pack(batch: Any, device: torch.device, detach: bool) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lightning_par.batch import Unpacker
+
 _LARGE = 1 << 28  # bytes of arrays that are copied, at most
 _THEMSELVES = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
@@ -27,7 +29,7 @@ def copy_of(value: Any) -> Any:
         pickler = _Copier(file)
         pickler.dump(value)
         file.seek(0)
-        return _Copied(file, pickler.shared).load()
+        return Unpacker(file, pickler.shared).load()
     except Exception:  # a generator or an open file is in it
         return None
 
@@ -52,12 +54,3 @@ class _Copier(pickle.Pickler):
             return None
         self.shared.append(value)
         return len(self.shared) - 1
-
-
-class _Copied(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
-        super().__init__(file)
-        self.shared = shared
-
-    def persistent_load(self, pid: int) -> Any:
-        return self.shared[pid]
