@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_par.pipeline.lent import Lent
-from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call
+from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call, is_setting
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.memory import Memory
 from lightning_par.pipeline.metrics import value_like
@@ -25,7 +25,7 @@ from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.pipeline.tracing import FakeRun
+from lightning_par.pipeline.tracing import FakeRun, linked
 from lightning_par.pipeline.values import cut_to, written_into
 from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
@@ -169,6 +169,8 @@ class Analysis(FakeRun):
         self.memory.forget()
         index = len(self.events)
         tensors = tensors_in(result)
+        if is_setting((args, kwargs), result):
+            return result
         if touches_state(func, args, kwargs, result, self.is_state):
             self.views.update(id(x) for x in tensors)
             self.changes_state |= writes(name)
@@ -293,7 +295,9 @@ class Analysis(FakeRun):
         return not isinstance(x, ShardedTensor) and any(size and size % self.samples == 0 for size in x.shape)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        result = map_tensors(self.mode.from_tensor, value_like(metric, method, args, kwargs))
+        sources = [x for x in tensors_in((args, kwargs)) if is_located(x)]
+        value = value_like(metric, method, args, kwargs)
+        result = map_tensors(lambda x: linked(self.mode.from_tensor(x.detach()), sources * x.requires_grad), value)
         self._keep(("metric", method), "located", tensors_in((args, kwargs)), result)
         self.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
         self.tags.update((id(x), Share.MIXED) for x in tensors_in(result))

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.pipeline.located import ChangedError, Event, Key, Program, Run
+from lightning_par.pipeline.located import ChangedError, Event, Key, Program, RecordedRun, is_setting
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.pipeline.values import written_into
 from lightning_par.rules.table import user_line
 
 
-class DryRun(Run):
+class DryRun(RecordedRun):
     """Computes what depends on the batch alone, and checks that the step does what was recorded of it.
 
     Raises:
@@ -22,8 +22,7 @@ class DryRun(Run):
     """
 
     def __init__(self, program: Program, memo: Memo) -> None:
-        super().__init__()
-        self.program = program
+        super().__init__(program)
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors
 
@@ -46,6 +45,11 @@ class DryRun(Run):
         return index, record
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.may_be_setting(func, args, kwargs):
+            result = func(*args, **kwargs)
+            if is_setting((args, kwargs), result):
+                return result
+            raise ChangedError(f"{user_line()}: {func}")
         index, record = self._next(func, args, kwargs)
         if record.kind == "batch":
             return self.memo.compute(index, func, args, kwargs)

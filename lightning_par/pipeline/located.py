@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_par import private
-from lightning_par.pipeline.structure import map_tensors
+from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.positions import Positions
 from lightning_par.view import ShardedTensor
 
@@ -157,6 +157,11 @@ def is_metadata(func: Any, name: str) -> bool:
     return name in METADATA
 
 
+def is_setting(given: Any, result: Any) -> bool:
+    """Whether a function neither took nor gave a tensor: it asks or switches a mode, and does so in every run."""
+    return not tensors_in(given) and not tensors_in(result)
+
+
 def is_located(x: Tensor) -> bool:
     """Whether a tensor of the analysis depends on parameters."""
     return isinstance(x, (FakeTensor, ShardedTensor))
@@ -240,6 +245,20 @@ class Run(TorchFunctionMode):
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A metric's ``method`` is called at container level."""
         raise NotImplementedError
+
+
+class RecordedRun(Run):
+    """A run of a step whose program is known."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def may_be_setting(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call that is not the next event of the program may ask or switch a mode; see `is_setting`."""
+        events = self.program.events
+        is_next = self.count < len(events) and events[self.count].func == func
+        return not is_next and not tensors_in((args, kwargs))
 
 
 @contextlib.contextmanager

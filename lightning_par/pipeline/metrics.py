@@ -81,24 +81,30 @@ class StandIns:
             with private.no_modes():
                 if key not in self._known:
                     self._known[key] = value_like(metric, method, args, kwargs)
-                value = map_tensors(torch.clone, self._known[key])
+                value = map_tensors(lambda x: x.detach().clone(), self._known[key])
                 return map_tensors(lambda x: _untrained(x, type(metric).__name__), value) if trained else value
 
         return stand_in
 
 
 def value_like(metric: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
-    """What the metric's ``method`` would return, of zeros: a value of the same structure, shapes and dtypes."""
+    """What the metric's ``method`` would return, of zeros: a value of the same structure, shapes and dtypes.
+
+    It requires a gradient where the metric's own value would.
+    """
     with private.no_modes():
         return None if method == "update" else _found(metric, method, args, kwargs)
 
 
 def _found(metric: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+    wants = torch.is_grad_enabled()
+
     def zeros(x: Tensor) -> Tensor:
-        return torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+        made = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+        return made.requires_grad_(wants and x.requires_grad)
 
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copied = copy.deepcopy(metric)
             for module in copied.modules():
@@ -106,8 +112,9 @@ def _found(metric: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
             given = map_tensors(zeros, (args, kwargs))
             return getattr(copied, method)(*given[0], **given[1])
     except Exception:  # the metric may want values that zeros are not
-        device = next((x.device for x in tensors_in((args, kwargs))), torch.device("cpu"))
-        return torch.zeros((), device=device)
+        given = tensors_in((args, kwargs))
+        device = given[0].device if given else torch.device("cpu")
+        return torch.zeros((), device=device, requires_grad=wants and any(x.requires_grad for x in given))
 
 
 def _release(module: nn.Module) -> None:

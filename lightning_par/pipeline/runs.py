@@ -16,8 +16,9 @@ from lightning_par.pipeline.located import (
     Event,
     Key,
     Program,
-    Run,
+    RecordedRun,
     StageDoneError,
+    is_setting,
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
@@ -28,7 +29,7 @@ from lightning_par.sequence.tokens import Tokens
 from lightning_par.view import ShardedTensor
 
 
-class StageRun(Run):
+class StageRun(RecordedRun):
     """One stage of the step, on one microbatch; or the tail, on the whole batch.
 
     Args:
@@ -61,8 +62,8 @@ class StageRun(Run):
         key: Sequence[int],
         stops: bool = False,
     ) -> None:
-        super().__init__()
-        self.program, self.memo, self.stage, self.axis, self.receive = program, memo, stage, axis, receive
+        super().__init__(program)
+        self.memo, self.stage, self.axis, self.receive = memo, stage, axis, receive
         self.tells = tells
         self.draws = tuple(key)
         tail = stage == program.stages
@@ -101,15 +102,26 @@ class StageRun(Run):
         record = self.program.events[index] if index < len(self.program.events) else None
         if not self.lost and (record is None or record.func != func):
             if index < self.program.tail or not self.last:
-                raise ElsewhereError(
-                    f"{user_line()}: this time the step did something else here than when it began, so that its stages "
-                    "can't go on together. What it does must depend on the batch, the module's attributes and random "
-                    "numbers of torch, numpy or `random` alone."
-                )
+                raise self._changed()
             self.lost = True
         return index, None if self.lost else record
 
+    def _changed(self) -> ElsewhereError:
+        return ElsewhereError(
+            f"{user_line()}: this time the step did something else here than when it began, so that its stages "
+            "can't go on together. What it does must depend on the batch, the module's attributes and random "
+            "numbers of torch, numpy or `random` alone."
+        )
+
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.lost and self.may_be_setting(func, args, kwargs):
+            result = func(*args, **kwargs)
+            if is_setting((args, kwargs), result):
+                return result
+            if self.count < self.program.tail or not self.last:
+                raise self._changed()
+            self.lost = True
+            return result
         index, record = self._next(func)
         if record is None:
             return func(*self._present(args), **self._present(kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_par.pipeline.costs import Frame, flops_of, nbytes_of
 from lightning_par.pipeline.located import Run
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.rules.table import writes
+from lightning_par.rules.table import user_line, writes
+from lightning_par.view import ShardedTensor
 
 _UNRUNNABLE = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
+
+
+class _Linked(torch.autograd.Function):
+    """A tensor whose gradient leads to the tensors that it was made of, by no function that could run on fakes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *sources: Tensor) -> Tensor:
+        ctx.save_for_backward(*sources)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def linked(x: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """``x``, whose gradient leads to those of the ``sources`` that want one."""
+    wanting = [source for source in sources if source.requires_grad]
+    return _Linked.apply(x, *wanting) if wanting else x
 
 
 class FakeRun(Run):
@@ -68,12 +89,26 @@ class FakeRun(Run):
         return result
 
     def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result's gradient leads where that of ones leads, and it lies where the values would."""
+        leaves = tree_leaves((args, kwargs))
+        if self.axis is not None and any(isinstance(x, ShardedTensor) for x in leaves):
+            name = getattr(func, "__name__", func)
+            raise SamplesMixError(f"how many values `{name}` returns at {user_line()} depends on values of the samples")
+        fakes = [x for x in leaves if isinstance(x, FakeTensor)]
+        ones = {id(x): torch.ones(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad) for x in fakes}
+
         def real(x: Any) -> Any:
-            return torch.ones(x.shape, dtype=x.dtype) if isinstance(x, FakeTensor) else x
+            return ones.get(id(x), x)
 
         with unset_fake_temporarily():
             result = func(*tree_map(real, args), **tree_map(real, kwargs))
-        return tree_map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, result)
+        return tree_map(lambda x: self._faked(x, fakes) if isinstance(x, Tensor) else x, result)
+
+    def _faked(self, x: Tensor, sources: list[FakeTensor]) -> Tensor:
+        device = sources[0].device if sources else x.device
+        with self.mode:
+            fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
+        return linked(fake, sources) if x.requires_grad else fake
 
     def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
         """A buffer that training updates at each call must not be updated once a microbatch."""
