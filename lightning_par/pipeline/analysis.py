@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call, is_setting
 from lightning_par.pipeline.memo import touches_state
@@ -26,6 +27,7 @@ from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.tracing import FakeRun, linked
+from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
 from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
@@ -72,10 +74,18 @@ class Analysis(FakeRun):
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.effects: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
+        self.has_read = False
+        self.tries_units = True
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
         self.regions: dict[int, int] = {}
+        self.constants: list[tuple[int, Any]] = []  # of the events behind the first read
+
+    def _note_constants(self, index: int, value: Any) -> None:
+        if self.has_read:
+            with unset_fake_temporarily():
+                self.constants.append((index, constants_of(value, is_located)))
 
     @contextmanager
     def region(self, by_itself: Any) -> Iterator[bool]:
@@ -106,6 +116,7 @@ class Analysis(FakeRun):
         result = args[0] if sets else result
         reduced = self.axis is not None and self.axis.sums > sums
         event = self._keep(func, "located", inputs, result)
+        self._note_constants(len(self.events) - 1, (args, kwargs))
         event.cuts, event.unsized, event.sets = cuts, self.unsized > unsized, sets
         event.flops = self.frames[-1].flops - flops
         if self.axis is not None:
@@ -175,6 +186,7 @@ class Analysis(FakeRun):
             self.views.update(id(x) for x in tensors)
             self.changes_state |= writes(name)
         self.events.append(Event(func, "batch", (), None, user_line()))
+        self._note_constants(index, (args, kwargs, result))
         self.shapes.append([(index, *x.shape) for x in tensors])
         self.batch_keys.update((id(x), (index, n)) for n, x in enumerate(tensors))
         self.kept.append(result)
@@ -203,6 +215,7 @@ class Analysis(FakeRun):
             self.reads.append((len(self.events), place))
         elif not all(id(x) in self.names for x in located):
             self.reads.append((len(self.events), place))
+        self.has_read = True
         result = read_placeholder(name, located[0], args)
         self.events.append(Event(func, "read", self._keys_of(located), result, place))
         self.kept.append((args, kwargs))
@@ -275,8 +288,12 @@ class Analysis(FakeRun):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
         flops = self.frames[-1].flops
+        plainly = True
         try:
-            result = original(*args, **kwargs)
+            if self.axis is None or not self.tries_units:
+                result = original(*args, **kwargs)
+            else:
+                result, plainly = acts_plainly(self, path, module, original, args, kwargs)
         except SamplesMixError as error:
             error.unit = path
             raise
@@ -286,7 +303,9 @@ class Analysis(FakeRun):
             if self.axis.cuts > cuts and any(self._may_hold_samples(x) for x in tensors_in((args, kwargs))):
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
         self.units.append((path, len(self.events)))
-        self._keep(path, "located", inputs, result).flops = self.frames[-1].flops - flops
+        self._note_constants(len(self.events), (args, kwargs))
+        event = self._keep(path, "located", inputs, result)
+        event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
         self.tail = len(self.events)
         return result
 

@@ -58,6 +58,7 @@ class Event:
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
+        viewed: whether a unit is to see the whole batch's shapes, as the step does.
     """
 
     func: Any
@@ -72,6 +73,7 @@ class Event:
     writes: bool = False
     given: tuple[tuple[int, ...], ...] = ()
     flops: float = 0.0
+    viewed: bool = False
 
 
 def is_metric_call(event: Event) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_par.pipeline.microbatch import SamplesMixError
@@ -19,6 +22,8 @@ class AbsentNumber(float):
     """
 
     cut = False  # whether the batch is cut in the run that is on
+    draw = 0  # which numbers stand in
+    count = 0  # of numbers so far
 
     def _known(self) -> None:
         if AbsentNumber.cut:
@@ -48,16 +53,62 @@ for _name in ("lt le gt ge eq ne bool int").split():
 AbsentNumber.__hash__ = float.__hash__  # type: ignore[method-assign]
 
 
+DRAWS = 3
+"""So many runs with other numbers tell where they lead; the first draw is the one that programs are made with."""
+_SCALES = (1.0, 1.0, -40.0)
+
+
+@contextmanager
+def standing_in(cut: bool, draw: int) -> Iterator[None]:
+    """Around a trial run.
+
+    Args:
+        cut: whether the batch is cut into microbatches, so that no one knows the whole batch's numbers.
+        draw: which numbers stand for them, below `DRAWS`.
+    """
+    before = AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count
+    AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count = cut, draw, 0
+    try:
+        yield
+    finally:
+        AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count = before
+
+
+def _drawn(shape: tuple[int, ...] = ()) -> Any:
+    """Other numbers at each place: the ratio of two must differ between draws, too."""
+    AbsentNumber.count += 1
+    uniform = np.random.RandomState(AbsentNumber.draw * 65_536 + AbsentNumber.count).uniform(0.5, 1.5, shape)
+    return uniform * _SCALES[AbsentNumber.draw]
+
+
+def _number() -> float:
+    return float(_drawn()) if AbsentNumber.draw else 1.0
+
+
+def _array(x: Tensor) -> Any:
+    dtype = torch.empty((), dtype=x.dtype if x.dtype != torch.bfloat16 else torch.float32).numpy().dtype
+    if AbsentNumber.draw == 0:
+        return np.zeros(tuple(x.shape), dtype)
+    drawn = np.asarray(_drawn(tuple(x.shape)))
+    if dtype.kind in "iub":  # an index must stay one
+        return (abs(drawn / _SCALES[AbsentNumber.draw]) > 1).astype(dtype)
+    return drawn.astype(dtype)
+
+
 def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
-    """What the function ``name``, which reads ``x``, returns while ``x`` is absent."""
+    """What the function ``name``, which reads ``x``, returns while ``x`` is absent.
+
+    Numbers that can't be followed by themselves, since C code or numpy takes them, differ from draw to draw.
+    """
     if name in ("item", "__float__", "__complex__"):
-        return AbsentNumber(1.0)
+        return AbsentNumber(_number())
     if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__", "__int__", "__index__"):
         if AbsentNumber.cut:
             raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
         return 1 if name in ("__int__", "__index__") else False
     if name in ("numpy", "__array__"):
-        return np.zeros(tuple(x.shape))
+        return _array(x)
     if name == "tolist":
-        return np.zeros(tuple(x.shape)).tolist()
-    return format(0.0, args[1]) if len(args) > 1 and args[1] else "0."
+        return _array(x).tolist()
+    number = _number() if AbsentNumber.draw else 0.0
+    return format(number, args[1]) if len(args) > 1 and args[1] else f"{number}"

@@ -151,7 +151,7 @@ class StageRun(RecordedRun):
             raise ElsewhereError(f"{user_line()}: {path!r} is called where it was not when the step was recorded.")
         if index < self.first:
             return self._from_before(index, record)
-        args, kwargs = self._taken(args), self._taken(kwargs)
+        args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
         first = self.axis is None or self.axis.rank == 0
         inside = nullcontext() if self.inside is None else self.inside(module, first)
         with drawing((*self.draws, index), module), self.aside(), inside:
@@ -217,11 +217,13 @@ class StageRun(RecordedRun):
         layout = self.program.layouts.get(self.memo.keys.get(id(x), (-2, 0)))
         return x if layout is None or self.axis is None else cut_to(x, layout, self.axis)
 
-    def _taken(self, value: Any) -> Any:
-        """``value`` as a unit takes it: as a located event does, in plain tensors."""
+    def _taken(self, value: Any, viewed: bool) -> Any:
+        """``value`` as a unit takes it: as a located event does, but in plain tensors where it does the same on them."""
 
         def take(x: Tensor) -> Tensor:
-            return self.tokens.entered(of_microbatch(self._cut(self._found(x))))
+            x = self._cut(self._found(x))
+            own = self.tokens.entered(of_microbatch(x))
+            return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
 
         return map_tensors(take, value) if value else value
 
@@ -247,7 +249,7 @@ class StageRun(RecordedRun):
 
         def wrap(x: Tensor) -> Tensor:
             model = next(recorded, None)
-            if not isinstance(model, ShardedTensor):
+            if not isinstance(model, ShardedTensor) or record.viewed and isinstance(x, ShardedTensor):
                 return x
             expected = local_shape(model, axis)
             if tuple(x.shape) != expected:

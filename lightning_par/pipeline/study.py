@@ -15,7 +15,7 @@ from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, 
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.outputs import hushed
-from lightning_par.pipeline.placeholders import AbsentNumber
+from lightning_par.pipeline.placeholders import DRAWS, standing_in
 from lightning_par.pipeline.program import make_program
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Row, Stages
@@ -45,13 +45,38 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     layouts = _cut_layouts(_layouts(step, stages), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts)
     program = make_program(step, run, result, microbatches, layouts)
+    _refuse_numbers(step, stages, axis, run)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
     return program
 
 
+def _refuse_numbers(step: Step, stages: Stages, axis: MicrobatchAxis, run: Analysis) -> None:
+    """Raises SamplesMixError where a number that is read of the model's values enters the step: no microbatch has it.
+
+    What lies behind the last unit runs on the whole batch, too, but without a backward.
+    """
+    end = len(run.events) if step.grad else run.tail
+    for draw in range(1, DRAWS) if run.has_read else ():
+        try:
+            other, _ = _analyse(step, stages, axis, run.layouts, draw=draw)
+        except Exception as error:  # user code that met another number
+            raise SamplesMixError(f"the step goes by a value of the whole batch: {error}") from error
+        if len(other.constants) != len(run.constants):
+            raise SamplesMixError("the step decides by a value of the whole batch")
+        for (index, found), (_, others) in zip(run.constants, other.constants):
+            if index < end and found != others:
+                place = run.events[index].place
+                raise SamplesMixError(f"{place}: a number that was read of values of the whole batch is used")
+
+
 def _analyse(
-    step: Step, stages: Stages, axis: MicrobatchAxis | None, layouts: Layouts, traced: bool = False
+    step: Step,
+    stages: Stages,
+    axis: MicrobatchAxis | None,
+    layouts: Layouts,
+    traced: bool = False,
+    draw: int = 0,
 ) -> tuple[Analysis, Any]:
     intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,19 +85,19 @@ def _analyse(
     run = Analysis(mode, stages, step.grad, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     run.names = fakes.names()
+    run.tries_units = draw == 0
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     intercept_calls(copy, run, stages.homes, traced)
     listen(copy, run)
     before = vars(streams).copy()
-    AbsentNumber.cut = axis is not None
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
         with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, run:
             streams.begin_step(0, 0)
-            result = getattr(copy, step.name)(batch, *step.rest)
+            with standing_in(axis is not None, draw):
+                result = getattr(copy, step.name)(batch, *step.rest)
     finally:
-        AbsentNumber.cut = False
         vars(streams).update(before)
     run.kept.append(result)
     run.effects += tensors_in(run.followed(result))
