@@ -269,6 +269,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether user code meets the gradients of the inputs or outputs of ``module``."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def in_functorch() -> bool:
     """Whether a transform such as ``vmap`` runs: its tensors can't be wrapped. torch tells it by no public name."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -219,6 +219,15 @@ class Run(TorchFunctionMode):
             if alone:
                 super().__enter__()
 
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """User code inside, which a torch function called, meets the run again."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
     def followed(self, value: Any) -> Any:
         """``value`` with what was written in place of what it was written into."""
         if not self.written:

@@ -218,7 +218,7 @@ class StageRun(RecordedRun):
         return x if layout is None or self.axis is None else cut_to(x, layout, self.axis)
 
     def _taken(self, value: Any, viewed: bool) -> Any:
-        """``value`` as a unit takes it: as a located event does, but in plain tensors where it does the same on them."""
+        """``value`` as a unit takes it: as an event does, but in plain tensors where it does the same on them."""
 
         def take(x: Tensor) -> Tensor:
             x = self._cut(self._found(x))

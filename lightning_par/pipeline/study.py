@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_par import generators, intercept
+from lightning_par import generators, intercept, private
 from lightning_par.copying import stand_in
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
@@ -41,6 +41,9 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     if microbatches == 1:
         run, result = _analyse(step, stages, None, {})
         return make_program(step, run, result, 1, {})
+    for name, module in step.module.named_modules() if step.grad else ():
+        if private.has_backward_hooks(module):
+            raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = MicrobatchAxis(microbatches, 0)
     layouts = _cut_layouts(_layouts(step, stages), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts)

@@ -17,12 +17,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par.pipeline.calls import Trace, tracing
 from lightning_par.pipeline.costs import Frame, flops_of, nbytes_of
-from lightning_par.pipeline.located import Run
+from lightning_par.pipeline.located import Run, is_metadata
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.values import of_microbatch
 from lightning_par.rules.table import user_line, writes
 from lightning_par.view import ShardedTensor
 
+_HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 _UNRUNNABLE = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 
 
@@ -59,16 +62,23 @@ class FakeRun(Run):
         self.frames = [Frame("", 0)]
         self.buffers: dict[int, str] = {}  # ids of buffers -> their names
         self.training, self.samples = False, 1
+        self.trace: Trace | None = None
         self.unsized = 0  # functions so far whose result's shape depends on values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.depth:
-            return self._run(func, args, kwargs or {})
+            kwargs = kwargs or {}
+            result = self._run(func, args, kwargs)
+            if self.trace is not None and not is_metadata(func, getattr(func, "__name__", "")):
+                self.trace.note(func, args, kwargs, result)
+            return result
         return super().__torch_function__(func, types, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On fakes; where the shape of the result depends on data, on ones."""
         self._note_state(func, args, kwargs)
+        if self.axis is not None and self.training and getattr(func, "__name__", "") in _HOOKED:
+            self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
             result = func(*args, **kwargs)
         except _UNRUNNABLE:
@@ -87,6 +97,26 @@ class FakeRun(Run):
         if self.axis is None:
             self.frames[-1].nbytes += nbytes_of(args, kwargs, result)
         return result
+
+    def _try_hook(self, axis: MicrobatchAxis, x: Tensor, hook: Any) -> None:
+        """A hook meets the gradients of a microbatch's samples: all that it may do is to change each by itself.
+
+        Raises:
+            SamplesMixError: it does something else, such as to note what it sees, which counts microbatches.
+        """
+        what = f"a hook on a gradient, registered at {user_line()},"
+        if not isinstance(x, ShardedTensor):
+            raise SamplesMixError(f"{what} meets a microbatch's share of it")
+        sums, own = axis.sums, x.positions.count(axis.rank)
+        local = of_microbatch(x).detach().clone()
+        view = x.with_local(local)
+        with self.within(), torch.no_grad():
+            with tracing(self, [view]) as viewed:
+                result = hook(view)
+            with tracing(self, [local]) as plain:
+                hook(local)
+        if result is None or axis.sums > sums or not viewed.agrees(plain, x.positions.size, own):
+            raise SamplesMixError(f"{what} needs the gradient of the whole batch")
 
     def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result's gradient leads where that of ones leads, and it lies where the values would."""

@@ -7,73 +7,25 @@ call leaves nothing behind that the next one meets: on one device there is no ne
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
+from lightning_par.pipeline.calls import Trace, tracing
 from lightning_par.pipeline.changes import Change, MappingChange
-from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.values import of_microbatch
 from lightning_par.pipeline.watch import Snapshot
-from lightning_par.private import TorchDispatchMode
+from lightning_par.view import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.analysis import Analysis
 
-_NOTHING_DONE = frozenset(("aten::detach", "aten::alias", "aten::lift_fresh"))
 _DEEP = 5  # of what is stored on a module
-
-
-class Trace(TorchDispatchMode):
-    """What is computed inside, on parts: the kernels in order, what they are given, and where that came from.
-
-    Two traces agree if the same was computed from the same tensors.
-
-    Args:
-        inputs: whose places count, not which tensors they are.
-
-    Example::
-
-        x = torch.ones(2)
-        with Trace([x]) as first:
-            x + 1
-        with Trace([y := torch.ones(2)]) as second:
-            y + 1
-        assert first.calls == second.calls
-    """
-
-    def __init__(self, inputs: list[Tensor]) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-        self._known: dict[int, Any] = {id(x): ("given", n) for n, x in enumerate(inputs)}
-        self._kept: list[Any] = [inputs]  # ids stay valid as long as the objects live
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func._schema.name in _NOTHING_DONE and isinstance(result, Tensor):
-            self._known[id(result)] = self._name(args[0])
-        else:
-            self.calls.append((str(func), tree_map(self._name, (args, kwargs))))
-            for n, x in enumerate(tensors_in(result)):
-                self._known.setdefault(id(x), ("made", len(self.calls), n))
-        self._kept.append((args, kwargs, result))
-        return result
-
-    def _name(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-        if id(value) not in self._known:
-            fake = isinstance(value, FakeTensor)
-            self._known[id(value)] = ("fake", id(value)) if fake else constants_of(value, lambda _: False)
-        return self._known[id(value)]
 
 
 def acts_plainly(
@@ -87,29 +39,71 @@ def acts_plainly(
     Raises:
         SamplesMixError: a call leaves behind what the next one meets, or what counts calls.
     """
-    beneath = [of_microbatch(x) for x in tensors_in((args, kwargs))]
-    plain_args, plain_kwargs = map_tensors(of_microbatch, (args, kwargs))
-    with Trace(beneath) as viewed:
+    inputs = tensors_in((args, kwargs))
+    lead = next((x for x in inputs if isinstance(x, ShardedTensor)), None)
+    if lead is None:
+        return call(*args, **kwargs), True
+    samples, own = lead.positions.size, lead.positions.count(lead.axis.rank)
+    given = _twin((args, kwargs), _same, {})  # a cache among the arguments may grow
+    with tracing(run, inputs) as viewed:
         result = call(*args, **kwargs)
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     after = Snapshot(modules, None)
+
+    def plainly() -> Trace | None:
+        return _traced(run, call, *_twin(given, of_microbatch, {}))
+
     try:
         with _aside(run):
-            first = _traced(beneath, call, plain_args, plain_kwargs)
+            first = plainly()
             between = Snapshot(modules, None)
-            second = _traced(beneath, call, plain_args, plain_kwargs)
-            if first is not None and second != first:
+            second = plainly()
+            if first is None or second is None:
+                return result, False
+            if second.calls != first.calls:
                 raise _mixed(path, f"what {path!r} computes depends on its last call")
             for cell in between.cells.values():
                 place = _counted(cell, cell.change_unlent())
                 if place is not None:
                     raise _mixed(path, f"{place} changes at each call of {path!r}")
-            if first is not None and viewed.calls != first:  # the first call of all may do more
-                with Trace(beneath) as viewed:
+            if not viewed.agrees(first, samples, own):  # the first call of all may do more
+                args, kwargs = _twin(given, _same, {})
+                with tracing(run, tensors_in((args, kwargs))) as viewed:
                     call(*args, **kwargs)
     finally:
         after.restore()
-    return result, viewed.calls == first
+    return result, viewed.agrees(first, samples, own)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _twin(value: Any, tensor: Callable[[Tensor], Tensor], made: dict[int, Any]) -> Any:
+    """``value`` in objects of its own, with ``tensor(x)`` for every tensor ``x`` however deep; modules are shared."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if id(value) in made:
+        return made[id(value)]
+    new: Any
+    kind = type(value)
+    if kind in (list, set):
+        made[id(value)] = new = kind()
+        (new.extend if kind is list else new.update)(_twin(x, tensor, made) for x in value)
+    elif kind is tuple:
+        new = tuple(_twin(x, tensor, made) for x in value)
+    elif kind is dict:
+        made[id(value)] = new = {}
+        new.update((key, _twin(x, tensor, made)) for key, x in value.items())
+    elif not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)) or callable(value):
+        new = map_tensors(tensor, value)
+    else:
+        made[id(value)] = new = copy.copy(value)
+        for key, x in vars(value).items():
+            object.__setattr__(new, key, _twin(x, tensor, made))
+        new = map_tensors(tensor, new) if isinstance(new, (dict, tuple)) else new
+    made[id(value)] = new
+    return new
 
 
 def _mixed(path: str, reason: str) -> SamplesMixError:
@@ -118,13 +112,13 @@ def _mixed(path: str, reason: str) -> SamplesMixError:
     return error
 
 
-def _traced(inputs: list[Tensor], call: Callable[..., Any], args: Any, kwargs: Any) -> list[Any] | None:
+def _traced(run: Analysis, call: Callable[..., Any], args: Any, kwargs: Any) -> Trace | None:
     try:
-        with Trace(inputs) as trace:
+        with tracing(run, tensors_in((args, kwargs))) as trace:
             call(*args, **kwargs)
     except Exception:  # user code that wants the whole batch's size; it will see that
         return None
-    return trace.calls
+    return trace
 
 
 @contextmanager
