@@ -136,7 +136,8 @@ class Analysis(FakeRun):
 
         def run(args: Any, kwargs: Any) -> Any:
             if target is None:
-                return self._run(func, args, kwargs)
+                result = self._run(func, args, kwargs)
+                return result if writes(getattr(func, "__name__", "")) else map_tensors(self._located, result)
             into = args[0].clone()
             if not is_located(into):  # what a fake is written into must be one
                 into = self.mode.from_tensor(into)
@@ -153,6 +154,10 @@ class Analysis(FakeRun):
                 if self.axis.sums > sums:  # with whole tensors it came to a sum already
                     raise
         return run(self._with_samples(args), self._with_samples(kwargs)), True
+
+    def _located(self, x: Tensor) -> Tensor:
+        """A function may hand a tensor of the batch alone back as it is: where the others are, there it is now, too."""
+        return x if is_located(x) else self.mode.from_tensor(x.detach())
 
     def _write_target(self, name: str, args: Any) -> Tensor | None:
         """The tensor of the batch alone that a located value is written into, where the function does so."""

@@ -59,6 +59,7 @@ class Event:
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
+        live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
 
     func: Any
@@ -74,6 +75,7 @@ class Event:
     given: tuple[tuple[int, ...], ...] = ()
     flops: float = 0.0
     viewed: bool = False
+    live: bool = False
 
 
 def is_metric_call(event: Event) -> bool:
@@ -153,6 +155,16 @@ __format__ __iter__reads
 _VALUE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 
 
+# Functions that take of another tensor only what an absent value tells, too, written without it.
+_AS: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+    "to": lambda x, like: (Tensor.to, (x,), {"dtype": like.dtype, "device": like.device}),
+    "type_as": lambda x, like: (Tensor.to, (x,), {"dtype": like.dtype, "device": like.device}),
+    "expand_as": lambda x, like: (Tensor.expand, (x, tuple(like.shape)), {}),
+    "view_as": lambda x, like: (Tensor.view, (x, tuple(like.shape)), {}),
+    "reshape_as": lambda x, like: (Tensor.reshape, (x, tuple(like.shape)), {}),
+}
+
+
 def is_metadata(func: Any, name: str) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES
@@ -193,6 +205,9 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth or is_metadata(func, getattr(func, "__name__", "")):
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _AS and len(args) == 2 and isinstance(args[1], Tensor):
+            func, args, more = _AS[func.__name__](*args)
+            kwargs = {**more, **kwargs}
         self.depth += 1
         try:
             return self.event(func, self.followed(args), self.followed(kwargs))

@@ -6,6 +6,7 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -43,7 +44,8 @@ class Memory(TorchDispatchMode):
         for place, name in _mutable(func):
             value = args[place] if place < len(args) else kwargs.get(name)
             self._now.update(memory for x in tensors_in(value) if (memory := memory_of(x)) is not None)
-        return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # a kernel is no event, even where no torch function stands before it
+            return func(*args, **kwargs)
 
     def made(self, key: Key, x: Tensor) -> None:
         """The value ``key`` is ``x``."""

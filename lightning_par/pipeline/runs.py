@@ -125,6 +125,8 @@ class StageRun(RecordedRun):
         index, record = self._next(func)
         if record is None:
             return func(*self._present(args), **self._present(kwargs))
+        if record.live and record.kind == "batch":
+            return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
             return self.memo.again(index, func, args, kwargs)
         if index < self.first:

@@ -40,6 +40,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     """
     if microbatches == 1:
         run, result = _analyse(step, stages, None, {})
+        _follow_numbers(step, stages, None, run)
         return make_program(step, run, result, 1, {})
     for name, module in step.module.named_modules() if step.grad else ():
         if private.has_backward_hooks(module):
@@ -48,29 +49,37 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     layouts = _cut_layouts(_layouts(step, stages), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts)
     program = make_program(step, run, result, microbatches, layouts)
-    _refuse_numbers(step, stages, axis, run)
+    _follow_numbers(step, stages, axis, run)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
     return program
 
 
-def _refuse_numbers(step: Step, stages: Stages, axis: MicrobatchAxis, run: Analysis) -> None:
-    """Raises SamplesMixError where a number that is read of the model's values enters the step: no microbatch has it.
+def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis) -> None:
+    """Find the events that go by numbers which are read of the model's values, by runs with other placeholders.
 
-    What lies behind the last unit runs on the whole batch, too, but without a backward.
+    Raises:
+        SamplesMixError: the numbers are of a whole batch that is cut into microbatches, none of which has them. What
+            lies behind the last unit runs on the whole batch, too, but without a backward.
     """
-    end = len(run.events) if step.grad else run.tail
+    end = 0 if axis is None else len(run.events) if step.grad else run.tail
     for draw in range(1, DRAWS) if run.has_read else ():
-        try:
-            other, _ = _analyse(step, stages, axis, run.layouts, draw=draw)
-        except Exception as error:  # user code that met another number
-            raise SamplesMixError(f"the step goes by a value of the whole batch: {error}") from error
-        if len(other.constants) != len(run.constants):
-            raise SamplesMixError("the step decides by a value of the whole batch")
-        for (index, found), (_, others) in zip(run.constants, other.constants):
-            if index < end and found != others:
-                place = run.events[index].place
-                raise SamplesMixError(f"{place}: a number that was read of values of the whole batch is used")
+        for index in _differing(step, stages, axis, run, draw):
+            event = run.events[index]
+            if index < end:
+                raise SamplesMixError(f"{event.place}: a number that was read of values of the whole batch is used")
+            event.live = True
+
+
+def _differing(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis, draw: int) -> list[int]:
+    indices = [index for index, _ in run.constants]
+    try:
+        other, _ = _analyse(step, stages, axis, run.layouts, draw=draw)
+    except Exception:  # user code that met another number
+        return indices
+    return indices[len(other.constants) :] + [
+        index for (index, found), (_, others) in zip(run.constants, other.constants) if found != others
+    ]
 
 
 def _analyse(
