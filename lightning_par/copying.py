@@ -117,9 +117,16 @@ class TrainerView:
     def __init__(self, trainer: Any) -> None:
         vars(self).update(_real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand())
 
+    def let_note(self, noted: Callable[[str], Any]) -> None:
+        """Call ``noted`` with the name of each attribute that is read."""
+        vars(self)["_noted"] = noted
+
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizers", "lr_scheduler_configs"):
             return _AnyNumber()
+        noted = vars(self).get("_noted")
+        if noted is not None:
+            noted(name)
         return getattr(vars(self)["_real"], name)
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.lent import Lent
-from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call, is_setting
+from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call, is_setting, told_to
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.memory import Memory
 from lightning_par.pipeline.metrics import value_like
@@ -75,6 +75,7 @@ class Analysis(FakeRun):
         self.effects: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.has_read = False
+        self.deciding: set[str] = set()
         self.tries_units = True
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
@@ -117,10 +118,11 @@ class Analysis(FakeRun):
         reduced = self.axis is not None and self.axis.sums > sums
         event = self._keep(func, "located", inputs, result)
         self._note_constants(len(self.events) - 1, (args, kwargs))
+        event.told = told_to(func, args, kwargs)
         event.cuts, event.unsized, event.sets = cuts, self.unsized > unsized, sets
         event.flops = self.frames[-1].flops - flops
         if self.axis is not None:
-            event.shares = self._tag(name, args, kwargs, result, reduced)
+            event.shares = self._tag(func, args, kwargs, result, reduced)
         if target is not None:
             event.writes = True
             return written_into(self, target, result, func)
@@ -273,8 +275,8 @@ class Analysis(FakeRun):
 
         return map_tensors(cut, value)
 
-    def _tag(self, name: str, args: Any, kwargs: Any, result: Any, reduced: bool) -> tuple[int, ...]:
-        shares = Share.after(name, args, kwargs, self.tags, reduced)
+    def _tag(self, func: Any, args: Any, kwargs: Any, result: Any, reduced: bool) -> tuple[int, ...]:
+        shares = Share.after(func, args, kwargs, self.tags, reduced)
         for x in tensors_in(result):
             if not isinstance(x, ShardedTensor) and shares.tag is not None:
                 self.tags[id(x)] = shares.tag
@@ -310,6 +312,7 @@ class Analysis(FakeRun):
         self.units.append((path, len(self.events)))
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
+        event.told = told_to(path, args, kwargs)
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
         self.tail = len(self.events)
         return result

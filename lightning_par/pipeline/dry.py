@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.pipeline.located import ChangedError, Event, Key, Program, RecordedRun, is_setting
+from lightning_par.pipeline.located import ChangedError, Event, Key, Program, RecordedRun, is_setting, told_to
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.pipeline.values import written_into
@@ -35,6 +35,8 @@ class DryRun(RecordedRun):
         record = self.program.events[index]
         if inputs != record.inputs:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
+        if self.program.microbatches > 1 and record.kind == "located" and record.told != told_to(func, args, kwargs):
+            raise ChangedError(f"{user_line()}: what {func} is told")
         # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
         if record.given and index < self.program.tail:
             tensors = tensors_in((args, kwargs))

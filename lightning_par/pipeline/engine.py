@@ -106,6 +106,7 @@ class Engine:
     def _settle(self, ready: Prepared, effects: Effects) -> Any:
         """What the step did becomes known, and done, on all ranks."""
         self.messenger.finish()
+        self.programs.attributes.settle()
         effects = effects.travel(self.axis, ready.program.last_rank, self.device)
         generators.set_global_state(ready.after)
         with ready.step.context():  # numbers that are logged become tensors of the precision's dtype

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.pipeline.structure import map_tensors, tensors_in
@@ -59,6 +60,7 @@ class Event:
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
+        told: what it is given beside tensors and numbers, where that may decide whether samples mix.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
 
@@ -76,6 +78,20 @@ class Event:
     flops: float = 0.0
     viewed: bool = False
     live: bool = False
+    told: tuple[Any, ...] = ()
+
+
+_COUNTED = frozenset("""
+sum mean softmax log_softmax var std norm amax amin argmax argmin max min median sort topk cumsum cumprod logsumexp prod
+all any flip roll diff normalize cat stack concat index_select gather flatten transpose permute
+""".split())  # fmt: skip
+
+
+def told_to(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Words and flags among the arguments of an event, and whole numbers where they name dims or go to a unit."""
+    counts = isinstance(func, str) or getattr(func, "__name__", "") in _COUNTED
+    kinds = (bool, str, type(None), int) if counts else (bool, str, type(None))
+    return tuple(x for x in tree_leaves((args, kwargs)) if type(x) in kinds)
 
 
 def is_metric_call(event: Event) -> bool:
@@ -105,6 +121,7 @@ class Program:
         plain_effects: whether all that the step logs and returns are shares or samples, so that they can be joined.
         changes_batch: whether it writes into tensors that depend on the batch alone.
         uses: the stages that use a unit, or a parameter that no unit holds.
+        deciding: the numbers on modules, by name, and attributes of the trainer that code within units goes by.
         regions: the first event of a region that backward is to run again, and the first one behind it.
     """
 
@@ -127,6 +144,7 @@ class Program:
     changes_batch: bool = False
     uses: dict[str, set[int]] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
+    deciding: frozenset[str] = frozenset()
 
     @property
     def stages(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import generators
+from lightning_par.pipeline.attributes import Attributes
 from lightning_par.pipeline.dry import DryRun
 from lightning_par.pipeline.located import ChangedError, Program
 from lightning_par.pipeline.memo import Memo
@@ -22,6 +23,7 @@ from lightning_par.pipeline.values import share_of
 from lightning_par.pipeline.watch import Watch
 from lightning_par.positions import Positions
 
+MOST_STUDIES = 12  # of batches of one shape, for what modules and trainer say, before they are left whole
 MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
 
 
@@ -85,6 +87,11 @@ class Programs:
     holds: Callable[[str], tuple[int, ...]]
     made: dict[Any, list[Program]] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
+    studies: dict[Any, int] = field(default_factory=dict)
+    deciding: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.attributes = Attributes(self.module, self.stages.homes)
 
     def prepare(self, step: Step, microbatches: int) -> Prepared:
         """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
@@ -133,7 +140,12 @@ class Programs:
 
     def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
         """Add a program to ``known``; returns the count of microbatches that it is for."""
-        if signature in self.refused:
+        shapes = signature[:-1]
+        if signature in self.refused or shapes in self.refused:
+            return 1
+        self.studies[shapes] = self.studies.get(shapes, 0) + 1
+        if microbatches > 1 and self.studies[shapes] > MOST_STUDIES:
+            self.refused[shapes] = "what modules do follows values that change from step to step"
             return 1
         try:
             program = study(step, self.stages, microbatches)
@@ -142,6 +154,10 @@ class Programs:
                 raise
             self.refused[signature] = str(error)
             return 1
+        if program.deciding - self.deciding:
+            self.deciding |= program.deciding
+            signature = self._signature(step, microbatches)
+            known = self.made.setdefault(signature, [])
         self._check_parameters(step, program)
         known.insert(0, program)
         self._fresh = program
@@ -162,7 +178,13 @@ class Programs:
         tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
         trained = hash(tuple(p.requires_grad for p in self.module.parameters())) if step.grad else 0
         modes = hash(tuple(m.training for m in self.module.modules()))
-        return step.name, step.grad, microbatches, tensors, trained, modes
+        said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
+        return step.name, step.grad, microbatches, tensors, trained, modes, said
+
+    def _of_trainer(self) -> tuple[Any, ...]:
+        trainer = vars(self.module).get("_trainer")
+        values = [getattr(trainer, name, None) for name in sorted(self.deciding)]
+        return tuple(value for value in values if isinstance(value, (bool, int, float, str)))
 
     def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
         memo = Memo(step.batch)

@@ -50,6 +50,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         changes_batch=any(event.kind == "batch" and writes(_name(event)) for event in run.events),
         uses=uses,
         regions=run.regions,
+        deciding=frozenset(run.deciding),
     )
 
 

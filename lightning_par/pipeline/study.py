@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import generators, intercept, private
-from lightning_par.copying import stand_in
+from lightning_par.copying import TrainerView, stand_in
 from lightning_par.pipeline.analysis import Analysis, Layouts
+from lightning_par.pipeline.attributes import watch_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
@@ -96,6 +97,11 @@ def _analyse(
     batch = map_tensors(cloned, step.batch)
     run = Analysis(mode, stages, step.grad, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
+    if axis is not None:
+        watch_numbers(copy, stages.homes, run.deciding)
+        trainer = vars(copy).get("_trainer")
+        if isinstance(trainer, TrainerView):
+            trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
     run.names = fakes.names()
     run.tries_units = draw == 0
     run.training, run.samples = step.grad, max(1, step.samples)

@@ -18,6 +18,9 @@ _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, 
 CONSTANT = 2
 """The seed of the trial whose integers and flags are all alike: a result whose shape they decide has another then."""
 
+EXTREME = {3: 1e5, 4: 1e-5}
+"""Seeds of trials whose values are large, and small: what an earlier trial showed must hold beyond thresholds, too."""
+
 Place = tuple[int, Positions]
 
 
@@ -64,8 +67,14 @@ class Refused(Exception):  # noqa: N818 (a signal within this file, not an error
     """It does not act by sample."""
 
 
-def trial(call: Call, shapes: list[Any], high: int, seed: int) -> tuple[tuple[Out | None, ...], Any]:
-    """What the parts' results are of the whole results, which must hold for their gradients too."""
+def trial(
+    call: Call, shapes: list[Any], high: int, seed: int, expected: tuple[Out | None, ...] | None = None
+) -> tuple[tuple[Out | None, ...], Any]:
+    """What the parts' results are of the whole results, which must hold for their gradients too.
+
+    Raises:
+        Refused: nothing, or not what is ``expected``.
+    """
     generator = torch.Generator().manual_seed(seed)
     wholes = [_random(x, shape, generator, high, seed) for x, shape in zip(call.leaves, shapes, strict=True)]
     results = call.run(given := [_leaf(x, like) for x, like in zip(wholes, call.leaves)])
@@ -79,9 +88,14 @@ def trial(call: Call, shapes: list[Any], high: int, seed: int) -> tuple[tuple[Ou
     for before, after in zip(wholes, given):  # a write
         if isinstance(before, Tensor) and not torch.equal(before, after):
             raise Refused
-    outs = tuple(
-        _out(x, [each[j] for each in part_results], call, seed) for j, x in enumerate(results)
-    )  # fmt: skip
+    of_parts = [[each[j] for each in part_results] for j in range(len(results))]
+    if expected is None:
+        outs = tuple(_out(x, parts_of, call, seed) for x, parts_of in zip(results, of_parts))
+    else:
+        outs = expected
+        for x, parts_of, out in zip(results, of_parts, outs, strict=True):
+            if not _is_out(out, x, parts_of, call):
+                raise Refused
     _same_gradients(call, outs, given, results, parts, part_results, generator)
     return outs, tuple(tuple(x.shape) for x in results)
 
@@ -96,6 +110,8 @@ def _random(x: Any, shape: Any, generator: torch.Generator, high: int, seed: int
     if x.is_floating_point() or x.is_complex():
         dtype = torch.complex128 if x.is_complex() else torch.float64
         values = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+        if seed in EXTREME:
+            return values * EXTREME[seed]
         # At first where all functions are smooth.
         return 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=dtype) if seed == 0 else values
     return torch.randint(high, shape, generator=generator).to(x.dtype)
@@ -118,7 +134,9 @@ def _close(x: Tensor, y: Tensor) -> bool:
     if x.dtype not in _TOLERANCE:
         return torch.equal(x, y)
     tolerance = _TOLERANCE[x.dtype]
-    return torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+    finite = y[y.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(x, y, rtol=tolerance, atol=tolerance * (1 if largest < 1 else largest), equal_nan=True)
 
 
 def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | None:
@@ -144,6 +162,13 @@ def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | Non
     if not _close(torch.stack(parts).sum(0).to(whole.dtype), whole):
         raise Refused
     return None
+
+
+def _is_out(out: Out | None, whole: Tensor, parts: list[Tensor], call: Call) -> bool:
+    if out is None:
+        return _close(torch.stack(parts).sum(0).to(whole.dtype), whole)
+    positions = out.positions(call.placed[out.source][1])  # type: ignore[index]
+    return all(_close(_part(whole, out.dim, positions, rank), part) for rank, part in enumerate(parts))
 
 
 def _same_gradients(
