@@ -42,6 +42,7 @@ class HybridParallelMixin(StagedMixin):
             devices a copy of the model has; otherwise ``pipeline_parallel_size`` does.
         max_memory: As for `LayerPlacementStrategy`.
         allow_batch_coupling: As for `PipelineParallelStrategy`.
+        verify: As for `PipelineParallelStrategy`.
         attention: As for `SequenceParallelStrategy`.
         sequence_dim: As for `SequenceParallelStrategy`.
         plan: As for `TensorParallelStrategy`.
@@ -79,6 +80,7 @@ class HybridParallelMixin(StagedMixin):
         placement: Literal["balanced"] | dict[str, int] | Chooser | None = None,
         max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
+        verify: bool = True,
         attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
         sequence_dim: int | dict[str, int] | None = None,
         plan: dict[str, str] | None = None,
@@ -99,6 +101,7 @@ class HybridParallelMixin(StagedMixin):
         check_reshard(reshard_after_forward, data_parallel)
         super().__init__(process_group_backend, timeout, start_method)
         self.data_parallel = data_parallel
+        self.verify = verify
         self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size

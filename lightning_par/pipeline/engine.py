@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +57,14 @@ class Engine:
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
     agree: Callable[[int, torch.device], None] | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the precision
     coupled: bool = False  # whether a training step's microbatches are batches of their own
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self.tokens = Tokens()  # of the step that runs
+        self.flops = 0.0  # of the step that was prepared last
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property
@@ -96,6 +99,35 @@ class Engine:
             return result
         grads = [(p, g) for p, g in found.items() if g is not None]
         return _with_loss(result, deliver(loss, grads, scale))
+
+    def microbatches_of(self, step: Step, microbatches: int) -> int:
+        """Into how many microbatches ``step`` can be cut, of as many as are asked for."""
+        ready = self.programs.prepare(step, microbatches)
+        self.flops = sum(ready.program.costs)
+        generators.set_global_state(ready.before)
+        return len(ready.parts)
+
+    def rehearse(
+        self,
+        step: Step,
+        microbatches: int,
+        named: Mapping[str, Tensor],
+        key: tuple[int, ...],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> dict[str, Tensor]:
+        """Run a training step and its backwards, of which nothing is kept.
+
+        Returns:
+            The loss where it is known, and the gradients of ``named`` as far as this rank has them.
+        """
+        ready = self.programs.prepare(step, microbatches)
+        schedule = self.order.training([part.program for part in ready.parts])
+        with gradients_apart([*named.values()]), shares.unshared(), around():
+            effects = self._run(ready, schedule, 1.0 / shares.ranks(), key)
+            found = {name: p.grad for name, p in named.items() if p.grad is not None}
+        self.messenger.finish()
+        loss = loss_in(effects.result)
+        return found if loss is None else {"the loss": full(loss.detach()), **found}
 
     def evaluate(self, step: Step, microbatches: int, key: tuple[int, ...]) -> Any:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""

@@ -50,9 +50,10 @@ class Part:
 
 @dataclass
 class Prepared:
-    """A step about to run: its microbatches, and where random numbers stand after it."""
+    """A step about to run: its microbatches, and where random numbers stand before and after it."""
 
     parts: list[Part]
+    before: tuple[Any, ...]
     after: tuple[Any, ...]
     coupled: bool = False
 
@@ -127,6 +128,7 @@ class Programs:
         samples = step.samples
         count = max(1, min(microbatches, samples))
         parts: list[Part] = []
+        began = generators.global_state()
         for own in (Positions.even(samples, count).indices(i) for i in range(count)):
             low, high = int(own[0]), int(own[-1]) + 1
 
@@ -136,7 +138,7 @@ class Programs:
             (part,) = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1).parts
             part.share = len(own) / samples
             parts.append(part)
-        return Prepared(parts, generators.global_state(), coupled=len(parts) > 1)
+        return Prepared(parts, began, generators.global_state(), coupled=len(parts) > 1)
 
     def _study(self, step: Step, microbatches: int, signature: Any, known: list[Program]) -> int:
         """Add a program to ``known``; returns the count of microbatches that it is for."""
@@ -207,7 +209,7 @@ class Programs:
             axes = [MicrobatchAxis(count, i) for i in range(count)]
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
             parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
-        return Prepared(parts, generators.global_state())
+        return Prepared(parts, start, generators.global_state())
 
 
 def call_step(module: nn.Module, step: Step) -> Any:

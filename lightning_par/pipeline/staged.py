@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_par.pipeline.outside import Outside
 from lightning_par.pipeline.spent import spent_gradients
 from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.verification import agreed, verify
 from lightning_par.pipeline.weights import Once, bring_back
 from lightning_par.strategy import StrategyMixin
 from lightning_par.view import leaf
@@ -38,6 +40,8 @@ class StagedMixin(StrategyMixin):
         self._spread: Spread | None = None
         self._engine: Engine | None = None
         self._outside: Outside | None = None
+        self._unverified = False
+        self.verify = True
 
     def make_spread(self, timeout: timedelta) -> Spread:
         """How the module of this run is to be spread; ``timeout`` is that of process groups."""
@@ -80,6 +84,8 @@ class StagedMixin(StrategyMixin):
             timeout = self.timeout or timedelta(minutes=30)
             self._spread = self.make_spread(timeout)
             self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
+            self._engine.context = self.precision_plugin.forward_context
+            self._unverified = self.verify and trainer.state.fn.value == "fit"
             self._engine.inner = self.groups.stage_of_replica.size > 1
             if self._storing is not None and not self._storing.throughout:
                 self._engine.agree = self._storing.agree
@@ -148,13 +154,43 @@ class StagedMixin(StrategyMixin):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self._draws(number):
-            held = [p for p in module.parameters() if p.requires_grad and not is_elsewhere(p)]
+            held = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_elsewhere(p)}
             throughout = self._storing is not None and self._storing.throughout
-            own = use_throughout(held) if throughout else [leaf(p) for p in held]
+            own = use_throughout([*held.values()]) if throughout else [leaf(p) for p in held.values()]
             step = self._make_step("training_step", args, kwargs)
             for p in spent_gradients(module, self.optimizers):
                 p.grad = None
+            if self._unverified:
+                self._unverified = False
+                self._verify(step, dict(zip(held, own)), self._key(number))
             return self._engine.train(step, self._spread.microbatches, own, scale, self._key(number))
+
+    def _verify(self, step: Step, named: Mapping[str, Tensor], key: tuple[int, ...]) -> None:
+        """See `lightning_par.pipeline.verification`. All ranks must call it.
+
+        Raises:
+            RuntimeError: two runs of the step on one batch differ; on all ranks.
+        """
+        assert self._engine is not None and self._spread is not None
+        wanted = 1 if self._spread.coupled else self._spread.microbatches
+        verdict = agreed(
+            self.groups.world.all_gather_object(verify(self._engine, step, wanted, named, key), "verification")
+        )
+        if verdict.moved is not None:
+            raise RuntimeError(
+                f"training_step gave something else in the second of two runs on the same batch: {verdict.moved}. "
+                f"{type(self).__name__} runs it several times, and undoes what it changes in between, but something "
+                "moves with each run that can't be seen: a generator, an iterator, a file, another library's state. "
+                "Keep it in plain attributes, buffers or torch's generators, or use TensorParallelStrategy. "
+                "verify=False trains all the same."
+            )
+        if verdict.mixed is not None:
+            self._spread.microbatches = 1
+            _warn(
+                f"Cut into microbatches, the first batch gave another value of {verdict.mixed} than whole: samples "
+                "need one another in a way that was not seen. Batches are left whole (microbatches=1), which is slower.",
+                self.global_rank,
+            )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation("validation_step", args, kwargs)
@@ -185,6 +221,11 @@ class StagedMixin(StrategyMixin):
 
     def _key(self, number: int) -> tuple[int, int]:
         return torch.initial_seed() + self.groups.data.rank, number
+
+
+def _warn(message: str, rank: int) -> None:
+    if rank == 0:
+        warnings.warn(message, stacklevel=2)
 
 
 def _refuse_compiled(module: nn.Module) -> None:

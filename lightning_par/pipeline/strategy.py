@@ -27,6 +27,8 @@ class PipelineParallelMixin(HybridParallelMixin):
             "head": 1}``, or the names of the modules with which the stages after the first begin.
         allow_batch_coupling: Where samples need one another, train each of ``microbatches`` as a batch of its own,
             which is not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
+        verify: Before the first optimizer step, run a few samples of the first batch whole twice and cut once, with all
+            effects undone, and compare; what differs is refused, or the batch is left whole, with a warning.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
@@ -56,6 +58,7 @@ class PipelineParallelMixin(HybridParallelMixin):
         microbatches: int | Literal["auto"] = "auto",
         stages: dict[str, int] | list[str] | None = None,
         allow_batch_coupling: bool = False,
+        verify: bool = True,
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -68,6 +71,7 @@ class PipelineParallelMixin(HybridParallelMixin):
             microbatches=microbatches,
             stages=stages,
             allow_batch_coupling=allow_batch_coupling,
+            verify=verify,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,

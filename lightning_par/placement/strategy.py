@@ -29,6 +29,7 @@ class LayerPlacementMixin(HybridParallelMixin):
             room for gradients and the optimizer's state.
         allow_batch_coupling: Where samples need one another, as in BatchNorm, train each of ``microbatches`` as a batch
             of its own, which is not what one device does.
+        verify: As for `PipelineParallelStrategy`.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
@@ -58,6 +59,7 @@ class LayerPlacementMixin(HybridParallelMixin):
         data_parallel_size: int | Literal["auto"] = "auto",
         max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
+        verify: bool = True,
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -70,6 +72,7 @@ class LayerPlacementMixin(HybridParallelMixin):
             placement=placement,
             max_memory=max_memory,
             allow_batch_coupling=allow_batch_coupling,
+            verify=verify,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,

@@ -1,0 +1,167 @@
+"""Before the first optimizer step: is a batch cut into microbatches what the whole batch is, on the user's own data?
+
+What is believed of a step rests on rules, and rules on how torch's functions and users' code behave. So a few samples
+of the first batch run whole, once more, and cut, with all effects undone and all random draws replaced by constants.
+Two runs of the whole that differ show state that moves unseen with every run; what differs when cut mixes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_par import generators
+from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.watch import Snapshot
+from lightning_par.private import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.engine import Engine
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_COARSE = 0.1  # of dtypes with fewer bits
+_FLOPS = 1e8  # of a step so small that all of its batch is taken
+_DRAWS = ("bernoulli", "rand", "normal", "uniform", "exponential", "geometric", "cauchy", "log_normal", "poisson")
+
+Values = Mapping[str, Tensor]
+"""The loss and the gradients of one run of a step, as far as this rank has them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found, by name; None where nothing differs.
+
+    Attributes:
+        moved: the first value that two runs on the same batch do not share.
+        mixed: the first value that is another when the batch is cut.
+    """
+
+    moved: str | None = None
+    mixed: str | None = None
+
+
+def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Verdict:
+    """Run ``step`` whole twice and, if it is to be cut, cut. All ranks of the pipeline must call it.
+
+    Args:
+        engine: that will run the step.
+        step: the first training step.
+        microbatches: into how many its batch will be cut.
+        named: the leaves that get gradients on this rank, by name.
+        key: of the random draws.
+    """
+    samples = step.samples
+    count = engine.microbatches_of(step, microbatches)
+    if count > 2 and engine.flops > _FLOPS and _can_be_shortened(step):
+        size = -(-samples // count)
+        step = replace(step, batch=map_tensors(lambda x: x[: 2 * size] if x.ndim else x, step.batch))
+        count = 2
+    runs = [_rehearsed(engine, step, each, named, key) for each in ((1, 1) if count == 1 else (1, 1, count))]
+    whole = runs[0]
+    tolerances = {name: _tolerance(engine, x) for name, x in whole.items()}
+    moved = _first_difference(whole, runs[1], tolerances)
+    return Verdict(moved, None if moved or count == 1 else _first_difference(whole, runs[2], tolerances))
+
+
+def _can_be_shortened(step: Step) -> bool:
+    """Whether a batch of fewer samples is a batch: every part of it is a tensor of samples, or a number."""
+    parts: list[Any] = [step.batch]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, (dict, list, tuple)):
+            parts += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, Tensor):
+            if part.ndim and part.shape[0] != step.samples:
+                return False
+        elif not isinstance(part, (int, float, type(None))):
+            return False
+    return True
+
+
+def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Values:
+    before = generators.global_state()
+    batch = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), step.batch)
+    try:
+        with _kept(engine.module):
+            return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)
+    finally:
+        generators.set_global_state(before)
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """What modules hold is afterwards what it was, within units, too."""
+    buffers = [b for b in module.buffers() if type(b) is Tensor and not b.is_meta]
+    copies = [b.detach().clone() for b in buffers]
+    state = Snapshot([(name, m) for name, m in module.named_modules() if name], None)
+    try:
+        yield
+    finally:
+        state.restore()
+        with torch.no_grad():
+            for b, copy in zip(buffers, copies, strict=True):
+                b.copy_(copy)
+
+
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    # Fused kernels draw within: the plain one draws by functions that are seen here.
+    with sdpa_kernel([SDPBackend.MATH]), Constants():
+        yield
+
+
+class Constants(TorchDispatchMode):
+    """Inside, all random numbers are the same constant, whatever the shape that is drawn.
+
+    Example::
+
+        with Constants():
+            assert torch.equal(torch.rand(2), torch.rand(4)[:2])
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            name = func._schema.name.removeprefix("aten::")
+            if name == "native_dropout" and args[2] is not False:
+                x, p = args[0], args[1]
+                return x / (1 - p) if p < 1 else torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)
+            result = func(*args, **kwargs)
+            if name.startswith(_DRAWS) and name != "randperm":
+                for x in tensors_in(result):
+                    x.fill_(1 if name.startswith("bernoulli") or not x.is_floating_point() else 0.5)
+            return result
+
+
+def _tolerance(engine: Engine, x: Tensor) -> float:
+    with engine.context():
+        low = torch.is_autocast_enabled(engine.device.type)
+    return _COARSE if low else _TOLERANCE.get(x.dtype, _COARSE)
+
+
+def _first_difference(one: Values, other: Values, tolerances: Mapping[str, float]) -> str | None:
+    if one.keys() != other.keys():
+        return sorted(one.keys() ^ other.keys())[0]
+    largest = max((float(x.abs().max()) for name, x in one.items() if x.numel() and name != "the loss"), default=0.0)
+    for name, x in one.items():
+        y = other[name]
+        if x.shape != y.shape:
+            return name
+        scale = max(float(x.abs().max()) if x.numel() else 0.0, 0.0 if name == "the loss" else largest)
+        if not torch.allclose(x, y, rtol=0, atol=tolerances[name] * scale, equal_nan=True) and scale == scale:
+            return name
+    return None
+
+
+def agreed(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict of all ranks'."""
+    return Verdict(
+        next((v.moved for v in verdicts if v.moved), None), next((v.mixed for v in verdicts if v.mixed), None)
+    )
