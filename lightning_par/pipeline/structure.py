@@ -7,10 +7,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Size)  # pytree would make a tuple of a size
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
