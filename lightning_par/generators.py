@@ -115,11 +115,17 @@ def saved_state() -> dict[str, Any]:
 
 
 def load_state(state: dict[str, Any]) -> None:
-    """Put the global generators where `saved_state` found them, on the same kind of devices or others."""
+    """Put the global generators where `saved_state` found them, on the same kind of devices or others.
+
+    Raises:
+        ValueError: the state is garbled.
+    """
     torch.set_rng_state(state["torch"].clone())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].clone())
     kind, words, *numbers = state["numpy"]
+    if not 0 <= numbers[0] <= words.numel():  # numpy would read the memory behind the words
+        raise ValueError(f"The state of numpy's generator in the checkpoint is garbled: it stands at {numbers[0]}.")
     np.random.set_state((kind, words.numpy().astype(np.uint32), *numbers))
     version, python, gauss = state["python"]
     random.setstate((version, tuple(python.tolist()), gauss))
