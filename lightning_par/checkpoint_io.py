@@ -31,18 +31,16 @@ def save(checkpoint: Any, path: str) -> None:
 
     Tensors are streamed to the disk one after another, so that no second copy is held. Missing folders are made. An
     error leaves the old file and nothing else; a kill may leave one temporary file, which the next save to ``path``
-    overwrites.
+    removes.
 
     Raises:
         OSError: the folder can't be made or written, or the disk is full.
         Exception: whatever pickling ``checkpoint`` raises.
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    temporary = swap.beside(path)
-    if os.path.isdir(temporary):  # left by a kill while a directory of this name was written
-        swap.remove(temporary)
+    temporary = swap.unfinished(path)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # a new one, and none that a link leads to
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())

@@ -330,10 +330,10 @@ def test_a_name_has_the_old_or_the_new_at_every_moment(tmp_path: Path) -> None:
     for exchange in (True, False):
         path = str(tmp_path / f"a{exchange}")
         for content in ("old", "new"):
-            os.makedirs(swap.beside(path))
-            Path(swap.beside(path), content).touch()
+            os.mkdir(finished := swap.unfinished(path))
+            Path(finished, content).touch()
             with mock.patch.object(swap, "_exchange", swap._exchange if exchange else lambda a, b: False):
-                swap.put_in_place(swap.beside(path), path)
+                swap.put_in_place(finished, path)
         assert os.listdir(path) == ["new"] and swap.left_behind(path) == path
     os.rename(path, swap.beside(path, ".old"))
     assert swap.left_behind(path) == swap.beside(path, ".old")

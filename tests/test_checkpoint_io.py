@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -131,7 +132,7 @@ while True:
         assert loaded["step"] in (done[-1], done[-1] + 1)
         assert (loaded["w"] == loaded["step"]).all()
         strays = set(os.listdir(tmp_path)) - {"a.ckpt"}
-        assert strays <= {".a.ckpt.tmp"}
+        assert len(strays) <= 1 and all(re.fullmatch(r"\.a\.ckpt\.[0-9a-f]{16}\.tmp", name) for name in strays)
         unfinished += len(strays)
     assert unfinished, "no kill hit a save"
     checkpoint_io.save({"step": 0}, str(path))

@@ -8,6 +8,7 @@ what counts is the one that ``.metadata`` names.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,9 +47,8 @@ class Writing:
 
     def __init__(self, path: str, inventory: Inventory) -> None:
         self.inventory = inventory
-        target = Folder(*url_to_fs(path))
-        self.path = target.place if target.is_local else path
-        self.folder = replace(target, place=swap.beside(target.place)) if target.is_local else target
+        self.folder = Folder(*url_to_fs(path))
+        self.path = self.folder.place if self.folder.is_local else path
         self.save = uuid.uuid4().hex[:16]
         self.rest: WriteResult | None = None
         self.outline = Outline()
@@ -106,10 +106,14 @@ class Writing:
     # --------------------------------------------------------------------------------------------------- on the first
 
     def _make_folder(self) -> None:
-        if self.folder.is_local:
-            swap.remove(self.folder.place)  # what a kill has left
-        self.folder.files.makedirs(self.folder.place, exist_ok=True)
-        self.folder.tidy()
+        if not self.folder.is_local:
+            self.folder.files.makedirs(self.folder.place, exist_ok=True)
+            self.folder.tidy()
+            return
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        place = swap.unfinished(self.path)
+        os.mkdir(place)
+        self.folder = replace(self.folder, place=place)
 
     def _publish(self) -> None:
         self.folder.publish()
@@ -133,7 +137,8 @@ class Writing:
         numbers = {name: item.number for name, item in items.items() if item is not None and item.place.shape.numel()}
         places = [item.place for item in self.inventory.items]
         shared: dict[str, Writers] = share_out(numbers, places, groups.layout)
-        shared = groups.world.broadcast_object(shared, "state")
+        shared, place = groups.world.broadcast_object((shared, self.folder.place), "state")
+        self.folder = replace(self.folder, place=place)
         own = [whole_chunk(name, _plain(x)) for name, x in tensors.items() if name not in shared]
         return [*own, *chunks_of(self.inventory, shared)]
 

@@ -70,8 +70,10 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Any]:
-        """The file ``name``, open; on the disk when the context has ended, where that is one's own."""
-        with self.files.open(self.path(name), "wb") as file:
+        """The file ``name``, open. Where the disk is one's own, it is new, and no link's, and on the disk when the
+        context has ended."""
+        path = self.path(name)
+        with open(path, "xb") if self.is_local else self.files.open(path, "wb") as file:
             yield file
             if self.is_local:
                 file.flush()

@@ -5,17 +5,34 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import secrets
 import shutil
 import sys
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 
 
-def beside(path: str, ending: str = ".tmp") -> str:
-    """A hidden name in the folder of ``path``, for what is not finished."""
+def beside(path: str, ending: str) -> str:
+    """A hidden name in the folder of ``path``."""
     folder, name = os.path.split(os.path.abspath(path))
     # Cut in bytes, since a file system's limit of 255 is in bytes.
-    return os.path.join(folder, os.fsdecode(b"." + os.fsencode(name)[:240] + ending.encode()))
+    return os.path.join(folder, os.fsdecode(b"." + os.fsencode(name)[:230] + ending.encode()))
+
+
+def unfinished(path: str) -> str:
+    """A new name beside ``path``, for what will be there when it is finished. What kills have left under such names is
+    removed.
+
+    The name can't be guessed, and who makes the file or folder makes sure that it is new: so no link that somebody has
+    put there leads elsewhere.
+    """
+    folder, start = os.path.split(beside(path, "."))
+    for name in os.listdir(folder):
+        if name.startswith(start) and re.fullmatch(r"[0-9a-f]{16}\.tmp", name[len(start) :]):
+            with contextlib.suppress(OSError):  # another user's, in a folder that all may write to
+                remove(os.path.join(folder, name))
+    return beside(path, f".{secrets.token_hex(8)}.tmp")
 
 
 def put_in_place(finished: str, path: str) -> None:
@@ -26,7 +43,9 @@ def put_in_place(finished: str, path: str) -> None:
 
     Example::
 
-        put_in_place(beside("last.ckpt"), "last.ckpt")
+        with open(finished := unfinished("last.ckpt"), "xb") as file:
+            file.write(b"...")
+        put_in_place(finished, "last.ckpt")
     """
     plain = os.path.isfile(finished) and not os.path.isdir(path)
     if plain or not os.path.lexists(path):
