@@ -51,9 +51,10 @@ def save(checkpoint: Any, path: str) -> None:
 
 
 def make_checkpoint_io(namespace: Namespace = "lightning.pytorch") -> Any:
-    """A ``CheckpointIO`` of ``namespace`` that saves local files by `save`.
+    """A ``CheckpointIO`` of ``namespace`` that saves local files by `save`, and runs no code of what it loads unless
+    ``weights_only=False`` is given.
 
-    Remote paths (``s3://`` and the like) are left to Lightning's ``TorchCheckpointIO``, as are loading and removing.
+    Remote paths (``s3://`` and the like) are left to Lightning's ``TorchCheckpointIO``, as is removing.
     """
     (name,) = (name for name, home in _CLASSES.items() if home == namespace)
     return getattr(sys.modules[__name__], name)()
@@ -70,8 +71,6 @@ def _local(path: Any) -> str | None:
 
 def _is_zip(path: str) -> bool:
     """Whether it is a file of torch's present format; that of old can't be mapped."""
-    if not os.path.isfile(path):
-        return False
     with open(path, "rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
@@ -99,17 +98,30 @@ def _make_class(name: str, namespace: Namespace) -> type:
         ) -> dict[str, Any]:
             """Load the checkpoint at ``path``. Tensors of a local file are read from the disk as they are used.
 
+            Args:
+                path: of a file or a directory, local or a URL.
+                map_location: as for `torch.load`.
+                weights_only: as for `torch.load`; None is True at a URL, too, where Lightning's own means False.
+
             Raises:
                 FileNotFoundError: there is none.
+                pickle.UnpicklingError: it holds other things than ``weights_only`` allows; they are named.
+                RuntimeError: it is cut short or garbled.
             """
             from lightning_par.checkpoint import reading
+            from lightning_par.checkpoint.trust import reads
 
             if reading.is_directory(str(path)):
                 return reading.load_whole(str(path), weights_only)
             local_path = _local(path)
-            if local_path is None or not _is_zip(local_path):
+            if local_path is not None and os.path.isfile(local_path):
+                options = dict(map_location=map_location, mmap=_is_zip(local_path), weights_only=weights_only)
+                with reads(str(path), weights_only, local_path):
+                    return torch.load(local_path, **options)
+            if weights_only is None:
+                weights_only = True
+            with reads(str(path), weights_only):
                 return super().load_checkpoint(path, map_location, weights_only)
-            return torch.load(local_path, map_location=map_location, mmap=True, weights_only=weights_only)
 
     AtomicCheckpointIO.__name__ = AtomicCheckpointIO.__qualname__ = name
     return AtomicCheckpointIO

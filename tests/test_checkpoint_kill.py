@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
-from lightning_par.checkpoint.folder import METADATA, files_of, parsed
+from lightning_par.checkpoint.folder import METADATA, files_of
+from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.reading import load_whole
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.structure import tensors_in

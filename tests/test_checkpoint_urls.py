@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lightning_par.checkpoint.reading import load, load_whole
 from lightning_par.checkpoint_io import make_checkpoint_io
 from lightning_par.layout import Layout, make_groups
 from tests.differences import differences
+from tests.hostile import in_child
 from tests.pool import Pool
 from tests.shelf import SHELVES, register
 from tests.test_checkpoints import Model, data, quiet, trainer_for
@@ -77,14 +77,16 @@ def _content(number: int) -> dict[str, Any]:
     return {"state_dict": weights, "global_step": number}
 
 
-def _save(url: str, number: int) -> None:
+def _save(url: str, number: int, content: dict[str, Any] | None = None) -> None:
     """On one rank, whose process group is this save's own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    inventory = Inventory(make_groups(Layout(1, 1, 1, 1), timedelta(seconds=30)))
-    writing = Writing(url, inventory)
-    writing.begin(inventory.complete(_content(number)), [])
-    writing.finish()
-    dist.destroy_process_group()
+    try:
+        inventory = Inventory(make_groups(Layout(1, 1, 1, 1), timedelta(seconds=30)))
+        writing = Writing(url, inventory)
+        writing.begin(inventory.complete(_content(number) if content is None else content), [])
+        writing.finish()
+    finally:
+        dist.destroy_process_group()
 
 
 def _number(url: str) -> int:
@@ -93,18 +95,6 @@ def _number(url: str) -> int:
     number: int = found["global_step"]
     assert not differences(_content(number)["state_dict"], dict(found["state_dict"]), 0.0)
     return number
-
-
-def _in_child(work: Callable[[], None]) -> int:
-    """The exit code of a process that does ``work``, and leaves all else alone."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _kill_before(step: int, kind: Any) -> None:
@@ -131,17 +121,17 @@ def _killed(scheme: str, folder: Path) -> list[tuple[int, int, int, int, int]]:
     register()
     torch.set_num_threads(1)
     found: list[Any] = []
-    assert _in_child(lambda: _save(f"{scheme}://{folder}/old", 1)) == 0
+    assert in_child(lambda: _save(f"{scheme}://{folder}/old", 1)) == 0
     while not found or found[-1][0] != 0:
         step = len(found)
         path = folder / f"{step}.ckpt"
         url = f"{scheme}://{path}"
         shutil.copytree(folder / "old", path)
-        code = _in_child(lambda: _dying(url, 2, step))  # noqa: B023  (is called at once)
+        code = in_child(lambda: _dying(url, 2, step))  # noqa: B023  (is called at once)
         there = _number(url)
-        _in_child(lambda: _dying(url, 3, step * 7 % 16))  # noqa: B023
+        in_child(lambda: _dying(url, 3, step * 7 % 16))  # noqa: B023
         then = _number(url)
-        assert _in_child(lambda: _save(url, 4)) == 0  # noqa: B023
+        assert in_child(lambda: _save(url, 4)) == 0  # noqa: B023
         found.append((code, there, then, _number(url), len(os.listdir(path))))
     return found
 
@@ -166,7 +156,7 @@ def _read_meanwhile(path: str) -> list[int]:
     """What others read while 20 saves replace one another, each of which must be whole."""
     register()
     torch.set_num_threads(1)
-    assert _in_child(lambda: _save(path, 0)) == 0
+    assert in_child(lambda: _save(path, 0)) == 0
     child = os.fork()
     if child == 0:
         for number in range(1, 21):
@@ -188,9 +178,9 @@ def test_who_reads_meanwhile_sees_the_old_or_the_new(scheme: str, pool: Pool, tm
 def _read_late(path: str) -> list[str]:
     register()
     torch.set_num_threads(1)
-    assert _in_child(lambda: _save(path, 1)) == 0
+    assert in_child(lambda: _save(path, 1)) == 0
     early = load(path)["state_dict"]
-    assert _in_child(lambda: _save(path, 2)) == 0
+    assert in_child(lambda: _save(path, 2)) == 0
     with pytest.raises(FileNotFoundError) as caught:
         early["a"].read()
     return [str(caught.value)]

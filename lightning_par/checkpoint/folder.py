@@ -6,20 +6,18 @@ own name last: until then it names those of the save before. What it does not na
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from lightning_par.checkpoint import swap
+from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN
 
 METADATA = ".metadata"
@@ -124,33 +122,3 @@ def rest_of(metadata: Metadata) -> str:
     """The file that holds all but the tensors; Lightning's own writes one of this name beside ``.metadata``."""
     stored = (metadata.storage_data or {}).get(REST)
     return "meta.pt" if stored is None else str(stored.relative_path)
-
-
-def parsed(content: bytes) -> Metadata:
-    """What the bytes of ``.metadata`` say.
-
-    Raises:
-        EOFError: they end too early.
-        pickle.UnpicklingError: so they do, or hold what has no place there.
-    """
-    metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
-    return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads ``.metadata``, which holds torch's own descriptions alone: nothing in it runs code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        described = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        if described and isinstance(found := super().find_class(module, name), type):
-            return found
-        if (module, name) in _PLAIN or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata of a checkpoint may not hold {module}.{name}")
-
-
-_PLAIN = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}  # fmt: skip

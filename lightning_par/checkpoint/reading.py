@@ -14,16 +14,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from lightning_par import private
-from lightning_par.checkpoint.folder import METADATA, Folder, files_of, parsed, rest_of
+from lightning_par.checkpoint.folder import METADATA, Folder, files_of, rest_of
+from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN, names_in, put_together
 from lightning_par.checkpoint.parts import runs
 from lightning_par.checkpoint.scratch import Scratch
+from lightning_par.checkpoint.trust import reads, without_advice
 from lightning_par.checkpoint.unread import Unread, read_all
 
 
 def is_directory(path: str) -> bool:
     """Whether there is a folder at ``path``, local or a URL, or one that lost its name in a kill."""
-    if path.startswith("http"):
+    if path.startswith(("http://", "https://")):
         return False
     folder = Folder.at(path)
     return bool(folder.files.isdir(folder.place))
@@ -36,11 +38,12 @@ def load(path: str, weights_only: bool | None = None) -> dict[str, Any]:
 
     Args:
         path: local, or a URL.
-        weights_only: as for `torch.load`.
+        weights_only: as for `torch.load`. ``.metadata`` and the tensors run no code with ``False`` either.
 
     Raises:
-        ValueError: files, or parts of them, are missing, or it was written by something else; the message names them.
-        pickle.UnpicklingError: it holds other things than ``weights_only`` allows.
+        ValueError: files, or parts of them, are missing or garbled, or it was written by something else; the message
+            names them.
+        pickle.UnpicklingError: it holds other things than ``weights_only`` allows; the message names them.
     """
     return _one_of_them(path, lambda folder, metadata: _load(path, folder, metadata, weights_only))
 
@@ -64,14 +67,16 @@ def _one_of_them(path: str, read: Callable[[Folder, Metadata], dict[str, Any]]) 
 
 def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | None) -> dict[str, Any]:
     _refuse(path, _missing_files(metadata, folder.sizes()))
-    with folder.files.open(folder.path(rest_of(metadata)), "rb") as file:
+    name = f"{path.rstrip('/')}/{rest_of(metadata)}"
+    with folder.files.open(folder.path(rest_of(metadata)), "rb") as file, reads(name, weights_only, file, ValueError):
         rest = torch.load(file, map_location="cpu", weights_only=weights_only)
-    if OWN not in rest or "tensors" not in rest[OWN]:
+        wanted = names_in(rest) if OWN in rest and "tensors" in rest[OWN] else None
+    if wanted is None:
         raise ValueError(
             f"The directory {path} was not written by lightning_par. Load it with the strategy that wrote it, and save "
             "it as one file."
         )
-    _refuse(path, _missing_tensors(names_in(rest), metadata))
+    _refuse(path, _missing_tensors(wanted, metadata))
     reader: Any = FileSystemReader(folder.place) if folder.is_local else private.remote_reader()(path)
     reader.set_up_storage_reader(metadata, False)
     scratch = Scratch()
@@ -81,7 +86,8 @@ def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | No
         found[name] = Unread(Stored(reader, metadata, name, scratch), like=found.get(name))
         return found[name]
 
-    return put_together(rest, unread)
+    with reads(name, weights_only, failure=ValueError):
+        return put_together(rest, unread)
 
 
 class Stored:
@@ -113,6 +119,14 @@ class Stored:
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {self.reader.path} was replaced or removed while it was read. Load it again."
+            ) from error
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # torch raises what it comes upon
+            files = sorted({repr(self.reader.storage_data[index].relative_path) for index in landings})
+            raise ValueError(
+                f"The checkpoint {self.reader.path} can't be read: the tensor {self.name!r} in {', '.join(files)}: "
+                f"{type(error).__name__}: {without_advice(str(error))}"
             ) from error
 
 
@@ -177,10 +191,14 @@ def _parsed(path: str, found: tuple[str, bytes] | None) -> Metadata:
     _refuse(path, [f"{METADATA!r} is missing"] if found is None else [])
     try:
         return parsed(found[1] if found else b"")
-    except (EOFError, pickle.UnpicklingError) as error:
-        early = isinstance(error, EOFError) or "truncated" in str(error)
-        _refuse(path, [f"{METADATA!r} ends too early"] if early else [])
-        raise
+    except EOFError:
+        raise ValueError(f"The checkpoint {path} is cut short: {METADATA!r} ends too early.") from None
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"The checkpoint {path} is refused: {METADATA!r} holds {error}, which is no part of it and could run code."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"The checkpoint {path} can't be read: {METADATA!r}: {error}.") from error
 
 
 def _missing_files(metadata: Metadata, present: dict[str, int]) -> list[str]:
@@ -199,9 +217,24 @@ def _missing_tensors(wanted: dict[str, Tensor], metadata: Metadata) -> list[str]
             missing.append(f"the tensor {name!r} is missing")
             continue
         boxes = [chunk for chunk in stored.chunks if MetadataIndex(name, chunk.offsets) in metadata.storage_data]
-        if sum(chunk.sizes.numel() for chunk in boxes) != x.numel():
+        if not _fill(boxes, x.shape):
             missing.append(f"the tensor {name!r} is not complete")
     return missing
+
+
+def _fill(boxes: list[ChunkStorageMetadata], shape: torch.Size) -> bool:
+    """Whether each place of the shape is in one box; we cut tensors along one dim."""
+    if not shape.numel():
+        return all(not box.sizes.numel() for box in boxes)
+    cut = {dim for box in boxes for dim, size in enumerate(shape) if box.sizes[dim] != size}
+    if not boxes or not cut:
+        return len(boxes) == 1
+    dim, done = cut.pop(), 0
+    for start, size in sorted((box.offsets[dim], box.sizes[dim]) for box in boxes):
+        if start != done:
+            return False
+        done += size
+    return not cut and done == shape[dim]
 
 
 def _tensor(metadata: Metadata, name: str) -> TensorStorageMetadata:

@@ -29,7 +29,7 @@ def unfinished(path: str) -> str:
     """
     folder, start = os.path.split(beside(path, "."))
     for name in os.listdir(folder):
-        if name.startswith(start) and re.fullmatch(r"[0-9a-f]{16}\.tmp", name[len(start) :]):
+        if name.startswith(start) and re.fullmatch(r"([0-9a-f]{16}\.)?tmp", name[len(start) :]):
             with contextlib.suppress(OSError):  # another user's, in a folder that all may write to
                 remove(os.path.join(folder, name))
     return beside(path, f".{secrets.token_hex(8)}.tmp")

@@ -151,7 +151,15 @@ class SavingMixin(RanksMixin):
         self._background.then(lambda: super(SavingMixin, self).remove_checkpoint(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What a single file or a directory holds; tensors are read when they are used."""
+        """What a single file or a directory holds; tensors are read when they are used.
+
+        Nothing in it runs code, at whatever path or URL, unless ``weights_only`` is ``False``.
+
+        Raises:
+            pickle.UnpicklingError: it holds other things than ``weights_only`` allows; the message names them.
+            ValueError: it is a directory with files missing, cut short or garbled.
+            RuntimeError: it is a file that is cut short or garbled.
+        """
         self._background.finish()
         path = str(checkpoint_path)
         if is_directory(path):
