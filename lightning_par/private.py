@@ -187,6 +187,13 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def tells_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` says only that another rank does not answer, or no longer: gloo's have no class of their own,
+    but the file that they come from, all but one."""
+    gloo = type(error) is RuntimeError and any(mark in str(error) for mark in ("gloo/", "caused pair closure"))
+    return gloo or isinstance(error, torch.distributed.DistError)
+
+
 def innermost_mode() -> Any:
     """The mode that torch functions meet first, if there is one; torch has no public way to look at it."""
     from torch.overrides import _get_current_function_mode

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytorch_lightning
@@ -24,7 +27,7 @@ from torch.utils.data import DataLoader
 import lightning_par
 from lightning_par import PipelineParallelStrategy, pl
 from lightning_par.namespace import LIGHTNING
-from lightning_par.verdict import Finding, LayoutVerdict, Verdict, command, read_layouts
+from lightning_par.verdict import Finding, LayoutVerdict, Verdict, command, processes, read_layouts
 from tests.configured import configured
 from tests.models import MODELS
 from tests.pool import Pool
@@ -99,11 +102,6 @@ class OnOneRank(Net):
 class Dies(OnOneRank):
     def do(self) -> None:
         os._exit(3)
-
-
-class Hangs(OnOneRank):
-    def do(self) -> None:
-        time.sleep(60)
 
 
 class Fails(Net):
@@ -245,19 +243,94 @@ def test_what_is_refused_comes_with_its_message_and_what_ends_otherwise_with_how
     assert _states(verdict) == ["refused"] * 2 and not verdict
     assert "optimizes by hand (automatic_optimization = False)" in verdict.layouts[0].message
     assert verdict.layouts[1].message.startswith("tensor_parallel_size=3 = 3, but the Trainer starts 2 processes")
-    messages = pool.run(1, _ends, timeout=110)[0]
-    assert messages[0] == "rank 1 can't"
-    assert messages[1] == "Rank 1 died."
-    assert re.fullmatch(r"Rank [01] was not done after 8 s\.", messages[2])
-    assert messages[3].startswith(
+    (messages,) = pool.run(1, _ends, timeout=110)
+    assert messages[:2] == ["rank 1 can't", "Rank 1 died."]
+    assert messages[2].startswith(
         "The module does not train on one device, so there is nothing to compare with. KeyErr"
     )
-    assert "in hidden" in messages[3]
+    assert "in hidden" in messages[2]
 
 
 def _ends() -> list[str]:
-    verdicts = [_check("OnOneRank", AXES[:1]), _check("Dies", AXES[:1]), _check("Hangs", AXES[:1], timeout=8.0)]
+    verdicts = [_check("OnOneRank", AXES[:1]), _check("Dies", AXES[:1])]
     return [*(verdict.layouts[0].message for verdict in verdicts), _check("Fails", AXES[:1])]
+
+
+PEER = "[/gloo/transport/tcp/pair.cc:1] Connection closed by peer"
+
+
+def _raised(error: type[Exception], cleaning_up: bool = False, wrapped: bool = False) -> processes._Failure:
+    try:
+        try:
+            raise error(PEER if error is RuntimeError else "mine")
+        except Exception as first:
+            if cleaning_up:
+                raise RuntimeError(PEER)  # noqa: B904
+            if wrapped:
+                raise ValueError("Receiving failed") from first
+            raise
+    except Exception as raised:
+        return processes._failure(raised)
+
+
+FAILURES: dict[str, tuple[list[processes._Failure | None], str]] = {
+    "a death": ([_raised(RuntimeError), None], "Rank 1 died."),
+    "a death, wrapped by a peer": ([_raised(RuntimeError, wrapped=True), None], "Rank 1 died."),
+    "an exception": ([_raised(RuntimeError), _raised(KeyError)], "KeyError: 'mine'"),
+    "an exception, then peers are gone": ([_raised(KeyError, cleaning_up=True), None], "KeyError: 'mine'"),
+    "nothing else": ([_raised(RuntimeError, wrapped=True), _raised(RuntimeError)], "Receiving failed"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_rank_is_named_that_failed_by_itself_whoever_is_heard_first(name: str, tmp_path: Path) -> None:
+    failures, message = FAILURES[name]
+    ranks, ends = [], []
+    for failure in failures:  # all is there when the first is read
+        ours, theirs = Pipe()
+        ranks.append(processes._Rank(0, ours, tmp_path / "output"))
+        if failure is not None:
+            theirs.send(failure)
+            ends.append(theirs)
+        else:
+            theirs.close()
+    with pytest.raises(processes.RankFailedError, match=f"^{re.escape(message)}$"):
+        processes._collect(ranks, timeout=60)
+
+
+def _hangs() -> None:
+    time.sleep(100)
+
+
+def _dies_unseen(folder: Path) -> None:
+    """Rank 1 leaves a loader worker, which has its end of the connection, too; then rank 0 misses it."""
+    if os.environ["RANK"] == "1":
+        rank = os.getpid()
+        if os.fork():
+            os._exit(3)
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        (folder / "dead").touch()
+        time.sleep(100)
+    while not (folder / "dead").exists():
+        time.sleep(0.01)
+    raise RuntimeError(PEER)
+
+
+def _how_ranks_end(folder: Path) -> list[str]:
+    found = []
+    for function, timeout in ((_hangs, 0.5), (partial(_dies_unseen, folder), 60.0)):
+        try:
+            with mock.patch.object(processes, "GRACE", 0.1):
+                processes.run_ranks(2, function, str(folder), timeout)
+        except processes.RankFailedError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_rank_that_hangs_and_one_that_dies_unseen_are_named(pool: Pool, tmp_path: Path) -> None:
+    ((hangs, dies),) = pool.run(1, _how_ranks_end, tmp_path)
+    assert re.fullmatch(r"Rank [01] was not done after 0\.5 s\.", hangs) and dies == "Rank 1 died."
 
 
 def test_a_cast_to_float32_is_told_by_its_size(pool: Pool) -> None:

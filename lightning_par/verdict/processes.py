@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from lightning_par import private
+
 GRACE = 5.0
 """Seconds that the other ranks get to end once one has failed."""
 
@@ -41,21 +43,37 @@ class RankFailedError(RuntimeError):
         self.details = details
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank failed: what it raised, its traceback, and whether another's end was the cause."""
+
+    message: str
+    details: str
+    of_another: bool = False
+
+
 @dataclass
 class _Rank:
     pid: int
     connection: Connection
     output: Path
+    dead: bool = False
 
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-2000:] if self.output.exists() else ""
 
-    def end(self) -> int:
-        """Kill it, with the loader workers that it has; its exit code."""
+    def died(self) -> bool:
+        """Also where loader workers, which have its end of the connection, still run."""
+        self.dead = self.dead or os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+        return self.dead
+
+    def end(self) -> None:
+        """Kill it, with the loader workers that it has."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.connection.close()
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not self.dead:
+            os.waitpid(self.pid, 0)
 
 
 def run_ranks(world_size: int, function: Callable[[], Any], folder: str, timeout: float) -> list[Any]:
@@ -71,7 +89,8 @@ def run_ranks(world_size: int, function: Callable[[], Any], folder: str, timeout
         timeout: seconds for all of it.
 
     Raises:
-        RankFailedError: the first rank that failed.
+        RankFailedError: the first rank that failed by itself; what others met because that one was gone counts only
+            where there is nothing else.
         RuntimeError: this process can't fork, or is a rank of a job itself.
     """
     if not hasattr(os, "fork"):
@@ -116,28 +135,35 @@ def _answer(folder: Path, rank: int) -> Path:
 def _collect(ranks: list[_Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     waiting = {rank.connection: (index, rank) for index, rank in enumerate(ranks)}
-    failure: RankFailedError | None = None
+    failures: list[_Failure] = []
     while waiting and time.monotonic() < deadline:
         for connection in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             index, rank = waiting.pop(connection)  # type: ignore[call-overload]
             try:
                 failed = rank.connection.recv()
             except (EOFError, ConnectionError):
-                failed = (f"Rank {index} died.", rank.tail())
-            if failed is not None and failure is None:
-                failure = RankFailedError(*failed)
+                failed = _death(index, rank)
+            if failed is not None:
+                # Peers of a rank that ends may tell of it before its end is seen: all are heard.
+                failures.append(failed)
                 deadline = min(deadline, time.monotonic() + GRACE)
-    if failure is not None:
-        raise failure
+    failures += [_death(index, rank) for index, rank in waiting.values() if rank.died()]
+    if failures:
+        first = min(failures, key=lambda failure: failure.of_another)
+        raise RankFailedError(first.message, first.details)
     if waiting:
         index, rank = next(iter(waiting.values()))
         raise RankFailedError(f"Rank {index} was not done after {timeout:g} s.", rank.tail())
 
 
+def _death(index: int, rank: _Rank) -> _Failure:
+    return _Failure(f"Rank {index} died.", rank.tail())
+
+
 def _become_rank(
     rank: int, world_size: int, function: Callable[[], Any], folder: Path, connection: Connection, parent: int
 ) -> NoReturn:
-    failed: tuple[str, str] | None = None
+    failed: _Failure | None = None
     try:
         gc.freeze()  # what came along is not collected here: it may own threads, which did not
         os.setpgid(0, 0)
@@ -150,16 +176,26 @@ def _become_rank(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:  # a SystemExit of the user's is a failure, too
-        message = str(error) or type(error).__name__
-        failed = (message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"), _trace(error)
+        failed = _failure(error)
     finally:
         with suppress(BaseException):
             connection.send(failed)
         os._exit(0)
 
 
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+def _failure(error: BaseException) -> _Failure:
+    chain = [error]  # what led to it last
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+        chain.append(before)
+    of_another = private.tells_of_a_lost_peer(chain[-1])
+    # A rank that fails may meet, as it cleans up, peers that have gone because of it.
+    own = error if of_another else next(one for one in chain if not private.tells_of_a_lost_peer(one))
+    message = str(own) or type(own).__name__
+    return _Failure(
+        message if isinstance(own, ValueError) else f"{type(own).__name__}: {message}",
+        "".join(traceback.format_exception(error)),
+        of_another,
+    )
 
 
 def _redirect(path: Path) -> None:
