@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_par.comm import Axis
-from lightning_par.digest import digest
+from lightning_par.digest import digest, outline
 from lightning_par.namespace import Namespace
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.strategy import StrategyMixin
 from lightning_par.view import ShardedTensor
 
 PURPOSE = "replicas"
+_STATE = "the optimizer's state of "
 
 
 class ReplicaGuardMixin:
@@ -41,8 +43,9 @@ class ReplicaGuardMixin:
     Raises:
         ValueError: ``every_n_steps`` is not positive; when training starts, if the strategy is one whose copies are not
             known.
-        RuntimeError: while training, on all ranks, if copies differ. The message names the first parameter, the step
-            and the ranks.
+        RuntimeError: while training, on all ranks, if copies differ. The message names the step, the parameter and the
+            ranks. A difference spreads to more parameters with each step, by as much as an optimizer moves them: where
+            several differ, the one whose copies are farthest apart comes first.
 
     Example::
 
@@ -73,10 +76,9 @@ class ReplicaGuardMixin:
         self._checked = step
         found = self._unequal(trainer, pl_module)
         if found:
-            more = f"\n{len(found) - 1} more differ." if found[1:] else ""
             raise RuntimeError(
                 f"After optimizer step {step} the ranks' copies of {found[0]}. Something changed them on some ranks "
-                f"alone: look for code that depends on the rank, or draws random numbers there.{more}"
+                f"alone: look for code that depends on the rank, or draws random numbers there.{_rest(found)}"
             )
 
     def _knows(self, strategy: Any) -> bool:
@@ -88,20 +90,28 @@ class ReplicaGuardMixin:
 
     @torch.no_grad()
     def _unequal(self, trainer: Any, module: nn.Module) -> list[Unequal]:
+        """Farthest apart first, parameters before the optimizer's state."""
         world = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
         held = {name: _held(p) for name, p in module.named_parameters()}
         pieces = _Pieces(tuple(held), tuple(piece for _, piece in held.values()))
         if not self._pieces or self._pieces[world.rank] != pieces:
             self._pieces = tuple(world.all_gather_object(pieces, PURPOSE))
-        hashes = [_hash(x) for x, _ in held.values()]
+        compared = [[x] for x, _ in held.values()]
+        hashes = [_hash(x) for (x,) in compared]
         if self.optimizer_state:
             states = {id(p): state for optimizer in trainer.optimizers for p, state in optimizer.state.items()}
-            hashes += [_hash_of_state(states.get(id(p), {})) for p in module.parameters()]
+            compared += [[*_tensors_of(states.get(id(p), {}))] for p in module.parameters()]
+            hashes += [_hash_of_state(state) for state in compared[len(hashes) :]]
         if not hashes:
             return []
-        message = torch.stack([x.to(trainer.strategy.root_device) for x in hashes])
-        told = [row.tolist() for row in world.all_gather(message, PURPOSE)]
-        return unequal(self._pieces, told)
+        device = trainer.strategy.root_device
+        told = [row.tolist() for row in world.all_gather(torch.stack([x.to(device) for x in hashes]), PURPOSE)]
+        found = unequal(self._pieces, told)
+        if found[1:]:  # alike on all ranks
+            columns = dict(zip(_names(held, len(hashes)), compared))
+            outlines = torch.stack([_outline(columns[one.name], device) for one in found])
+            found = farthest_first(found, [rows.cpu() for rows in world.all_gather(outlines, f"{PURPOSE} that differ")])
+        return found
 
 
 @dataclass(frozen=True)
@@ -139,9 +149,8 @@ def unequal(held: Sequence[_Pieces], hashes: Sequence[Sequence[int]]) -> list[Un
             odd = sorted({*its.names} ^ {*held[0].names}) or ["their order"]
             raise RuntimeError(f"Ranks 0 and {rank} have not the same parameters: {odd[0]} is on one of them alone.")
     found = []
-    names = [repr(name) for name in held[0].names]
-    for column, name in enumerate([*names, *(f"the optimizer's state of {name}" for name in names)][: len(hashes[0])]):
-        pieces = [its.pieces[column % len(names)] for its in held]
+    for column, name in enumerate(_names(held[0].names, len(hashes[0]))):
+        pieces = [its.pieces[column % len(held[0].names)] for its in held]
         for piece in dict.fromkeys(pieces):
             agree: dict[int, list[int]] = {}
             for rank, row in enumerate(hashes):
@@ -152,6 +161,39 @@ def unequal(held: Sequence[_Pieces], hashes: Sequence[Sequence[int]]) -> list[Un
                 found.append(Unequal(name, tuple(ranks)))
                 break
     return found
+
+
+def farthest_first(found: Sequence[Unequal], outlines: Sequence[Tensor]) -> list[Unequal]:
+    """In the order of how far the copies are apart, an entry on average; all parameters, then all states.
+
+    Args:
+        found: whose copies differ.
+        outlines: each rank's, a row for each of ``found``: how many entries it has, and their outline.
+    """
+
+    def apart(row: int) -> float:
+        first, *others = (outlines[ranks[0]][row] for ranks in found[row].ranks)
+        squares = [(first - other)[1:].square().mean().item() / max(first[0].item(), 1) for other in others]
+        return max(square if square == square else math.inf for square in squares)  # NaN: as far as can be
+
+    order = sorted(range(len(found)), key=lambda row: (found[row].name.startswith(_STATE), -apart(row)))
+    return [found[row] for row in order]
+
+
+def _names(parameters: Iterable[str], columns: int) -> list[str]:
+    names = [repr(name) for name in parameters]
+    return [*names, *(f"{_STATE}{name}" for name in names)][:columns]
+
+
+def _rest(found: Sequence[Unequal]) -> str:
+    others = [one.name for one in found[1:]]
+    if not others:
+        return ""
+    more = f" and {len(others) - 3} more" if others[3:] else ""
+    return (
+        f"\nNearer to one another, but not equal, are those of {', '.join(others[:3])}{more}. A difference spreads as "
+        "training goes on: with every_n_steps=1 the guard finds it where it begins."
+    )
 
 
 def _held(x: Tensor) -> tuple[Tensor | None, str]:
@@ -173,9 +215,16 @@ def _hash(x: Tensor | None) -> Tensor:
     return torch.zeros((), dtype=torch.int64) if x is None else digest(x)
 
 
-def _hash_of_state(state: dict[str, Any]) -> Tensor:
-    hashes = [_hash(x).cpu() for x in _tensors_of(state)]
+def _hash_of_state(state: Sequence[Tensor | None]) -> Tensor:
+    hashes = [_hash(x).cpu() for x in state]
     return digest(torch.stack(hashes)) if hashes else _hash(None)
+
+
+def _outline(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """How many entries there are, and their outline."""
+    there = [x for x in tensors if x is not None]
+    count = torch.tensor([float(sum(x.numel() for x in there))], dtype=torch.float64, device=device)
+    return torch.cat([count, sum((outline(x).to(device) for x in there), outline(count[:0]))])
 
 
 def _tensors_of(state: dict[str, Any]) -> Iterator[Tensor | None]:

@@ -14,7 +14,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, ReplicaGuard, ledger, pl
-from lightning_par.guard import Unequal, _Pieces, unequal
+from lightning_par.digest import outline
+from lightning_par.guard import Unequal, _Pieces, farthest_first, unequal
 from lightning_par.view import ShardedTensor
 from tests.models import MODELS
 from tests.pool import Pool, RanksFailedError
@@ -33,8 +34,8 @@ EVERY, STEPS = 3, 7
 class Spoiler(Callback):
     """Changes one entry of a parameter, or of its state, on one rank alone, once its optimizer step is done."""
 
-    def __init__(self, rank: int, name: str, step: int, state: bool = False) -> None:
-        self.rank, self.name, self.step, self.state = rank, name, step, state
+    def __init__(self, rank: int, name: str, step: int, state: bool = False, factor: float = 1 + 1e-6) -> None:
+        self.rank, self.name, self.step, self.state, self.factor = rank, name, step, state, factor
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step == self.step and trainer.global_rank == self.rank:
@@ -42,7 +43,7 @@ class Spoiler(Callback):
             if self.state:
                 x = trainer.optimizers[0].state[x]["exp_avg_sq"]
             with torch.no_grad():
-                (x.local if isinstance(x, ShardedTensor) else x).view(-1)[0].mul_(1.5 if self.state else 1 + 1e-6)
+                (x.local if isinstance(x, ShardedTensor) else x).view(-1)[0].mul_(1.5 if self.state else self.factor)
 
 
 class Foreign(SingleDeviceStrategy):
@@ -114,6 +115,28 @@ def test_a_copy_that_one_rank_changes_is_named_on_all_ranks(pool: Pool, layout: 
     assert stopped == 2 * EVERY
     assert said.startswith(f"After optimizer step {2 * EVERY} the ranks' copies of {name!r} differ: ")
     assert re.search(rf"differ: rank {rank} from rank {peer}\.", said)
+
+
+def test_of_what_a_change_has_spread_to_the_one_that_was_changed_is_named_first(pool: Pool) -> None:
+    name = "blocks.0.norm1.weight"
+    for said, _, _ in pool.run(2, _fit, LAYOUTS["tp2"], (1, name, EVERY + 1, False, 1.01)):
+        first, more = said.splitlines()
+        assert first.startswith(f"After optimizer step {2 * EVERY} the ranks' copies of {name!r} differ: rank 1 from")
+        assert more.startswith("Nearer to one another, but not equal, are those of 'positions.weight'")
+    for said, *_ in pool.run(2, _fit, LAYOUTS["tp2"], (1, name, EVERY, False, 1.01)):
+        assert f"After optimizer step {EVERY} the ranks' copies of {name!r} differ: rank 1" in said and "\n" not in said
+
+
+def test_the_order_is_that_of_the_distance_an_entry_parameters_before_states() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(10**5)  # of several chunks
+    scales = {"'a'": 1e-6, "'b'": 1e-3, "the optimizer's state of 'a'": 1.0, "'c'": float("nan")}
+    found = [Unequal(name, ((0, 2), (1,))) for name in scales]
+    mine = torch.stack([torch.cat([torch.tensor([x.numel()]).double(), outline(x)]) for _ in scales])
+    others = torch.stack([torch.cat([mine[0, :1], outline(x + s * torch.randn_like(x))]) for s in scales.values()])
+    assert [one.name for one in farthest_first(found, [mine, others, mine])] == [
+        "'c'", "'b'", "'a'", "the optimizer's state of 'a'"
+    ]  # fmt: skip
 
 
 def test_the_optimizers_state_is_compared_where_asked(pool: Pool) -> None:
