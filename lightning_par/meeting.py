@@ -39,7 +39,7 @@ class Meeting:
     def __init__(self, axis: Axis, timeout: timedelta | None, name: str = "") -> None:
         self.axis = axis
         self.name = name
-        self.patience = min(timeout or PATIENCE, PATIENCE)
+        self.timeout = timeout
         self._steps = 0  # steps that run, one within the other
         self._met = 0
 
@@ -71,12 +71,13 @@ class Meeting:
         me = ranks[self.axis.rank]
         store.set(keys[me], doing)
         others = {rank: key for rank, key in keys.items() if rank != me}
+        patience = min(self.timeout or PATIENCE, PATIENCE)
         try:
-            store.wait([*others.values()], self.patience)
+            store.wait([*others.values()], patience)
         except RuntimeError:  # torch's DistStoreError among them
             missing = [rank for rank, key in keys.items() if not store.check([key])]
             raise RuntimeError(
-                f"Rank {me} {doing}, and waited {self.patience.total_seconds():.0f} s for "
+                f"Rank {me} {doing}, and waited {patience.total_seconds():.0f} s for "
                 f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: its weights are split over ranks "
                 f"{', '.join(map(str, ranks))}. {advice}"
             ) from None

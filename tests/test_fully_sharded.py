@@ -9,6 +9,7 @@ from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import HybridParallelStrategy, ledger
+from lightning_par import HybridParallelStrategy, ledger, meeting
 from lightning_par.data.stored import Stored, _composed
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.positions import Positions
@@ -338,7 +339,8 @@ class Clamps(Layers):
 class Alone(Layers):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 0:
-            self.layers[0](batch)
+            with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=1)):
+                self.layers[0](batch)
 
 
 def _trainer(layout: dict[str, Any], **options: Any) -> Trainer:
@@ -355,7 +357,7 @@ def _data() -> DataLoader:  # type: ignore[type-arg]
 
 
 def _alone() -> None:
-    _trainer(DP | dict(timeout=timedelta(seconds=5))).fit(Alone(), _data())
+    _trainer(DP).fit(Alone(), _data())
 
 
 def _fails_and_trains(layout: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
@@ -415,8 +417,8 @@ def test_in_a_pipeline_a_write_within_the_step_is_refused(pool: Pool) -> None:
 
 
 def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waited 5 s for rank 1"):
-        pool.run(2, _alone, timeout=100)
+    with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waited 1 s for rank 1"):
+        pool.run(2, _alone, grace=0)
 
 
 def _alone_and_warned() -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_par import TensorParallelStrategy
+from lightning_par import TensorParallelStrategy, meeting
 from tests.pool import Pool, RanksFailedError
 
 
@@ -26,7 +27,8 @@ class Net(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         if not self.alone or self.trainer.is_global_zero:
-            with torch.no_grad():
+            patience = timedelta(seconds=1) if self.alone else meeting.PATIENCE
+            with torch.no_grad(), mock.patch.object(meeting, "PATIENCE", patience):
                 self.outside.append(self.net(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -45,7 +47,7 @@ def fit(strategy: Any, devices: int, alone: bool = False) -> list[Tensor]:
 
 
 def fit_split(alone: bool) -> list[Tensor]:
-    return fit(TensorParallelStrategy(timeout=timedelta(seconds=4)), 2, alone)
+    return fit(TensorParallelStrategy(), 2, alone)
 
 
 def test_a_call_between_steps_on_all_ranks_equals_one_device(pool: Pool) -> None:
@@ -57,9 +59,9 @@ def test_a_call_between_steps_on_all_ranks_equals_one_device(pool: Pool) -> None
 
 def test_a_call_on_one_rank_alone_names_the_ranks_that_did_not_come(pool: Pool) -> None:
     with pytest.raises(RanksFailedError) as failed:
-        pool.run(2, fit_split, True)
+        pool.run(2, fit_split, True, grace=0)
     report = failed.value.reports[0]
-    assert "Rank 0 called the module outside a step, and waited 4 s for rank 1" in report
+    assert "Rank 0 called the module outside a step, and waited 1 s for rank 1" in report
     assert "Call it on all of them" in report
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from lightning_par import PipelineParallelStrategy
+from lightning_par import PipelineParallelStrategy, meeting
 from lightning_par.elementwise import acts_apart
 from tests.pool import Pool, RanksFailedError
 from tests.test_optimizers import OPTIMIZERS, Global, Net
@@ -135,7 +136,8 @@ class Alone(Model):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.is_global_zero:
-            self(X)
+            with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=1)):
+                self(X)
 
 
 class Joint(Model):
@@ -192,9 +194,9 @@ def test_what_can_not_be_carried_out_is_refused_on_all_ranks(pool: Pool) -> None
     for seen in pool.run(2, fit, "Joint", layout):
         assert seen["refused"].startswith("Global's update of one parameter depends on the gradients of others")
     with pytest.raises(RanksFailedError) as failed:
-        pool.run(2, fit, "Alone", dict(pipeline_parallel_size=2, timeout=timedelta(seconds=10)))
+        pool.run(2, fit, "Alone", layout, grace=0)
     report = failed.value.reports[0]
-    assert "outside a step with tensors of shape (3, 4), and waited 10 s for rank 1" in report
+    assert "outside a step with tensors of shape (3, 4), and waited 1 s for rank 1" in report
 
 
 def test_optimizers_that_need_all_gradients_are_found_out() -> None:
