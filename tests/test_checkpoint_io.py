@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ import torch
 
 from lightning_par import checkpoint_io
 from lightning_par.checkpoint_io import make_checkpoint_io
+from tests.pool import Pool
+from tests.writes import killed_when_written
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -107,35 +107,28 @@ except (OSError, RuntimeError) as error:
     assert torch.load(tmp_path / "a.ckpt") == {"epoch": 1}
 
 
-def test_kill_during_save_leaves_a_whole_file(tmp_path: Path) -> None:
+def _killed(path: Path, share: float) -> int:
+    """How a save ends that is killed when that share of its bytes is written."""
+    child = os.fork()
+    if child == 0:
+        with killed_when_written(path.parent, int(share * 1_200_000)):
+            checkpoint_io.save({"step": 2, "w": torch.full((300_000,), 2.0)}, str(path))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+def test_kill_during_save_leaves_a_whole_file(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    code = f"""
-import torch
-from lightning_par.checkpoint_io import save
-step = 0
-while True:
-    step += 1
-    save({{"step": step, "w": torch.full((3_000_000,), float(step))}}, {str(path)!r})
-    print(step, flush=True)
-"""
-    draw = random.Random(0)
-    unfinished = 0
-    for _ in range(4):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(draw.uniform(0.0, 0.2))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        done = [int(line) for line in child.stdout.read().split()] or [1]
-        loaded = torch.load(path)
-        assert loaded["step"] in (done[-1], done[-1] + 1)
-        assert (loaded["w"] == loaded["step"]).all()
-        strays = set(os.listdir(tmp_path)) - {"a.ckpt"}
-        assert len(strays) <= 1 and all(re.fullmatch(r"\.a\.ckpt\.[0-9a-f]{16}\.tmp", name) for name in strays)
-        unfinished += len(strays)
-    assert unfinished, "no kill hit a save"
-    checkpoint_io.save({"step": 0}, str(path))
+    checkpoint_io.save({"step": 1}, str(path))
+    for share in (0.0, 0.2, 0.6, 1.0):
+        assert pool.run(1, _killed, path, share) == [-signal.SIGKILL]
+        assert torch.load(path) == {"step": 1}
+        (stray,) = {*os.listdir(tmp_path)} - {"a.ckpt"}
+        assert re.fullmatch(r"\.a\.ckpt\.[0-9a-f]{16}\.tmp", stray)
+    assert pool.run(1, _killed, path, 2.0) == [0]
+    loaded = torch.load(path)
+    assert loaded["step"] == 2 and (loaded["w"] == 2).all()
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 

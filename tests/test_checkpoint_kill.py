@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import math
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +35,7 @@ from lightning_par.view import leaf
 from tests.pool import Pool, RanksFailedError
 from tests.shelf import register
 from tests.test_checkpoints import load, quiet
+from tests.writes import told_of_writes
 
 STRATEGIES: dict[str, Any] = {"tp2": TensorParallelStrategy, "pp2": PipelineParallelStrategy}
 MODES: list[tuple[Any, str]] = [(False, "tp2"), (True, "pp2"), ("async", "tp2"), ("url", "tp2")]
@@ -85,11 +89,44 @@ def _digest(trainer: Trainer, module: LightningModule) -> int:
     return hash(tuple(int(x.contiguous().view(torch.int32).sum(dtype=torch.int64)) for x in parts))
 
 
-def job(folder: Path, how: Any, layout: str, width: int, steps: int, ckpt_path: str | None) -> None:
+class Killer(Callback):
+    """Has the first rank kill ``victims`` in the third step's saves: when they have written ``share`` of their bytes.
+
+    The second ones' go on meanwhile where saves do not hold up training.
+    """
+
+    def __init__(self, folder: Path, victims: tuple[int, ...], share: float) -> None:
+        self.folder, self.victims, self.share = folder, victims, share
+        self.steps, self.written, self.limit = 0, 0, math.inf
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            self.limit = (1 + self.share / 2) * self.written
+
+    def told(self, written: int) -> None:
+        self.written += written
+        if self.written >= self.limit:
+            self.limit = math.inf
+            (self.folder / "killed").touch()
+            for rank in sorted(self.victims, reverse=True):  # itself last
+                os.kill(_noted(self.folder, f"pid-{rank}")[-1][1], signal.SIGKILL)
+
+
+def job(
+    folder: Path, how: Any, layout: str, width: int, steps: int, ckpt_path: str | None,
+    victims: tuple[int, ...] = (), share: float = 0.0,
+) -> None:  # fmt: skip
     """Train from ``ckpt_path``; save after each step under a new name, and under one that has the step before."""
+    killer = Killer(folder, victims, share)
+    with told_of_writes(folder / "saved", killer.told) if victims else contextlib.nullcontext():
+        _train(folder, how, layout, width, steps, ckpt_path, killer)
+
+
+def _train(folder: Path, how: Any, layout: str, width: int, steps: int, ckpt_path: str | None, killer: Killer) -> None:
     register()
     at_url, how = how == "url", True if how == "url" else how
-    callbacks: list[Callback] = [Journal(folder / "journal")]
+    callbacks: list[Callback] = [Journal(folder / "journal"), *([killer] if killer.victims else [])]
     saves: dict[str, Any] = dict(every_n_train_steps=1, save_top_k=1, save_last=True, enable_version_counter=False)
     if steps == STEPS or ckpt_path is not None:
         callbacks.append(ModelCheckpoint(f"{URL * at_url}{folder}/saved", "{step}", **saves))
@@ -158,46 +195,28 @@ class Trial:
     Args:
         folder: for its files.
         how: what `save_distributed_checkpoint` is.
-        start: starts `job` with the last two arguments: a `Forked` or a `Launched` one.
+        start: runs `job` with the arguments behind ``width``; what it said if it failed.
     """
 
-    def __init__(self, folder: Path, how: Any, start: Callable[[int, str | None], Any]) -> None:
+    def __init__(self, folder: Path, how: Any, start: Callable[..., str]) -> None:
         self.folder, self.how, self.start = folder, how, start
         self.resumed: str | None = None
 
     def kill(self, victims: tuple[int, ...], share: float) -> None:
-        """Let a job save once, then kill it within a save; what is there must be whole, and nothing is lost."""
-        saved = len(_noted(self.folder, "saved-0"))
-        running = self.start(STEPS, self.resumed)
-        try:
-            while len(_noted(self.folder, "saved-0")) <= saved + 1:
-                assert not running.poll(), "the job failed before the kill"
-                time.sleep(0.005)
-            self._kill(victims, share, running.poll)
-        except BaseException:
-            running.stop()
-            raise
-        running.end()
+        """Let a job save twice, then kill it within a save; what is there must be whole, and nothing is lost."""
+        said = self.start(STEPS, self.resumed, victims, share)
+        assert said and (self.folder / "killed").exists(), said or "the job ended before the kill"
+        (self.folder / "killed").unlink()
         good = _good(self.folder, self.how)
         done = _noted(self.folder, "saved-0")[-1][0]
         newest = max(good, key=lambda path: good[path])
         assert good[newest] >= done - (self.how == "async"), f"step {done} was saved; there are {good}"
         self.resumed = newest
 
-    def _kill(self, victims: tuple[int, ...], share: float, gone: Callable[[], bool]) -> None:
-        full = None
-        while full is None:  # a directory is exchanged now and then
-            with contextlib.suppress(FileNotFoundError):
-                full = _bytes(self.folder / "saved" / "last.ckpt")
-        while (size := _size(self.folder / "saved")) is None or size < share * full:
-            assert not gone(), "the job ended before the kill"
-        for rank in victims:
-            os.kill(_noted(self.folder, f"pid-{rank}")[-1][1], signal.SIGKILL)
-
     def finish(self) -> int:
         """Train on to the end; how many steps there were. The names that were killed over are written again."""
         steps = max(step for step, _ in _noted(self.folder, "held-0")) + 2
-        self.start(steps, self.resumed).join()
+        assert not (said := self.start(steps, self.resumed)), said
         return steps
 
 
@@ -214,104 +233,66 @@ def _check(trial: Trial, reference: Path, steps: int) -> None:
 # ---------------------------------------------------------------------------------------------------- forked off a pool
 
 
-class Forked:
-    """`job` on ranks of a pool."""
-
-    def __init__(self, pool: Pool, *args: Any) -> None:
-        self.error: RanksFailedError | None = None
-        self.pool = pool
-        self.thread = threading.Thread(target=self._run, args=args, daemon=True)
-        self.thread.start()
-
-    def _run(self, *args: Any) -> None:
-        try:
-            self.pool.run(2, job, *args, grace=1)
-        except RanksFailedError as error:
-            self.error = error
-
-    def poll(self) -> bool:
-        return not self.thread.is_alive()
-
-    def stop(self) -> None:
-        self.pool.restart()
-        self.thread.join()
-
-    def end(self) -> None:
-        self.thread.join()
-        assert self.error is not None
-
-    def join(self) -> None:
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
+def _forked(pool: Pool, how: Any, layout: str, width: int, folder: Path, *args: Any) -> str:
+    """`job` on ranks of a pool; a rank that is left has a second for what it does meanwhile, which must do no harm."""
+    try:
+        pool.run(2, job, folder, how, layout, width, *args, grace=1)
+    except RanksFailedError as error:
+        return str(error)
+    return ""
 
 
-def _try(folder: Path, how: Any, start: Callable[..., Any], kills: list[tuple[int, ...]]) -> None:
-    """Kill as told, at random moments, and compare the whole with a run that is left alone."""
-    trial = Trial(folder / "killed", how, partial(start, folder / "killed"))
+def _try(folder: Path, how: Any, start: Callable[..., str], kills: list[tuple[int, ...]]) -> None:
+    """Kill as told, and compare the whole with a run that is left alone."""
+    trial, shares = Trial(folder / "killed", how, partial(start, folder / "killed")), random.Random(str(how))
     for i, victims in enumerate(kills, start=1):
-        trial.kill(victims, random.random())
+        trial.kill(victims, shares.random())
         print(f"save_distributed_checkpoint={how}: kill {i} of {len(kills)}, ranks {victims}: {trial.resumed} resumes")
     steps = trial.finish()
-    start(folder / "reference", steps, None).join()
+    assert not (said := start(folder / "reference", steps, None)), said
     _check(trial, folder / "reference", steps)
-
-
-def _forked(pool: Pool, how: Any, layout: str, width: int) -> Callable[..., Forked]:
-    return lambda folder, *args: Forked(pool, folder, how, layout, width, *args)
 
 
 @pytest.mark.parametrize(("how", "layout", "victims"), [(*mode, ranks) for mode, ranks in zip(MODES, (*VICTIMS, (0,)))])
 def test_a_kill_within_a_save_loses_nothing(
     how: Any, layout: str, victims: tuple[int, ...], pool: Pool, tmp_path: Path
 ) -> None:
-    _try(tmp_path, how, _forked(pool, how, layout, 512), [victims])
+    _try(tmp_path, how, partial(_forked, pool, how, layout, 512), [victims])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "layout"), MODES)
 def test_twenty_kills_lose_nothing(how: Any, layout: str, pool: Pool, tmp_path: Path) -> None:
-    _try(tmp_path, how, _forked(pool, how, layout, 1024), [VICTIMS[i % 3] for i in range(20)])
+    _try(tmp_path, how, partial(_forked, pool, how, layout, 1024), [VICTIMS[i % 3] for i in range(20)])
 
 
 # -------------------------------------------------------------------------------------- started by Lightning's launcher
 
 
-class Launched:
+def _launched(how: Any, layout: str, width: int, folder: Path, *args: Any) -> str:
     """`job` as a script, of which Lightning starts the second rank."""
-
-    def __init__(self, *args: Any) -> None:
-        command = [sys.executable, "-m", "tests.test_checkpoint_kill", *map(str, args)]
-        env = dict(os.environ, OMP_NUM_THREADS="1")
-        self.process = subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
-
-    def poll(self) -> bool:
-        return self.process.poll() is not None
-
-    def stop(self) -> None:
+    asked = base64.b64encode(pickle.dumps((folder, how, layout, width, *args))).decode()
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    with tempfile.TemporaryFile("w+") as said:
+        command = [sys.executable, "-m", "tests.test_checkpoint_kill", asked]
+        process = subprocess.Popen(command, env=env, start_new_session=True, stdout=said, stderr=said)
+        while process.poll() is None and not (folder / "killed").exists():
+            time.sleep(0.05)
+        if process.poll() is None:
+            time.sleep(0.5)  # what a rank that is left does meanwhile must do no harm
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def end(self) -> None:
-        time.sleep(0.5)  # what a rank that is left does meanwhile must do no harm
-        self.stop()
-        assert self.process.returncode != 0
-
-    def join(self) -> None:
-        _, said = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, said
+            os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        return f"{said.read()}\nexit code {process.returncode}" if process.wait() else ""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "layout"), MODES)
 def test_kills_of_what_lightning_started_lose_nothing(how: Any, layout: str, tmp_path: Path) -> None:
-    _try(tmp_path, how, lambda folder, *args: Launched(folder, how, layout, 1024, *args), VICTIMS)
+    _try(tmp_path, how, partial(_launched, how, layout, 1024), VICTIMS)
 
 
 if __name__ == "__main__":
-    given, mode, name, size, count, path = sys.argv[1:]
-    made: Any = {"False": False, "True": True}.get(mode, mode)
-    job(Path(given), made, name, int(size), int(count), None if path == "None" else path)
+    job(*pickle.loads(base64.b64decode(sys.argv[1])))
