@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -297,15 +296,14 @@ class Other(Model):
         self.down = nn.Linear(12, 8)
 
 
-def _unfit(layout: str, path: Path, folder: Path, model: type[Model]) -> tuple[str, float, int]:
-    started = time.monotonic()
+def _unfit(layout: str, path: Path, folder: Path, model: type[Model]) -> tuple[str, int]:
     trainer = trainer_for(layout, folder, max_epochs=2)
     try:
         with quiet():
             trainer.fit(model().double(), data(), ckpt_path=path)
     except (RuntimeError, ValueError) as error:
-        return str(error), time.monotonic() - started, trainer.global_step
-    return "", 0.0, -1
+        return str(error), trainer.global_step
+    return "", -1
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2", "placed"])
@@ -318,8 +316,8 @@ def test_a_directory_that_does_not_fit_is_refused_on_all_ranks(
         (saved, Other, ["extra.weight", "norm.weight", "up.weight", "torch.Size([20, 8])", "torch.Size([24, 8])"]),
         (tmp_path / "cut", Model, [f"is cut short: '{lost}' is missing"]),
     ):
-        for message, seconds, steps in pool.run(2, _unfit, layout, path, tmp_path, model):
-            assert all(word in message for word in words) and seconds < 20 and steps == 0
+        for message, steps in pool.run(2, _unfit, layout, path, tmp_path, model):
+            assert all(word in message for word in words) and steps == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- names

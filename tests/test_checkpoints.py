@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import time
 import warnings
 from datetime import timedelta
 from math import prod
@@ -474,8 +473,8 @@ def test_a_checkpoint_plugin_of_the_users_is_used(name: str, pool: Pool, tmp_pat
 # ---------------------------------------------------------------------------------------------- files that do not fit
 
 
-def _unfit(layout: str, folder: Path, how: str) -> tuple[str, float]:
-    """The message, and how long it took from the start of the fit."""
+def _unfit(layout: str, folder: Path, how: str) -> str:
+    """What was raised."""
     with quiet():
         checkpoint = load(folder / "good.ckpt")
         weights = checkpoint["state_dict"]
@@ -491,12 +490,11 @@ def _unfit(layout: str, folder: Path, how: str) -> tuple[str, float]:
             checkpoint["optimizer_states"][0]["param_groups"].pop()
         path = folder / f"{how}-{layout}-{os.environ['RANK']}.ckpt"
         torch.save(checkpoint, path)
-        started = time.monotonic()
         try:
             trainer_for(layout, folder, max_epochs=2).fit(Model().double(), data(), ckpt_path=path)
         except (RuntimeError, ValueError) as error:
-            return str(error), time.monotonic() - started
-    return "", 0.0
+            return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("how", ["shape", "part", "missing", "unexpected", "groups"])
@@ -504,10 +502,9 @@ def test_a_file_that_does_not_fit_is_refused_in_torchs_words_on_all_ranks(
     how: str, saved: Any, pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "good.ckpt").write_bytes(saved("tp2").read_bytes())
-    ((one, _),) = pool.run(1, _unfit, "one", tmp_path, how)
+    (one,) = pool.run(1, _unfit, "one", tmp_path, how)
     assert one
-    for message, seconds in pool.run(2, _unfit, "tp2", tmp_path, how):
-        assert message == one and seconds < 20
+    assert pool.run(2, _unfit, "tp2", tmp_path, how) == [one, one]
 
 
 class LoadsInARun(Callback):

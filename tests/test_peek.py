@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -367,20 +366,19 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def _refused() -> list[Any]:
     found = []
     for make in REFUSED.values():
-        started = time.monotonic()
         try:
             _trainer(Peeking(), devices=2).fit(module := Recorder(), make())
         except ValueError as error:
-            found.append((str(error), len(module.seen), time.monotonic() - started))
+            found.append((str(error), len(module.seen)))
     return found
 
 
 def test_what_can_not_be_looked_at_is_refused_on_all_ranks(pool: Pool) -> None:
     for found in pool.run(2, _refused):
-        for name, (message, steps, seconds) in zip(REFUSED, found, strict=True):
+        for name, (message, steps) in zip(REFUSED, found, strict=True):
             assert f"{name} can't be looked at before the run" in message
             assert "Write an IterableDataset whose `__iter__` draws from torch's" in message
-            assert steps == 0 and seconds < 10
+            assert steps == 0
 
 
 def _large(shuffle: bool) -> tuple[Any, int]:
