@@ -113,7 +113,7 @@ class _Worker:
         """What the worker printed since ``start``, with the stacks of its threads, if it still runs."""
         if self.code is None:
             os.kill(self.pid, signal.SIGUSR1)
-            for _ in range(50):  # a busy machine may take its time
+            for _ in range(600):  # a busy machine may take its time
                 time.sleep(0.1)
                 if "File " in self.tail(start):
                     break

@@ -20,7 +20,7 @@ from lightning_par import random, shares
 from lightning_par.comm import Axis
 from lightning_par.sequence.axis import SequenceAxis
 
-_PATIENCE = 30.0  # seconds; a wait this long is a deadlock that the checks below did not see
+_PATIENCE = 100.0  # seconds; a wait this long is a deadlock that the checks below did not see
 
 
 class _Meeting:

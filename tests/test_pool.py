@@ -64,9 +64,10 @@ def test_an_exception_carries_the_traceback_of_its_rank(pool: Pool) -> None:
 
 
 def test_a_hanging_rank_is_killed_and_its_stack_shown(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError, match="_hang_on") as caught:
-        pool.run(2, _hang_on, 1, timeout=8)
-    assert list(caught.value.reports) == [1]
+    pool.run(2, _sum, 1)  # starts them
+    with pytest.raises(RanksFailedError) as caught:
+        pool.run(2, _hang_on, 1, timeout=2)
+    assert "_hang_on" in caught.value.reports[1]
     assert [r.tolist() for r in pool.run(2, _sum, 1)] == [[1.0]] * 2
 
 
