@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
-from datetime import timedelta
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
@@ -34,12 +33,12 @@ class Net(L.LightningModule):
 
 def fit(rank: int, port: int, kind: Any) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     torch.set_num_threads(1)
     options: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    strategy = kind(timeout=timedelta(seconds=60))
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **options)
+    trainer = L.Trainer(strategy=kind(), accelerator="cpu", devices=2, max_steps=3, **options)
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randint(0, 64, (12, 5)), batch_size=4))
 
 
@@ -48,17 +47,18 @@ def main() -> None:
     gc.freeze()  # else each process copies all of it, as it collects
     for run in range(int(sys.argv[1])):
         kind = (TensorParallelStrategy, PipelineParallelStrategy)[run % 2]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        told, tell = os.pipe()
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
                 sys.stdout = sys.stderr = open(os.devnull, "w")
-                return fit(rank, port, kind)
+                return fit(rank, int.from_bytes(os.read(told, 4), "big"), kind)
             children.append(child)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its thread is in no fork
+        os.write(tell, store.port.to_bytes(4, "big") * 2)
         codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        del store
     print(*codes)
 
 

@@ -39,7 +39,8 @@ from typing import IO, Any
 
 from torch.distributed import TCPStore
 
-GRACE = 5.0  # seconds
+PATIENCE = 200.0  # seconds until who has not answered is taken to hang: machines may be slow and busy
+GRACE = 60.0  # seconds that others get once one has failed
 
 
 class RanksFailedError(RuntimeError):
@@ -114,9 +115,8 @@ class _Worker:
         if self.code is None:
             os.kill(self.pid, signal.SIGUSR1)
             for _ in range(600):  # a busy machine may take its time
-                time.sleep(0.1)
-                if "File " in self.tail(start):
-                    break
+                if wait([self.connection], timeout=0.1) or "File " in self.tail(start):
+                    break  # it has ended, if late, or shown them
         return self.tail(start)
 
     def kill(self) -> None:
@@ -139,7 +139,7 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = PATIENCE,
         grace: float = GRACE,
         **kwargs: Any,
     ) -> list[Any]:

@@ -173,7 +173,7 @@ CASES: list[tuple[str, list[Any]]] = [
 
 @pytest.mark.parametrize(("name", "layouts"), CASES, ids=lambda x: str(x) if isinstance(x, str) else "")
 def test_modules_that_are_equal_are_found_equal(pool: Pool, name: str, layouts: list[Any]) -> None:
-    (verdict,) = pool.run(1, _check, name, layouts, timeout=110)
+    (verdict,) = pool.run(1, _check, name, layouts)
     assert isinstance(verdict, Verdict) and verdict, f"{verdict}"
     assert _states(verdict) == ["equal"] * len(layouts)
     dropped = [note for note in verdict.notes if note.startswith("Dropout was off for this (")]
@@ -243,7 +243,7 @@ def test_what_is_refused_comes_with_its_message_and_what_ends_otherwise_with_how
     assert _states(verdict) == ["refused"] * 2 and not verdict
     assert "optimizes by hand (automatic_optimization = False)" in verdict.layouts[0].message
     assert verdict.layouts[1].message.startswith("tensor_parallel_size=3 = 3, but the Trainer starts 2 processes")
-    (messages,) = pool.run(1, _ends, timeout=110)
+    (messages,) = pool.run(1, _ends)
     assert messages[:2] == ["rank 1 can't", "Rank 1 died."]
     assert messages[2].startswith(
         "The module does not train on one device, so there is nothing to compare with. KeyErr"
@@ -372,7 +372,7 @@ print(verdict, bool(verdict))
 
 def _run(*arguments: str) -> tuple[int, str, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 

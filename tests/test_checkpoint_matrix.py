@@ -144,6 +144,6 @@ def test_every_layout_loads_what_every_other_wrote(reader: str, written: Path, p
     for writer in ALL:
         kinds = KINDS[:1] if plain else KINDS  # plain Lightning knows no directories of ours
         sources = [(written / writer / kind, tmp_path / writer / kind) for kind in kinds]
-        pool.run(RANKS[layout], _resume, layout, sources, False, plain, timeout=120)
+        pool.run(RANKS[layout], _resume, layout, sources, False, plain)
         for source, after in sources:
             _check(source, after, written / f"{writer}-one" / "file", written / "one" / "end")

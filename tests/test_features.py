@@ -608,7 +608,7 @@ class Cells:
         """What the cell gave on each rank."""
         if column not in self.columns:
             ranks, folder = 1 if column == ONE else 2, str(self.folder / column)
-            self.columns[column] = self.pool.run(ranks, run_all, column, folder, timeout=180)
+            self.columns[column] = self.pool.run(ranks, run_all, column, folder)
         return copy.deepcopy([rank[name] for rank in self.columns[column]])
 
     def reference(self, column: str, name: str) -> list[Any]:

@@ -299,8 +299,8 @@ def _train_all(names: list[str], layout: dict[str, int] | None) -> dict[str, dic
 def trained(pool: Pool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Every optimizer on one device, and on two ranks."""
     names = list(OPTIMIZERS)
-    (one,) = pool.run(1, _train_all, names, None, timeout=110)
-    return one, pool.run(2, _train_all, names, dict(tensor_parallel_size=2), timeout=110)
+    (one,) = pool.run(1, _train_all, names, None)
+    return one, pool.run(2, _train_all, names, dict(tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

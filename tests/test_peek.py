@@ -284,7 +284,7 @@ RUNS = [("fit", "given"), ("fit", "train_dataloader"), ("fit", "datamodule"), ("
 
 @pytest.mark.parametrize(("entry", "source"), RUNS)
 def test_a_run_is_the_same_after_a_peek(pool: Pool, entry: str, source: str) -> None:
-    (results,) = pool.run(1, _with_and_without, entry, source, timeout=100)
+    (results,) = pool.run(1, _with_and_without, entry, source)
     for name, (peeked, plain, batch, extra_calls) in results.items():
         assert peeked == plain, name
         if entry == "predict" and name in ("one-shot stream", "generator", "lines", "drawing, not to be copied"):

@@ -251,7 +251,7 @@ def _refused() -> dict[str, tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def answers(pool: Pool) -> list[dict[str, tuple[str, list[str]]]]:
     """Of both ranks, one case after another: a run that was refused leaves the next one as it was."""
-    return pool.run(2, _refused, timeout=100)
+    return pool.run(2, _refused)
 
 
 @pytest.mark.parametrize("name", REFUSED)

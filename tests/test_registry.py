@@ -35,7 +35,6 @@ def python(code: str, *args: str, env: dict[str, str] | None = None, check: bool
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0 or not check, done.stdout
     return done.stdout

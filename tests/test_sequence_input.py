@@ -423,13 +423,13 @@ def _all(refused: bool) -> dict[str, Answer]:
 @pytest.fixture(scope="module")
 def refusals(pool: Pool) -> list[dict[str, Answer]]:
     """Of both ranks, one case after another: a run that was refused leaves the next one as it was."""
-    return pool.run(2, _all, True, timeout=100)
+    return pool.run(2, _all, True)
 
 
 @pytest.fixture(scope="module")
 def trained(pool: Pool) -> tuple[dict[str, Answer], list[dict[str, Answer]]]:
     """On one device, and on both ranks."""
-    return pool.run(1, _all, False, timeout=200)[0], pool.run(2, _all, False, timeout=200)
+    return pool.run(1, _all, False)[0], pool.run(2, _all, False)
 
 
 @pytest.mark.parametrize("name", REFUSED)
