@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_par import PipelineParallelStrategy
 from tests.pool import Pool
 
 PLAIN_GRAD: Any = torch.Tensor.grad
+LOG = logging.getLogger(__name__)
 
 
 class Unit(nn.Module):
@@ -24,11 +26,11 @@ class Unit(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.before: list[weakref.ref[Tensor]] = []
-        self.found: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         gc.collect()
-        self.found.append(sum(grad() is not None for grad in self.before))
+        # Not in a list of its own: what counts its calls has the batch whole.
+        LOG.info("%d", sum(grad() is not None for grad in self.before))
         y: Tensor = self.linear(x)
         return y
 
@@ -51,7 +53,17 @@ class Net(L.LightningModule):
             assert isinstance(unit, Unit)
             grads = [PLAIN_GRAD.__get__(p) for p in unit.parameters()]
             unit.before = [weakref.ref(grad) for grad in grads if grad is not None]
-            unit.found.clear()
+
+
+class Found(logging.Handler):
+    """Keeps the numbers that units note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.numbers.append(int(record.getMessage()))
 
 
 class Watching(L.Callback):
@@ -72,10 +84,14 @@ def found(kind: str) -> tuple[list[int], list[bool]]:
     L.seed_everything(0, verbose=False)
     module, watching = Keeping() if kind == "kept" else Net(), Watching()
     counts: list[int] = []
+    noted = Found()
 
     class Last(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            noted.numbers.clear()
+
         def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
-            counts[:] = [n for unit in module.units for n in unit.found]  # type: ignore[union-attr]
+            counts[:] = noted.numbers
 
     trainer = L.Trainer(
         strategy=PipelineParallelStrategy(microbatches=2, stages=["units.1"]), accelerator="cpu", devices=2,
@@ -83,7 +99,10 @@ def found(kind: str) -> tuple[list[int], list[bool]]:
         enable_model_summary=False, callbacks=[Last(), *[watching] * (kind == "watched")],
         accumulate_grad_batches=2 if kind == "accumulated" else 1,
     )  # fmt: skip
+    LOG.setLevel(logging.INFO)
+    LOG.addHandler(noted)
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4))  # type: ignore[arg-type]
+    LOG.removeHandler(noted)
     return counts, watching.seen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.effects import Effects, apply, merged
+from lightning_par.pipeline.expected import expected_gradients, refuse_others
 from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
 from lightning_par.pipeline.located import Key, Program, StageDoneError
 from lightning_par.pipeline.messages import Messenger
@@ -58,12 +59,15 @@ class Engine:
     trace: list[Span] | None = None
     agree: Callable[[int, torch.device], None] | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the precision
+    verify: bool = True
     coupled: bool = False  # whether a training step's microbatches are batches of their own
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self.tokens = Tokens()  # of the step that runs
+        self.rehearsing = False
+        self._compared: list[Program] = []
         self.flops = 0.0  # of the step that was prepared last
         self.inner = False  # whether the ranks of a stage share out what it computes
 
@@ -75,9 +79,9 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ the steps
 
     def train(
-        self, step: Step, microbatches: int, parameters: Sequence[Tensor], scale: float, key: tuple[int, ...]
+        self, step: Step, microbatches: int, named: Mapping[str, Tensor], scale: float, key: tuple[int, ...]
     ) -> Any:
-        """Run a training step and its backwards.
+        """Run a training step and its backwards; ``named`` are the leaves that get gradients here, by name.
 
         Returns:
             What the step returned; the loss in it has the gradients behind it.
@@ -89,16 +93,23 @@ class Engine:
         )
         schedule = self.order.training([part.program for part in ready.parts])
         scale = scale / shares.ranks()  # each rank's share of the loss's gradient
-        with gradients_apart(parameters), shares.unshared():
+        with gradients_apart([*named.values()]), shares.unshared():
             effects = self._run(ready, schedule, scale, key)
-            found = {p: p.grad for p in parameters}
+            found = {p: p.grad for p in named.values()}
         found = self.finish_gradients(found)
+        self._compare(ready, step, {name: p for name, p in named.items() if found[p] is not None}, named)
         result = self._settle(ready, effects)
         loss = loss_in(result)
         if loss is None:
             return result
         grads = [(p, g) for p, g in found.items() if g is not None]
         return _with_loss(result, deliver(loss, grads, scale))
+
+    def _compare(self, ready: Prepared, step: Step, found: Collection[str], held: Collection[str]) -> None:
+        """In the first step of a program, see that those parameters have a gradient that have one on one device."""
+        if self.verify and not ready.coupled and ready.program not in self._compared:
+            self._compared.append(ready.program)
+            refuse_others(expected_gradients(step), found, held, self.axis.rank)
 
     def microbatches_of(self, step: Step, microbatches: int) -> int:
         """Into how many microbatches ``step`` can be cut, of as many as are asked for."""
@@ -122,9 +133,13 @@ class Engine:
         """
         ready = self.programs.prepare(step, microbatches)
         schedule = self.order.training([part.program for part in ready.parts])
-        with gradients_apart([*named.values()]), shares.unshared(), around():
-            effects = self._run(ready, schedule, 1.0 / shares.ranks(), key)
-            found = {name: p.grad for name, p in named.items() if p.grad is not None}
+        self.rehearsing = True
+        try:
+            with gradients_apart([*named.values()]), shares.unshared(), around():
+                effects = self._run(ready, schedule, 1.0 / shares.ranks(), key)
+                found = {name: p.grad for name, p in named.items() if p.grad is not None}
+        finally:
+            self.rehearsing = False
         self.messenger.finish()
         loss = loss_in(effects.result)
         return found if loss is None else {"the loss": full(loss.detach()), **found}
@@ -241,7 +256,7 @@ class Engine:
         random.setstate(part.before[1])
         np.random.set_state(part.before[0])
         watch = self.programs.watch
-        if not counts or run.axis is not None:
+        if not self.rehearsing and (not counts or run.axis is not None):
             run.inside = watch.inside
         with watch.told() if counts else watch.undone() as found:
             try:

@@ -85,6 +85,7 @@ class StagedMixin(StrategyMixin):
             self._spread = self.make_spread(timeout)
             self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
             self._engine.context = self.precision_plugin.forward_context
+            self._engine.verify = self.verify
             self._unverified = self.verify and trainer.state.fn.value == "fit"
             self._engine.inner = self.groups.stage_of_replica.size > 1
             if self._storing is not None and not self._storing.throughout:
@@ -160,10 +161,11 @@ class StagedMixin(StrategyMixin):
             step = self._make_step("training_step", args, kwargs)
             for p in spent_gradients(module, self.optimizers):
                 p.grad = None
+            named = dict(zip(held, own))
             if self._unverified:
                 self._unverified = False
-                self._verify(step, dict(zip(held, own)), self._key(number))
-            return self._engine.train(step, self._spread.microbatches, own, scale, self._key(number))
+                self._verify(step, named, self._key(number))
+            return self._engine.train(step, self._spread.microbatches, named, scale, self._key(number))
 
     def _verify(self, step: Step, named: Mapping[str, Tensor], key: tuple[int, ...]) -> None:
         """See `lightning_par.pipeline.verification`. All ranks must call it.
@@ -188,7 +190,7 @@ class StagedMixin(StrategyMixin):
             self._spread.microbatches = 1
             _warn(
                 f"Cut into microbatches, the first batch gave another value of {verdict.mixed} than whole: samples "
-                "need one another in a way that was not seen. Batches are left whole (microbatches=1), which is slower.",
+                "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
                 self.global_rank,
             )
 
