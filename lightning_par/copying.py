@@ -51,6 +51,12 @@ def stand_in(
     return top
 
 
+def copied(value: Any) -> Any:
+    """``value`` and all that it holds, copied as far as it can be."""
+    with torch.no_grad():
+        return _copied(value, {})
+
+
 def _copies_itself(module: nn.Module) -> bool:
     """Whether the class says how to copy itself; torchmetrics does, and its wrapped methods need it."""
     kind = type(module)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from lightning_par import intercept
 from lightning_par.layout import Groups
 from lightning_par.peek import peek_batch
-from lightning_par.record import Recording, record_step
+from lightning_par.record import record_step
+from lightning_par.recording import Recording
+from lightning_par.steps import STEPS
 from lightning_par.table import show_plan
 from lightning_par.tensor.held import make_held_whole
 from lightning_par.tensor.plan import Style, TensorPlan, make_plan, styles_for
 from lightning_par.tensor.shard import shard_module
 
 log = logging.getLogger(__name__)
-
-STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Sharding:

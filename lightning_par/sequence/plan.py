@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.record import Event, Recording
+from lightning_par.recording import Event, Recording
 from lightning_par.sequence.scheme import Asked, Scheme, Shapes, choose, ulysses_size
 from lightning_par.view import ShardedTensor, moves
 

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from lightning_par import intercept, shares
 from lightning_par.layout import Groups
 from lightning_par.peek import peek_batch
-from lightning_par.record import Recording, record_step
+from lightning_par.record import record_step
+from lightning_par.recording import Recording
 from lightning_par.rules.report import name_of, user_line
 from lightning_par.sequence.axis import SequenceAxis
 from lightning_par.sequence.batch_tensor import mark
 from lightning_par.sequence.plan import SequenceDim, SequencePlan, attends_in_parts, make_plan, other_plans
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.tokens import Tokens
-from lightning_par.sharding import STEPS
+from lightning_par.steps import STEPS
 
 _apply = functools.partial(apply_to_collection, allow_frozen=True)
 

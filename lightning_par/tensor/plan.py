@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from lightning_par.positions import Array, Positions
-from lightning_par.record import Recording
+from lightning_par.recording import Recording
 from lightning_par.tensor.labels import count_units
 from lightning_par.tensor.replay import Found
 from lightning_par.tensor.search import Search

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.record import Event, Recording
+from lightning_par.recording import Event, Recording
 from lightning_par.rules import dispatch
 from lightning_par.tensor.labels import Book, Labels, NeedsGather, PlanAxis
 from lightning_par.view import ShardedTensor

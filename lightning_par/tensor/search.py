@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_par.positions import Array
 from lightning_par.random import streams
-from lightning_par.record import Event
+from lightning_par.recording import Event
 from lightning_par.tensor.labels import NeedsGather, count_units
 from lightning_par.tensor.replay import Found, Replay
 from lightning_par.view import ShardedTensor

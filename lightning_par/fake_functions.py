@@ -1,0 +1,158 @@
+"""Torch functions on fake tensors, also those that fakes can't run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par.view import ShardedTensor
+
+_UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedTensor)
+
+
+def is_fake(x: Any) -> bool:
+    """Whether ``x`` is a tensor without values, or a shard, of whose values a trial on one rank does not know all."""
+    if isinstance(x, ShardedTensor):
+        whole = getattr(x, "_whole", None)  # a batch's tensor is whole on every rank
+        return whole is None or is_fake(whole)
+    return isinstance(x, FakeTensor)
+
+
+def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``func``, or where fakes can't run it what it makes of ones of the same shapes, as fakes.
+
+    Some functions give results whose shapes depend on values, some kernels have no fake version, and some fake versions
+    want what the real ones don't. Their results lie where the fakes lie, and are functions of them to autograd.
+
+    Args:
+        mode: of the fakes.
+        func: a torch function.
+        args: its arguments; those that are real keep their values.
+        kwargs: its arguments by name.
+
+    Raises:
+        Exception: whatever ``func`` raises on fakes, where it raises on ones, too.
+
+    Example::
+
+        with FakeTensorMode() as mode:
+            x = torch.empty(3)
+        assert run_on_fakes(mode, torch.nonzero, (x,), {}).shape == (3, 1)
+    """
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        inputs = tree_leaves((args, kwargs))
+        if not any(map(is_fake, inputs)) or not (isinstance(error, _UNRUN) or _of_kernel(error, inputs)):
+            raise
+        try:
+            return run_on_ones(mode, func, args, kwargs)
+        except Exception:
+            raise error from None
+
+
+def _of_kernel(error: Exception, inputs: list[Any]) -> bool:
+    """Whether a kernel raised it, of which the fake version may be to blame, and not this package."""
+    return not type(error).__module__.startswith("lightning_par.") and not any(map(is_sharded, inputs))
+
+
+def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `run_on_fakes` where fakes can't run ``func``."""
+    fakes = [x for x in tree_leaves((args, kwargs)) if is_fake(x)]
+    device = next((x.device for x in fakes if x.device.type != "cpu"), torch.device("cpu"))
+    result, given = _on_real(func, args, kwargs, fakes, _ones(device))
+    if not any(isinstance(x, Tensor) for x in tree_leaves(result)):
+        raise TypeError("an address, or what else is no value of a tensor")
+    known = _known(result, lambda: _on_real(func, args, kwargs, fakes, _zeros(device))[0])
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) in given or id(x) in known:
+            return given.get(id(x), known.get(id(x), x))
+        with mode:
+            made = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
+        return linked(made, fakes) if x.requires_grad else made
+
+    return tree_map(fake, result)
+
+
+def _known(result: Any, again: Callable[[], Any]) -> dict[int, Tensor]:
+    """By the ids of those in ``result``: integers that ones and zeros agree on, as the sizes of a packed batch."""
+    integers = _integers(result)
+    if not integers or isinstance(result, Tensor):
+        return {}
+    pairs = zip(integers, _integers(again()))
+    return {id(x): other for x, other in pairs if x.shape == other.shape and bool((x == other.to(x.device)).all())}
+
+
+def _integers(result: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)]
+
+
+def _on_real(
+    func: Any, args: Any, kwargs: Any, fakes: list[Tensor], ways: Iterable[Callable[[Tensor], Tensor]]
+) -> tuple[Any, dict[int, Tensor]]:
+    """The result on real tensors in place of ``fakes``; and the fake of each of them, by its id."""
+    failure: Exception = RuntimeError("nothing was tried")
+    with unset_fake_temporarily():
+        for way in ways:
+            real = {id(x): way(x) for x in fakes}
+
+            def given(x: Any, real: dict[int, Tensor] = real) -> Any:
+                return real.get(id(x), x)
+
+            try:
+                return func(*tree_map(given, args), **tree_map(given, kwargs)), {id(real[id(x)]): x for x in fakes}
+            except Exception as error:  # whatever kernels raise
+                failure = error
+        raise failure
+
+
+def _ones(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Ones on the CPU, in one place of memory if that will do; then zeros: an index of 1 may be too large."""
+    yield lambda x: _filled(x, 1, torch.device("cpu"))
+    yield lambda x: _filled(x, 1, torch.device("cpu")).clone(memory_format=torch.contiguous_format)
+    yield from _zeros(device)
+
+
+def _zeros(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Zeros where the fakes lie, then on the CPU. On other devices a wrong index would end the process."""
+    for place in dict.fromkeys((device, torch.device("cpu"))):
+        yield lambda x, place=place: _filled(x, 0, place).clone(memory_format=torch.contiguous_format)  # type: ignore[misc]
+
+
+def _filled(x: Tensor, value: int, device: torch.device) -> Tensor:
+    filled = torch.full((), value, dtype=x.dtype, device=device).expand(tuple(x.shape))
+    return filled.requires_grad_(x.requires_grad)
+
+
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *sources: Tensor) -> Tensor:
+        ctx.save_for_backward(*sources)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def linked(x: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """``x``, whose gradient leads to those of the ``sources`` that want one, by no function that could run on fakes."""
+    wanting = [source for source in sources if source.requires_grad]
+    return _Linked.apply(x, *wanting) if wanting else x

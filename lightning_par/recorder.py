@@ -1,0 +1,115 @@
+"""The mode that notes the torch functions of a trial run.
+
+What depends on the batch and the module's state alone is computed; parameters, and what comes of them, are fake. Events
+hold fakes alone, so that no value of the batch lives longer than in the user's own run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par.fake_functions import is_fake, is_sharded, run_on_fakes
+from lightning_par.guesses import READS, Guesses
+from lightning_par.recording import Event, metric_update
+from lightning_par.rules.attention import multi_head_attention_forward
+from lightning_par.rules.table import user_line, writes
+
+_VALUE_PROPERTIES = ("T", "mT", "H", "mH", "data")
+
+
+class Recorder(TorchFunctionMode):
+    """Notes every torch function.
+
+    Args:
+        mode: of the fakes.
+        guesses: what the user's code is told of values that are not there.
+
+    Attributes:
+        events: the functions so far.
+    """
+
+    def __init__(self, mode: FakeTensorMode, guesses: Guesses) -> None:
+        super().__init__()
+        self.mode, self.guesses = mode, guesses
+        self.events: list[Event] = []
+        self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
+        self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES:
+            return func(*args, **kwargs)
+        if name == "multi_head_attention_forward":
+            with self:  # written out, as it will run on sharded tensors
+                out = multi_head_attention_forward(func, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        self.guesses.work += 1
+        if self._written:
+            args, kwargs = tree_map(self._followed, (args, kwargs))
+        fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_fake(x)]
+        if fakes and name in READS:
+            self._keep(func, args, kwargs, None)
+            return self.guesses.read(name, fakes[0], args)
+        result = self._run(func, name, args, kwargs) if fakes else func(*args, **kwargs)
+        self._keep(func, args, kwargs, result)
+        return result
+
+    def took(self, *args: Any, **kwargs: Any) -> None:
+        """A metric's update: it is handed whole tensors."""
+        self._keep(metric_update, args, kwargs, None)
+
+    def took_by(self, func: Any, value: Any) -> None:
+        """``func``, which has no rule, is handed ``value``."""
+        self._keep(func, (value,), {}, None)
+
+    def fake(self, x: Any) -> Any:
+        """The fake that stands for a real tensor in the events; anything else itself."""
+        if not isinstance(x, Tensor) or is_fake(x) or is_sharded(x):
+            return x
+        known, fake = self._fakes.get(id(x), (lambda: None, x))
+        if known() is not x:
+            fake = x
+            with contextlib.suppress(Exception):  # of a kind that can't be faked
+                fake = self.mode.from_tensor(x)
+            self._fakes[id(x)] = weakref.ref(x), fake
+        return fake
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A function of fakes; what real ones it writes into become fake."""
+        into = kwargs.get("out")
+        if into is None and args and writes(name):
+            into = args[0]
+        for x in tree_leaves(into):
+            if isinstance(x, Tensor) and not is_fake(x) and x.layout is torch.strided:
+                memory = x.untyped_storage()
+                self._written[memory.data_ptr()] = memory
+        if self._written:
+            args, kwargs = tree_map(self._followed, (args, kwargs))
+        real = any(isinstance(x, Tensor) and not is_fake(x) for x in tree_leaves((args, kwargs)))
+        with contextlib.nullcontext() if real else self.mode:  # faster, but what is made of the real ones has values
+            return run_on_fakes(self.mode, func, args, kwargs)
+
+    def _followed(self, x: Any) -> Any:
+        """The fake of what fakes were written into."""
+        if not isinstance(x, Tensor) or is_fake(x) or is_sharded(x) or x.layout is not torch.strided:
+            return x
+        return self.fake(x) if x.untyped_storage().data_ptr() in self._written else x
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        if not tensors:
+            return
+        if not all(map(is_fake, tensors)):
+            args, kwargs, result = tree_map(self.fake, (args, kwargs, result))
+        self.events.append(Event(func, args, kwargs, result, user_line()))
