@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.view import ShardedTensor
 
-_UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What fakes raise where a shape depends on values, or is not known without running."""
 
 
 def is_sharded(x: Any) -> bool:
@@ -59,7 +60,7 @@ def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any
         return func(*args, **kwargs)
     except RuntimeError as error:
         inputs = tree_leaves((args, kwargs))
-        if not any(map(is_fake, inputs)) or not (isinstance(error, _UNRUN) or _of_kernel(error, inputs)):
+        if not any(map(is_fake, inputs)) or not (isinstance(error, UNRUN) or _of_kernel(error, inputs)):
             raise
         try:
             return run_on_ones(mode, func, args, kwargs)

@@ -54,6 +54,7 @@ class Guesses:
 
     Args:
         patterns: how a question is answered, by where it is asked.
+        bounded: whether a question may be asked only so often; not where a run goes as a trial went.
 
     Attributes:
         asked: the questions, with how often they were asked; the latest last.
@@ -67,8 +68,8 @@ class Guesses:
         assert len(guesses.asked) == 1
     """
 
-    def __init__(self, patterns: Patterns | None = None) -> None:
-        self.patterns = dict(patterns or {})
+    def __init__(self, patterns: Patterns | None = None, bounded: bool = True) -> None:
+        self.patterns, self.bounded = dict(patterns or {}), bounded
         self.asked: dict[Key, int] = {}
         self.endless: Key | None = None
         self.work = 0
@@ -138,7 +139,8 @@ class Guesses:
         if isinstance(options[0], bool):
             self._decisions.add(place)
         pattern = self.patterns.get(caller) or self.patterns.get(place)
-        self._bound(place, count)
+        if self.bounded:
+            self._bound(place, count)
         if pattern == "shuffled" and count:  # ends what loop there may be, after a turn or more
             return options[crc32(repr((*place[1:], count)).encode()) % len(options)]
         return options[1 if pattern == "other" else 0]

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from lightning_par import guesses
 from lightning_par.fake_functions import run_on_fakes
 from lightning_par.guessed_number import guessed
 from lightning_par.guesses import EndlessError, Guesses, Trial, explore
+from lightning_par.pipeline.step import Step as StagedStep
+from lightning_par.pipeline.study import survey
+from lightning_par.pipeline.units import choose_units
 from lightning_par.record import quiet, record_step
 
 Step = Callable[["Model", Any], Any]
@@ -221,6 +225,51 @@ def test_packed_sequences_have_the_lengths_of_the_batch() -> None:
     assert recording.is_whole, recording.stopped
     out = next(event.outputs[0] for event in recording.events if event.name == "_pad_packed_sequence")
     assert out.shape == (3, 4, 6)
+
+
+class Asking(nn.Module):
+    def __init__(self, ask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(8, 8), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ask(self.layer(x))
+
+
+def halves(x: Tensor) -> Tensor:
+    while x.abs().max() > 1:
+        x = x / 2
+    return x
+
+
+def halves_by_number(x: Tensor) -> Tensor:
+    while x.norm().item() > 1:
+        x = x / 2
+    return x
+
+
+def checks(x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all()
+    if not torch.isfinite(x.sum()):
+        raise ValueError("not finite")
+    return x
+
+
+@pytest.mark.parametrize("ask", [halves, halves_by_number, checks])
+def test_a_pipeline_leaves_a_module_whole_that_decides_by_values(ask: Callable[[Tensor], Tensor]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Asking(ask), nn.Linear(8, 8)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = self.last(self.first(batch)).sum()
+            assert torch.isfinite(loss)
+            return loss
+
+    cpu = torch.device("cpu")
+    root = survey(StagedStep(Net(), "training_step", torch.randn(4, 8), (0,), nullcontext, True, cpu))
+    assert choose_units(root, 3) == ("first", "last")
 
 
 def test_a_loop_that_no_answer_ends_stops_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from lightning_par.fake_functions import linked
+from lightning_par.guesses import READS
 from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.lent import Lent
-from lightning_par.pipeline.located import READS, Event, Key, is_located, is_metric_call, is_setting, told_to
+from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, told_to
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.memory import Memory
 from lightning_par.pipeline.metrics import value_like
@@ -26,7 +28,7 @@ from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.pipeline.tracing import FakeRun, linked
+from lightning_par.pipeline.tracing import FakeRun
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
 from lightning_par.positions import Positions
@@ -217,7 +219,7 @@ class Analysis(FakeRun):
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any, located: list[Tensor]) -> Any:
         place = user_line()
-        self.close_modules(f"it reads a value at {place}")
+        self.close_modules(f"it reads a value at {place}", reads=True)
         if any(tag_of(self.tags, x) for x in located) or any(isinstance(x, ShardedTensor) for x in located):
             self.reads.append((len(self.events), place))
         elif not all(id(x) in self.names for x in located):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ from lightning_par.pipeline.units import Call
 from lightning_par.view import ShardedTensor
 
 
+class Closing(NamedTuple):
+    """Why a module may not be opened.
+
+    Attributes:
+        why: in words.
+        children: calls in it before that showed.
+        calls: of modules with parameters in the step before that showed; infinite where those outside don't matter.
+    """
+
+    why: str
+    children: int
+    calls: float
+
+
 @dataclass
 class Frame:
     """A call of a module that is running."""
@@ -22,15 +36,21 @@ class Frame:
     numel: int
     flops: float = 0.0
     nbytes: float = 0.0
-    children: list[Call] = field(default_factory=list)
-    closing: tuple[str, int] | None = None  # why it may not be opened, and after how many calls in it that showed
+    children: list[Frame] = field(default_factory=list)
+    closing: Closing | None = None
 
-    def call(self) -> Call:
-        """It can't be opened where other modules of it follow on what the reason is about."""
-        closed = None
-        if self.closing is not None and any(child.numel for child in self.children[self.closing[1] :]):
-            closed = self.closing[0]
-        return Call(self.path, self.flops, self.numel, tuple(self.children), closed, self.nbytes)
+    def call(self, calls: int = 0) -> Call:
+        """It can't be opened where modules follow on what the reason is about.
+
+        Args:
+            calls: of modules with parameters in the whole step.
+        """
+        reason, closed = self.closing, None
+        if reason is not None:
+            follows = any(child.numel for child in self.children[reason.children :]) or calls > reason.calls
+            closed = reason.why if follows else None
+        children = tuple(child.call(calls) for child in self.children)
+        return Call(self.path, self.flops, self.numel, children, closed, self.nbytes)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:

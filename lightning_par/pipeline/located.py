@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
+from lightning_par.guesses import Guesses, Patterns
+from lightning_par.pipeline.placeholders import AbsentNumber
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.positions import Positions
 from lightning_par.view import ShardedTensor
@@ -123,6 +125,7 @@ class Program:
         uses: the stages that use a unit, or a parameter that no unit holds.
         deciding: the numbers on modules, by name, and attributes of the trainer that code within units goes by.
         regions: the first event of a region that backward is to run again, and the first one behind it.
+        patterns: of the guesses by which the step decides.
     """
 
     events: list[Event]
@@ -145,6 +148,7 @@ class Program:
     uses: dict[str, set[int]] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
     deciding: frozenset[str] = frozenset()
+    patterns: Patterns = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
@@ -165,10 +169,6 @@ METADATA = frozenset("""
 size dim numel nelement ndimension stride storage_offset is_floating_point is_complex is_signed element_size get_device
 __len__ __hash__ result_type is_inference is_conj is_neg is_contiguous is_same_size is_tensor is_storage type_as_name
 __repr__ __str__ __set__ __dir__ has_names is_cuda is_shared is_pinned data_ptr untyped_storage _is_view
-""".split())  # fmt: skip
-READS = frozenset("""
-item tolist __bool__ __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose __contains__
-__format__ __iter__reads
 """.split())  # fmt: skip
 _VALUE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 
@@ -297,6 +297,14 @@ class RecordedRun(Run):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
+
+    def __enter__(self) -> Any:
+        self._guesses, AbsentNumber.guesses = AbsentNumber.guesses, Guesses(self.program.patterns, bounded=False)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        AbsentNumber.guesses = self._guesses
+        super().__exit__(*exception)
 
     def may_be_setting(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a call that is not the next event of the program may ask or switch a mode; see `is_setting`."""

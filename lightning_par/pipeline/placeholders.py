@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_par.guesses import Guesses
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.rules.table import user_line
 
@@ -24,6 +25,7 @@ class AbsentNumber(float):
     cut = False  # whether the batch is cut in the run that is on
     draw = 0  # which numbers stand in
     count = 0  # of numbers so far
+    guesses: Guesses | None = None  # of what the step decides by them, in the run that is on
 
     def _known(self) -> None:
         if AbsentNumber.cut:
@@ -41,7 +43,9 @@ def _arithmetic(name: str) -> Any:
 def _decision(name: str) -> Any:
     def method(self: AbsentNumber, *others: Any) -> Any:
         self._known()
-        return getattr(float, name)(self, *others)
+        found = getattr(float, name)(self, *others)
+        guesses = AbsentNumber.guesses
+        return guesses.compare(found) if guesses is not None and isinstance(found, bool) else found
 
     return method
 
@@ -59,19 +63,20 @@ _SCALES = (1.0, 1.0, -40.0)
 
 
 @contextmanager
-def standing_in(cut: bool, draw: int) -> Iterator[None]:
+def standing_in(cut: bool, draw: int, guesses: Guesses) -> Iterator[None]:
     """Around a trial run.
 
     Args:
         cut: whether the batch is cut into microbatches, so that no one knows the whole batch's numbers.
         draw: which numbers stand for them, below `DRAWS`.
+        guesses: of what the step decides by them.
     """
-    before = AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count
-    AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count = cut, draw, 0
+    before = AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count, AbsentNumber.guesses
+    AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count, AbsentNumber.guesses = cut, draw, 0, guesses
     try:
         yield
     finally:
-        AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count = before
+        AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count, AbsentNumber.guesses = before
 
 
 def _drawn(shape: tuple[int, ...] = ()) -> Any:
@@ -105,7 +110,7 @@ def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
     if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__", "__int__", "__index__"):
         if AbsentNumber.cut:
             raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
-        return 1 if name in ("__int__", "__index__") else False
+        return (AbsentNumber.guesses or Guesses()).read(name, x, args)
     if name in ("numpy", "__array__"):
         return _array(x)
     if name == "tolist":

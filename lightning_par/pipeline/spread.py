@@ -24,7 +24,7 @@ from lightning_par.pipeline.step import Step, step_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.study import study, survey
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
-from lightning_par.pipeline.units import Call
+from lightning_par.pipeline.units import Call, walk
 from lightning_par.pipeline.watch import Watch
 from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
 
@@ -162,11 +162,12 @@ class Spread:
             return plan, stages, None
         wanted = self._wanted(step)
         opened: list[str] = []
+        closed = {call.path for call in walk(root) if call.closed is not None}
         program, reason = self._try(step, stages, wanted)
         while isinstance(reason, SamplesMixError) and (unit := reason.unit) is not None and unit not in opened:
             # What the module does with the whole batch's masks may be harmless where it is seen.
-            if not any(True for _ in step.module.get_submodule(unit).children()):
-                break  # nothing in it to see
+            if unit in closed or not any(True for _ in step.module.get_submodule(unit).children()):
+                break  # it can't be seen, or there is nothing in it to see
             opened.append(unit)
             again, again_stages = self.plan(step.module, root, opened)
             if again == plan:

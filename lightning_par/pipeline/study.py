@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import generators, intercept, private
 from lightning_par.copying import TrainerView, stand_in
+from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.attributes import watch_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
@@ -30,7 +32,7 @@ from lightning_par.record import quiet
 def survey(step: Step) -> Call:
     """The tree of module calls that ``step`` makes, with their costs."""
     run, _ = _analyse(step, Row({}, (0,)), None, {}, traced=True)
-    return run.frames[0].call()
+    return run.frames[0].call(run.calls)
 
 
 def study(step: Step, stages: Stages, microbatches: int) -> Program:
@@ -42,14 +44,16 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     if microbatches == 1:
         run, result = _analyse(step, stages, None, {})
         _follow_numbers(step, stages, None, run)
-        return make_program(step, run, result, 1, {})
+        return replace(make_program(step, run, result, 1, {}), patterns=run.guesses.patterns)
     for name, module in step.module.named_modules() if step.grad else ():
         if private.has_backward_hooks(module):
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = MicrobatchAxis(microbatches, 0)
-    layouts = _cut_layouts(_layouts(step, stages), step.samples, axis)
-    run, result = _analyse(step, stages, axis, layouts)
-    program = make_program(step, run, result, microbatches, layouts)
+    whole, _ = _analyse(step, stages, None, {})
+    patterns = whole.guesses.patterns
+    layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
+    run, result = _analyse(step, stages, axis, layouts, patterns=patterns)
+    program = replace(make_program(step, run, result, microbatches, layouts), patterns=run.guesses.patterns)
     _follow_numbers(step, stages, axis, run)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
@@ -75,8 +79,8 @@ def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run
 def _differing(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis, draw: int) -> list[int]:
     indices = [index for index, _ in run.constants]
     try:
-        other, _ = _analyse(step, stages, axis, run.layouts, draw=draw)
-    except Exception:  # user code that met another number
+        other, _ = _run(step, stages, axis, run.layouts, Guesses(run.guesses.patterns), draw=draw)
+    except (Exception, EndlessError):  # user code that met another number
         return indices
     return indices[len(other.constants) :] + [
         index for (index, found), (_, others) in zip(run.constants, other.constants) if found != others
@@ -88,6 +92,40 @@ def _analyse(
     stages: Stages,
     axis: MicrobatchAxis | None,
     layouts: Layouts,
+    traced: bool = False,
+    patterns: Patterns | None = None,
+) -> tuple[Analysis, Any]:
+    """Run the step on fakes, by guesses with which it comes to its end; the first ones go by ``patterns``."""
+
+    def trial(guesses: Guesses) -> Trial[Any]:
+        found, error = None, None
+        try:
+            found = _run(step, stages, axis, layouts, guesses, traced)
+        except SamplesMixError:
+            raise
+        except (Exception, EndlessError) as failure:  # the user's code may raise by a wrong guess
+            error = failure
+        turns = guesses.endless is not None  # of a loop, which come to nothing
+        return Trial((found, error), guesses, (error is None, 0 if turns else guesses.work), error is None)
+
+    best = explore(trial, patterns)
+    found, error = best.value
+    if isinstance(error, EndlessError):
+        raise ValueError(
+            f"{error}: no rank knows how often that loop runs without the model's values, which are on several. Use "
+            "TensorParallelStrategy, or a loop of a fixed length."
+        )
+    if error is not None:
+        raise error
+    return found
+
+
+def _run(
+    step: Step,
+    stages: Stages,
+    axis: MicrobatchAxis | None,
+    layouts: Layouts,
+    guesses: Guesses,
     traced: bool = False,
     draw: int = 0,
 ) -> tuple[Analysis, Any]:
@@ -102,6 +140,7 @@ def _analyse(
         trainer = vars(copy).get("_trainer")
         if isinstance(trainer, TrainerView):
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
+    run.guesses = guesses
     run.names = fakes.names()
     run.tries_units = draw == 0
     run.training, run.samples = step.grad, max(1, step.samples)
@@ -113,7 +152,7 @@ def _analyse(
     try:
         with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, run:
             streams.begin_step(0, 0)
-            with standing_in(axis is not None, draw):
+            with standing_in(axis is not None, draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)
     finally:
         vars(streams).update(before)
@@ -124,15 +163,14 @@ def _analyse(
     return run, run.followed(result)
 
 
-def _layouts(step: Step, stages: Stages) -> Layouts:
+def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
-    whole, _ = _analyse(step, stages, None, {})
     # One more, not one less: BatchNorm takes no single sample.
     more = Step(**{**vars(step), "batch": map_tensors(lambda x: _one_more(x, samples), step.batch)})
     try:
-        larger, _ = _analyse(more, stages, None, {})
-    except Exception:  # a step may count on its batch size
+        larger, _ = _run(more, stages, None, {}, Guesses(whole.guesses.patterns))
+    except (Exception, EndlessError):  # a step may count on its batch size
         larger = None
     layouts: Layouts = {}
     positions = Positions.even

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+from lightning_par.fake_functions import UNRUN, is_fake, run_on_ones
+from lightning_par.guesses import READS, Guesses
 from lightning_par.pipeline.calls import Trace, tracing
-from lightning_par.pipeline.costs import Frame, flops_of, nbytes_of
+from lightning_par.pipeline.costs import Closing, Frame, flops_of, nbytes_of
 from lightning_par.pipeline.located import Run, is_metadata
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.values import of_microbatch
@@ -26,26 +21,6 @@ from lightning_par.rules.table import user_line, writes
 from lightning_par.view import ShardedTensor
 
 _HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
-_UNRUNNABLE = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
-
-
-class _Linked(torch.autograd.Function):
-    """A tensor whose gradient leads to the tensors that it was made of, by no function that could run on fakes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *sources: Tensor) -> Tensor:
-        ctx.save_for_backward(*sources)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
-
-
-def linked(x: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """``x``, whose gradient leads to those of the ``sources`` that want one."""
-    wanting = [source for source in sources if source.requires_grad]
-    return _Linked.apply(x, *wanting) if wanting else x
 
 
 class FakeRun(Run):
@@ -54,6 +29,9 @@ class FakeRun(Run):
     Args:
         mode: of the fakes.
         axis: a microbatch axis, or None where the batch is not cut.
+
+    Attributes:
+        guesses: what code is told that asks for values of the model.
     """
 
     def __init__(self, mode: FakeTensorMode, axis: MicrobatchAxis | None) -> None:
@@ -63,6 +41,8 @@ class FakeRun(Run):
         self.buffers: dict[int, str] = {}  # ids of buffers -> their names
         self.training, self.samples = False, 1
         self.trace: Trace | None = None
+        self.guesses = Guesses()
+        self.calls = 0  # of modules with parameters
         self.unsized = 0  # functions so far whose result's shape depends on values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,12 +56,16 @@ class FakeRun(Run):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On fakes; where the shape of the result depends on data, on ones."""
+        self.guesses.work += 1
         self._note_state(func, args, kwargs)
+        if getattr(func, "__name__", "") in READS and (fakes := _plain_fakes(args, kwargs)):
+            self.close_modules(f"it reads a value at {user_line()}", reads=True)
+            return self.guesses.read(func.__name__, fakes[0], args)
         if self.axis is not None and self.training and getattr(func, "__name__", "") in _HOOKED:
             self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
             result = func(*args, **kwargs)
-        except _UNRUNNABLE:
+        except UNRUN:
             self.unsized += 1
             self.close_modules("the shape of a value in it depends on values")
             result = self._run_on_ones(func, args, kwargs)
@@ -124,21 +108,7 @@ class FakeRun(Run):
         if self.axis is not None and any(isinstance(x, ShardedTensor) for x in leaves):
             name = getattr(func, "__name__", func)
             raise SamplesMixError(f"how many values `{name}` returns at {user_line()} depends on values of the samples")
-        fakes = [x for x in leaves if isinstance(x, FakeTensor)]
-        ones = {id(x): torch.ones(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad) for x in fakes}
-
-        def real(x: Any) -> Any:
-            return ones.get(id(x), x)
-
-        with unset_fake_temporarily():
-            result = func(*tree_map(real, args), **tree_map(real, kwargs))
-        return tree_map(lambda x: self._faked(x, fakes) if isinstance(x, Tensor) else x, result)
-
-    def _faked(self, x: Tensor, sources: list[FakeTensor]) -> Tensor:
-        device = sources[0].device if sources else x.device
-        with self.mode:
-            fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
-        return linked(fake, sources) if x.requires_grad else fake
+        return run_on_ones(self.mode, func, args, kwargs)
 
     def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
         """A buffer that training updates at each call must not be updated once a microbatch."""
@@ -151,18 +121,29 @@ class FakeRun(Run):
             raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
 
     def enter_module(self, path: str, numel: int) -> None:
+        self.calls += bool(numel)
         self.frames.append(Frame(path, numel))
 
     def leave_module(self) -> None:
         frame = self.frames.pop()
-        call = frame.call()
-        self.frames[-1].flops += call.flops
-        self.frames[-1].nbytes += call.nbytes
-        self.frames[-1].children.append(call)
+        self.frames[-1].flops += frame.flops
+        self.frames[-1].nbytes += frame.nbytes
+        self.frames[-1].children.append(frame)
 
-    def close_modules(self, why: str) -> None:
-        """The module whose own code is running can't be taken apart."""
+    def close_modules(self, why: str, reads: bool = False) -> None:
+        """The module whose own code is running can't be taken apart.
+
+        Args:
+            why: in words.
+            reads: whether it goes by a value, which only the rank that has it may do, whatever modules follow.
+        """
         for frame in reversed(self.frames[1:]):
-            frame.closing = frame.closing or (why, len(frame.children))
+            frame.closing = frame.closing or Closing(why, len(frame.children), self.calls if reads else inf)
             if frame.numel:  # one without parameters is no unit: its code is that of the module around it
                 return
+
+
+def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
+    """The fakes in a function's arguments; none where a view of a microbatch is among them, whose rules know better."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return [] if any(isinstance(x, ShardedTensor) for x in tensors) else [x for x in tensors if is_fake(x)]
