@@ -16,6 +16,7 @@ from lightning_par import generators, private
 from lightning_par.batch import broadcast_batch
 from lightning_par.loader import NoBatchError, Replaced, UnrepeatableError, first_batch
 from lightning_par.namespace import Namespace
+from lightning_par.steps import STEPS, fetches_itself
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def peek_batch(trainer: Any, module: Any) -> Any:
     Raises:
         ValueError: looking would change what the run gets; on all ranks.
     """
+    step = getattr(module, STEPS[trainer.state.fn.value])
     strategy = trainer.strategy
     source = private.data_source(trainer)
     vars(source).pop("dataloader", None)  # of a run that ended before it came to its data
@@ -44,11 +46,17 @@ def peek_batch(trainer: Any, module: Any) -> Any:
         batch = broadcast_batch(batch, strategy.groups.world, strategy.root_device)
         if isinstance(batch, _Refused):
             raise ValueError(batch.reason)
-        if batch is not None:
+        if batch is not None and not fetches_itself(step):  # of which Lightning prepares nothing
             batch = strategy.precision_plugin.convert_input(batch)
             batch = private.before_batch_transfer(module, batch)
             batch = strategy.batch_to_device(batch, dataloader_idx=0)
     return batch
+
+
+def count_loaders(trainer: Any) -> int:
+    """How many loaders the running entry point goes through one after another; asked after `peek_batch`."""
+    again = vars(private.data_source(trainer)).get("dataloader")
+    return again.loaders if isinstance(again, _Again) else 1
 
 
 def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _Peeked | None:
@@ -70,8 +78,30 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _P
         vars(source).pop("dataloader", None)
         return peeked.put_back(loader if fixed else source.dataloader())
 
-    source.dataloader = request_again
+    source.dataloader = _Again(request_again, _count(loader, trainer.state.fn.value, namespace))
     return peeked
+
+
+@dataclass(frozen=True)
+class _Again:
+    """What Lightning asks for the loader, later."""
+
+    request: Callable[[], Any]
+    loaders: int
+
+    def __call__(self) -> Any:
+        return self.request()
+
+
+def _count(loader: Any, entry: str, namespace: Namespace) -> int:
+    combined = _combined(loader, entry, namespace)
+    return len(combined.flattened) if private.mode_of(combined) == "sequential" else 1
+
+
+def _combined(loaders: Any, entry: str, namespace: Namespace) -> Any:
+    combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+    mode = "max_size_cycle" if entry == "fit" else "sequential"
+    return loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, mode)
 
 
 def _skips(trainer: Any, module: Any) -> bool:
@@ -114,12 +144,8 @@ class _Peeked:
 def _peek(loader: Any, entry: str, namespace: Namespace) -> _Peeked:
     combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
 
-    def combine(loaders: Any) -> Any:
-        mode = "max_size_cycle" if entry == "fit" else "sequential"
-        return loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, mode)
-
-    peeked = _Peeked(combine=combine)
-    combined = combine(loader)
+    peeked = _Peeked(combine=lambda loaders: _combined(loaders, entry, namespace))
+    combined = _combined(loader, entry, namespace)
     sequential = private.mode_of(combined) == "sequential"
     may_begin = entry != "predict"  # there Lightning makes DataLoaders anew, from the arguments they were made with
     batches = []

@@ -110,6 +110,12 @@ def mode_of(combined_loader: Any) -> str:
     return combined_loader._mode
 
 
+def note_fetched(iterator: Any, batch: Any) -> None:
+    """Let hooks be given ``batch``, which a step fetched of Lightning's ``dataloader_iter``, after that step; the loops
+    look for it where the iterator left its own."""
+    iterator.data_fetcher._batch = batch
+
+
 def before_batch_transfer(module: Any, batch: Any) -> Any:
     """Call the user's ``on_before_batch_transfer``, of the LightningModule or of the datamodule, whichever Lightning
     would choose; the choice has no public name."""

@@ -26,7 +26,7 @@ from lightning_par.deferred.tensor import Deferred, fake_of
 from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.recorder import Recorder
 from lightning_par.recording import Recording, returned
-from lightning_par.steps import batches_of_one, fetches_itself, step_arguments
+from lightning_par.steps import Repeated, fetches_itself, step_arguments
 from lightning_par.view import OutOfSightError
 
 _LARGE = 2**24  # elements of a tensor that a trial has a fake of rather than a copy
@@ -119,7 +119,7 @@ def _record(
             function = getattr(copy, step)
             given = own_batch if prepare is None else prepare(own_batch)
             if fetches_itself(function):
-                result = function(batches_of_one(given))
+                result = function(Repeated(given))
             else:
                 result = function(given, *step_arguments(function, loaders))
             recorder.took_by(returned, result)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_par import intercept
 from lightning_par.layout import Groups
-from lightning_par.peek import peek_batch
+from lightning_par.peek import count_loaders, peek_batch
 from lightning_par.record import record_step
 from lightning_par.recording import Recording
 from lightning_par.steps import STEPS
@@ -94,7 +94,9 @@ class Sharding:
             return Recording((), found, (), None, "there was no batch to look at")
         precision = trainer.strategy.precision_plugin
         shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
-        return record_step(module, step, batch, shared=shared, context=precision.forward_context)
+        return record_step(
+            module, step, batch, shared=shared, context=precision.forward_context, loaders=count_loaders(trainer)
+        )
 
 
 def _used(recording: Recording, styles: dict[str, Style]) -> dict[str, Style]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,9 +34,17 @@ def fetches_itself(function: Callable[..., Any]) -> bool:
     return "dataloader_iter" in _positional(function)[0]
 
 
-def batches_of_one(batch: Any) -> Iterator[tuple[Any, int, int]]:
-    """What a step that fetches its batches itself is given, where there is one to see."""
-    return ((batch, number, 0) for number in itertools.count())
+class Repeated(Iterator[tuple[Any, int, int]]):
+    """What a step that fetches its batches itself is given, where there is one to see: Lightning's iterator over it."""
+
+    done, length = False, None
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.fetched = batch, 0
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self.fetched += 1
+        return self.batch, self.fetched - 1, 0
 
 
 def _positional(function: Callable[..., Any]) -> tuple[list[str], bool]:

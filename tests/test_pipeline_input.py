@@ -56,6 +56,11 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
+class Fetches(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self(next(dataloader_iter)[0]).square().mean()
+
+
 class SecondOrder(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), 0.1)
@@ -206,6 +211,11 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         Manual,
         {},
         ["Manual optimizes by hand (automatic_optimization = False)", "Use TensorParallelStrategy, or automatic"],
+    ),
+    "a step that fetches its batches": (
+        Fetches,
+        {},
+        ["training_step takes `dataloader_iter`", "Write `training_step(self, batch, batch_idx)`, or"],
     ),
     "LBFGS": (
         SecondOrder,

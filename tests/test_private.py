@@ -112,6 +112,27 @@ def test_a_combined_loader_tells_its_mode(namespace: Namespace) -> None:
     assert private.mode_of(combined([[1], [2]], "max_size")) == "max_size"
 
 
+@both
+def test_hooks_are_given_what_a_step_fetched(namespace: Namespace) -> None:
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    seen: list[Any] = []
+
+    class Fetching(boring):  # type: ignore[misc, valid-type]
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            private.note_fetched(dataloader_iter, "ours")
+            return self.layer(batch).sum()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(batch)
+
+    options = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    namespace.from_pytorch("trainer", "Trainer")(
+        max_steps=2, limit_val_batches=0, enable_checkpointing=False, **options
+    ).fit(Fetching())
+    assert seen == ["ours", "ours"]
+
+
 def test_a_callback_runs_at_the_end_of_the_backward() -> None:
     order: list[str] = []
     x = torch.ones(1, requires_grad=True)

@@ -25,6 +25,7 @@ from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.verification import agreed, verify
 from lightning_par.pipeline.weights import Once, bring_back
+from lightning_par.steps import STEPS, fetches_itself
 from lightning_par.strategy import StrategyMixin
 from lightning_par.view import leaf
 
@@ -70,6 +71,7 @@ class StagedMixin(StrategyMixin):
             )
         if self.groups.pipeline.size > 1:
             _refuse_compiled(module)
+            _refuse_fetching(module, type(self).__name__)
         self._engine = None
         self.groups.pipeline.name = self.axis_name
         self._refuse_parts_without_room()
@@ -228,6 +230,16 @@ class StagedMixin(StrategyMixin):
 def _warn(message: str, rank: int) -> None:
     if rank == 0:
         warnings.warn(message, stacklevel=2)
+
+
+def _refuse_fetching(module: Any, strategy: str) -> None:
+    for step in STEPS.values():
+        if fetches_itself(getattr(module, step)):
+            raise ValueError(
+                f"{step} takes `dataloader_iter`, of which it fetches its batches itself. Ranks that share the layers "
+                f"run a step several times on one batch, so {strategy} must have the batch before. Write `{step}(self, "
+                "batch, batch_idx)`, or use TensorParallelStrategy."
+            )
 
 
 def _refuse_compiled(module: nn.Module) -> None:

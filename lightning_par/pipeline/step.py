@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.peek import count_loaders
 from lightning_par.pipeline.structure import tensors_in
+from lightning_par.steps import STEPS, step_arguments
 
-STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -60,11 +60,5 @@ def step_of(trainer: Any, module: nn.Module, batch: Any, device: torch.device) -
     name = STEPS[entry]
     shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
     context = trainer.strategy.precision_plugin.forward_context
-    return Step(module, name, batch, _indices(getattr(module, name)), context, entry == "fit", device, shared)
-
-
-def _indices(function: Callable[..., Any]) -> tuple[int, ...]:
-    """What Lightning gives a step beside the batch, the first time."""
-    parameters = list(inspect.signature(function).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(0 for p in positional[1:] if p.name in ("batch_idx", "dataloader_idx") or p.default is p.empty)
+    rest = step_arguments(getattr(module, name), count_loaders(trainer))
+    return Step(module, name, batch, rest, context, entry == "fit", device, shared)

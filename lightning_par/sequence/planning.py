@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par import intercept, shares
 from lightning_par.layout import Groups
-from lightning_par.peek import peek_batch
+from lightning_par.peek import count_loaders, peek_batch
 from lightning_par.record import record_step
 from lightning_par.recording import Recording
 from lightning_par.rules.report import name_of, user_line
@@ -148,7 +148,9 @@ class Planning:
         shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
         context = trainer.strategy.precision_plugin.forward_context
         step = STEPS[trainer.state.fn.value]
-        return record_step(module, step, batch, shared=shared, context=context, prepare=prepare)
+        return record_step(
+            module, step, batch, shared=shared, context=context, prepare=prepare, loaders=count_loaders(trainer)
+        )
 
 
 def names_of(batch: Any) -> list[str]:

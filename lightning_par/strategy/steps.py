@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,8 @@ from lightning_par.batch import broadcast_batch
 from lightning_par.data.using import in_step, let_go
 from lightning_par.random import streams
 from lightning_par.shares import shared_over
+from lightning_par.steps import fetches_itself
+from lightning_par.strategy.fetching import Fetching
 from lightning_par.strategy.ranks import RanksMixin
 from lightning_par.view import ShardedTensor, full
 
@@ -54,19 +56,25 @@ class StepsMixin(RanksMixin):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self._draws(self.lightning_module.trainer.fit_loop.total_batch_idx):
-            return _whole(super().training_step(self._marked(batch), *args, **kwargs))
+            return _whole(super().training_step(self._given("training_step", batch), *args, **kwargs))
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._draws_of_evaluation():
-            return _whole(super().validation_step(self._marked(batch), *args, **kwargs))
+            return _whole(super().validation_step(self._given("validation_step", batch), *args, **kwargs))
 
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._draws_of_evaluation():
-            return _whole(super().test_step(self._marked(batch), *args, **kwargs))
+            return _whole(super().test_step(self._given("test_step", batch), *args, **kwargs))
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._draws_of_evaluation():
-            return _whole(super().predict_step(self._marked(batch), *args, **kwargs))
+            return _whole(super().predict_step(self._given("predict_step", batch), *args, **kwargs))
+
+    def _given(self, step: str, batch: Any) -> Any:
+        """What a step is given for ``batch``, which is Lightning's iterator where the step fetches batches itself."""
+        if isinstance(batch, Iterator) and fetches_itself(getattr(self.lightning_module, step)):
+            return Fetching(batch, self.groups.replica, self.root_device, self._marked)
+        return self._marked(batch)
 
     def _marked(self, batch: Any) -> Any:
         """The batch, whose sequences are known as such where they are to be split."""
