@@ -134,21 +134,27 @@ class Session:
                 return
         self.bad += outcome.kind not in GOOD
         small = program
-        if not self.asked.no_shrink and layout in LAYOUTS and outcome.kind != "chaotic":
-            small = self.shrunk(program, layout, outcome)
+        if not self.asked.no_shrink and layout in LAYOUTS and outcome.kind not in ("chaotic", "refused"):
+            small, outcome = self.shrunk(program, layout, outcome)
         pieces = (family, outcome.kind, tuple(sorted(set(small.names))))
         if outcome.kind == "wrong" and pieces in self.known:
             return
         self.known.add(pieces)
         self.write(program, small, layout, outcome)
 
-    def shrunk(self, program: Program, layout: str, outcome: Outcome) -> Program:
+    def shrunk(self, program: Program, layout: str, outcome: Outcome) -> tuple[Program, Outcome]:
+        """The smallest program with the finding, and what it is there."""
+        last = [outcome]
+
         def still(smaller: Program) -> bool:
             again = self.judge.judge(smaller.source(), layout, smaller.draws)
-            return again.kind == outcome.kind and (outcome.kind == "wrong" or again.key == outcome.key)
+            alike = again.kind == outcome.kind and (outcome.kind == "wrong" or again.key == outcome.key)
+            if alike:
+                last.append(again)
+            return alike
 
-        budget = 25.0 if outcome.kind in ("refused", "hang") else 90.0
-        return shrink(program, still, budget)
+        small = shrink(program, still, 200.0)
+        return small, last[-1]
 
     def write(self, program: Program, small: Program, layout: str, outcome: Outcome) -> None:
         folder = self.asked.folder / outcome.kind
