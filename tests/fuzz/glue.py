@@ -57,7 +57,7 @@ GLUE = (
     Piece("hook_clamp", glue="if h.requires_grad:\n    h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))", weight=0.5),
     Piece("hook_sample_norm", glue="if h.requires_grad:\n    h = h + 0\n    h.register_hook(lambda g: g / (1 + g.flatten(1).norm(dim=1).view(-1, *[1] * (g.dim() - 1))))", weight=0.5),
     Piece("hook_norm", glue="if h.requires_grad:\n    h.register_hook(lambda g: g / (g.norm() + 1e-3))", weight=0.3),
-    Piece("inner_grad", glue="z = h.detach().requires_grad_(True)\nwith torch.enable_grad():\n    (g,) = torch.autograd.grad(z.pow(3).sum(), z)\nh = h + 0.1 * g", weight=0.6),
+    Piece("inner_grad", glue="if self.training:\n    z = h.detach().requires_grad_(True)\n    (g,) = torch.autograd.grad(z.pow(3).sum(), z)\n    h = h + 0.1 * g", weight=0.6),
     Piece("double_backward", glue="if h.requires_grad:\n    (g,) = torch.autograd.grad(h.pow(2).sum(), h, create_graph=True)\n    h = h + 0.01 * g", weight=0.4),
     # samples mix
     Piece("batch_mean", glue="h = h - h.mean(0, keepdim=True)"),

@@ -100,7 +100,7 @@ def _of_failure(error: RanksFailedError, kind: str) -> Outcome:
     first = min(failures, key=lambda one: any(word in one["message"] for word in _LOST))
     message = f"{first['kind']}: {first['message']}"
     if not kind:
-        refuses = (first["last"] and first["kind"] in _REFUSALS) or _LIGHTNINGS in message
+        refuses = first["refuses"] or _LIGHTNINGS in message
         kind = "crash" if not refuses else "late" if first["steps"] else "refused"
         alone = f" (ranks {stuck} waited for it)" if stuck else ""
         if alone and kind in ("refused", "late"):
@@ -110,15 +110,7 @@ def _of_failure(error: RanksFailedError, kind: str) -> Outcome:
     return Outcome(kind, (message, where), "\n".join(one["trace"] for one in failures), _key(message))
 
 
-_REFUSALS = (
-    "ValueError",
-    "RuntimeError",
-    "TypeError",
-    "NotImplementedError",
-    "MisconfigurationException",
-    "ElsewhereError",
-)
-_LOST = ("onnection reset", "onnection closed", "ended with", "Broken pipe")
+_LOST = ("process there has ended", "onnection reset", "onnection closed", "ended with", "Broken pipe")
 _LIGHTNINGS = "returning None in distributed training is not supported"
 
 

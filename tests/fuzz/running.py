@@ -90,6 +90,9 @@ def run(source: str, layout: str | None, folder: str, seed: int, nudge: float = 
             loaders = (module.loader(1), module.loader(2)) if validates else (module.loader(1),)
             trainer.fit(net, *loaders)
             result = keep.result
+            for saved in result.checkpoint.get("optimizer_states", []):
+                for kept in saved["state"].values():
+                    kept.update({k: _flat(v) for k, v in kept.items() if isinstance(v, list)})
             generators = _generators()
             result.metrics = detached(trainer.callback_metrics)
             state = state_of(net, module)
@@ -130,12 +133,18 @@ def _failure(error: BaseException, trainer: Any, keep: _Keep) -> dict[str, Any]:
     return dict(
         kind=type(error).__name__,
         message=str(error),
-        last=frames[-1].filename.startswith(_OURS) if frames else False,
+        refuses=bool(frames) and frames[-1].filename.startswith(_OURS) and (frames[-1].line or "").startswith("raise"),
         ours=ours[-4:],
         steps=getattr(trainer, "global_step", 0) or 0,
         batches=keep.batches,
         trace="".join(traceback.format_exception(error))[-5000:],
     )
+
+
+def _flat(values: list[Any]) -> Any:
+    """LBFGS keeps lists of tensors."""
+    values = [v for v in values if v is not None]
+    return torch.cat([torch.as_tensor(v).double().flatten() for v in values]) if values else torch.zeros(0)
 
 
 def _seed(seed: int) -> None:
