@@ -153,7 +153,7 @@ class Session:
                 last.append(again)
             return alike
 
-        small = shrink(program, still, 200.0)
+        small = shrink(program, still, 120.0)
         return small, last[-1]
 
     def write(self, program: Program, small: Program, layout: str, outcome: Outcome) -> None:

@@ -129,21 +129,28 @@ def differences(reference: Ran, results: list[Any], generators: bool = True) -> 
     found: list[str] = []
     one = reference.result
     _merge(one, [ran.result for ran in results])
+    off = {path: _off_on(path, value, results) for path, value in reference.state.items()}
     for rank, ran in enumerate(results):
         try:
             lines = [str(finding) for finding in compare(one, ran.result)]
         except ValueError as error:
             lines = [f"batches: {len(one.losses)} on one device, {len(ran.result.losses)} here ({error})"]
-        for path, value in reference.state.items():
-            if path not in ran.state:
-                lines.append(f"{path}: missing")
-            else:
-                lines += _unequal(path, value, ran.state[path], _scale(value))
+        lines += [line for path in reference.state for line in off[path].get(rank, ())]
         if generators:
             for name, state in reference.generators.items():
                 lines += [] if _same(state, ran.generators[name]) else [f"generator of {name}: state differs"]
         found += [f"rank {rank}: {line}" for line in lines]
     return found
+
+
+def _off_on(path: str, value: Any, results: list[Any]) -> dict[int, list[str]]:
+    """Where a piece of state differs, by rank. A module's own is that of the rank that has the module."""
+    lines = {
+        rank: _unequal(path, value, ran.state[path], _scale(value)) if path in ran.state else [f"{path}: missing"]
+        for rank, ran in enumerate(results)
+    }
+    of_a_module = path.startswith(("attribute", "metric")) and not path.startswith("attribute .")
+    return {} if of_a_module and not all(lines.values()) else lines
 
 
 def _merge(reference: Any, results: list[Any]) -> None:

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tests.fuzz.losses import PLAIN_LOSSES
+from tests.fuzz.optimizers import PLAIN_OPTIMIZER
 from tests.fuzz.piece import Piece
 
 IMPORTS = """
@@ -99,8 +101,18 @@ class Program:
         return Writer(self).source()
 
     def smaller(self) -> Iterator[Program]:
-        """Programs with something left out."""
-        for i, group in enumerate(self.groups):
+        """Programs with something left out, those with the most first."""
+        plain_loss = Placed(PLAIN_LOSSES[self.head.piece.name], self.loss.number)
+        plain_optimizer = Placed(PLAIN_OPTIMIZER, self.optimizer.number)
+        usual = dict(form="tuple", inline=False, returns="loss", steps="training_step(self, batch, batch_idx)")
+        bare = dict(usual, options=(), extras=(), validates=False, epochs=1, optimizer=plain_optimizer)
+        if len(self.groups) > 1:
+            yield from (replace(self, groups=(group,)) for group in self.groups)
+        yield replace(self, groups=())
+        yield replace(self, **bare, loss=plain_loss)
+        yield replace(self, **bare)
+        yield replace(self, **dict(bare, extras=self.extras), loss=plain_loss)
+        for i in range(len(self.groups)):
             yield replace(self, groups=self.groups[:i] + self.groups[i + 1 :])
         for i in range(len(self.extras)):
             yield replace(self, extras=self.extras[:i] + self.extras[i + 1 :])
@@ -117,26 +129,17 @@ class Program:
             yield replace(self, validates=False)
         if self.epochs > 1:
             yield replace(self, epochs=1)
-        for name, plain in (
-            ("form", "tuple"),
-            ("inline", False),
-            ("returns", "loss"),
-            ("steps", "training_step(self, batch, batch_idx)"),
-        ):
+        for name, plain in usual.items():
             if getattr(self, name) != plain:
                 yield replace(self, **{name: plain})
         batch = dict(self.sizes)["B"]
         for samples in (batch, 2 * batch):
             if samples < self.samples:
                 yield replace(self, samples=samples)
-        from tests.fuzz.losses import PLAIN_LOSSES
-        from tests.fuzz.optimizers import PLAIN_OPTIMIZER
-
-        plain_loss = PLAIN_LOSSES[self.head.piece.name]
-        if self.loss.piece is not plain_loss:
-            yield replace(self, loss=Placed(plain_loss, self.loss.number))
+        if self.loss.piece is not plain_loss.piece:
+            yield replace(self, loss=plain_loss)
         if self.optimizer.piece is not PLAIN_OPTIMIZER:
-            yield replace(self, optimizer=Placed(PLAIN_OPTIMIZER, self.optimizer.number))
+            yield replace(self, optimizer=plain_optimizer)
 
     def _with(self, i: int, group: Group) -> Program:
         return replace(self, groups=(*self.groups[:i], group, *self.groups[i + 1 :]))
