@@ -23,7 +23,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-import lightning_par  # noqa: F401 - workers are forked off a process that has it
+import lightning_par
 import lightning_par.lightning_strategies  # noqa: F401
 from lightning_par.verdict.result import KeepGradients, Result, detached
 from tests.fuzz.layouts import LAYOUTS
