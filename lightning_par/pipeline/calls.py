@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,14 +13,40 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.structure import tensors_in
+from lightning_par.pipeline.values import of_microbatch
+from lightning_par.rules.table import RULES
 from lightning_par.view import ShardedTensor
 
 # Functions that follow the batch's size without using it: they lay values out anew, repeat one, or draw one a sample.
-_SIZED = frozenset(
-    """
+_SIZED = frozenset("""
 view reshape unflatten expand broadcast_to repeat zeros ones empty full new_zeros new_ones new_empty new_full rand randn
-""".split()
-)
+""".split())  # fmt: skip
+_DRAWS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_ bernoulli".split())
+
+
+@dataclass(frozen=True)
+class Called:
+    """One call of a torch function.
+
+    Attributes:
+        func: the function.
+        given: its arguments: numbers and words as they are, tensors by where they came from.
+        made: of each tensor that it returned, the shape, and whether that is of a part of the samples.
+    """
+
+    func: Any
+    given: tuple[Any, ...]
+    made: tuple[tuple[tuple[int, ...], bool], ...]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", "")
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether every entry of the result is made of one entry of each argument, or drawn."""
+        by_entry = (getattr(RULES.get(self.name), "__module__", "") or "").endswith(".pointwise")
+        return by_entry or self.name in _SIZED or self.name in _DRAWS
 
 
 class Trace:
@@ -38,14 +65,18 @@ class Trace:
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self.calls: list[Called] = []
         self._known: dict[int, Any] = {id(x): ("given", n) for n, x in enumerate(inputs)}
         self._kept: list[Any] = [inputs]  # ids stay valid as long as the objects live
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """``func`` was called."""
-        self.calls.append((func, tuple(self._name(x) for x in tree_leaves((args, kwargs)))))
-        self._known.update((id(x), ("made", len(self.calls), n)) for n, x in enumerate(tensors_in(result)))
+        given = tuple(self._name(x) for x in tree_leaves((args, kwargs)))
+        results = tensors_in(result)
+        parts = [of_microbatch(x) for x in results]
+        made = tuple((tuple(part.shape), part is not x) for part, x in zip(parts, results))
+        self.calls.append(Called(func, given, made))
+        self._known.update((id(x), ("made", len(self.calls), n)) for n, x in enumerate(results))
         self._kept.append((args, kwargs, result))
 
     def _name(self, value: Any) -> Any:
@@ -60,17 +91,29 @@ class Trace:
 
     def agrees(self, plain: Trace, samples: int, own: int) -> bool:
         """Whether ``plain``, which sees ``own`` of the ``samples``, computed the same but for sizes that follow."""
-        return len(self.calls) == len(plain.calls) and all(
-            func == other and len(given) == len(others) and all(
-                a == b or _is_size(func, a) and _is_size(func, b) and a * own == b * samples
-                for a, b in zip(given, others)
-            )
-            for (func, given), (other, others) in zip(self.calls, plain.calls)
-        )  # fmt: skip
+        if len(self.calls) != len(plain.calls):
+            return False
+        rows: set[Any] = set()  # what has a row for each sample, and is no value of samples
+        for number, (call, other) in enumerate(zip(self.calls, plain.calls), 1):
+            same = call.func == other.func and len(call.given) == len(other.given)
+            if not same or not all(_follows(call, a, b, samples, own) for a, b in zip(call.given, other.given)):
+                return False
+            if len(call.made) != len(other.made):
+                return False
+            for n, ((shape, _), (others, _)) in enumerate(zip(call.made, other.made)):
+                if shape != others:
+                    rows.add(("made", number, n))
+            if not rows.isdisjoint(call.given) and not call.keeps_rows_apart and not all(cut for _, cut in call.made):
+                return False
+        return True
 
 
-def _is_size(func: Any, value: Any) -> bool:
-    return type(value) is int and getattr(func, "__name__", "") in _SIZED
+def _follows(call: Called, viewed: Any, plain: Any, samples: int, own: int) -> bool:
+    """Whether an argument is the same, or a size that follows the batch's where sizes may."""
+    if viewed == plain and type(viewed) is type(plain):
+        return True
+    sizes = type(viewed) is int and type(plain) is int and call.name in _SIZED
+    return sizes and viewed * own == plain * samples
 
 
 class Traced(Protocol):

@@ -135,7 +135,7 @@ def _aside(run: Analysis) -> Iterator[None]:
 
 
 def _counted(cell: Any, change: Change | None) -> str | None:
-    """Where something was changed that is no tensor made anew by each call."""
+    """Where something was changed."""
     if change is None or cell.fixed:
         return None
     if not isinstance(change, MappingChange):
@@ -149,8 +149,8 @@ def _counted(cell: Any, change: Change | None) -> str | None:
 
 
 def _alike(before: Any, after: Any, depth: int) -> bool:
-    """Whether two values are the same but for the tensors in them."""
-    if before is after or isinstance(before, Tensor) and isinstance(after, Tensor):
+    """Whether two values are the same."""
+    if before is after:
         return True
     if type(before) is not type(after) or not depth:
         return False
@@ -160,6 +160,8 @@ def _alike(before: Any, after: Any, depth: int) -> bool:
         return len(before) == len(after) and all(_alike(a, b, depth - 1) for a, b in zip(before, after))
     if hasattr(before, "__dict__") and not callable(before):
         return _alike(vars(before), vars(after), depth - 1)
+    if isinstance(before, Tensor):
+        return False  # made anew by each call, of its samples
     try:
         return bool(before == after)
     except Exception:  # whatever a class makes of `==`
