@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -61,6 +61,8 @@ class Recorder(TorchFunctionMode):
         if fakes and name in READS:
             self._keep(func, args, kwargs, None)
             return self.guesses.read(name, fakes[0], args)
+        if name == "__deepcopy__" and is_fake(args[0]):
+            return _copied(*args)
         result = self._run(func, name, args, kwargs) if fakes else func(*args, **kwargs)
         self._keep(func, args, kwargs, result)
         return result
@@ -113,3 +115,13 @@ class Recorder(TorchFunctionMode):
         if not all(map(is_fake, tensors)):
             args, kwargs, result = tree_map(self.fake, (args, kwargs, result))
         self.events.append(Event(func, args, kwargs, result, user_line()))
+
+
+def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """``copy.deepcopy`` of a fake tensor; torch's own would copy its mode along, and spoil the memory of both."""
+    if x.requires_grad and not x.is_leaf:
+        raise RuntimeError("copy.deepcopy of a tensor that is no leaf of the graph")
+    if id(x) not in memo:
+        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        memo[id(x)]._is_param = isinstance(x, nn.Parameter)
+    return memo[id(x)]

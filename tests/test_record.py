@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -100,6 +101,26 @@ class Pair(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.a, self.b)]
+
+
+def test_tensors_can_be_copied_deeply_in_a_step() -> None:
+    """Torch's own copy of a fake tensor copies its mode, too, and ends in a segmentation fault at times."""
+
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale = nn.Linear(4, 8), nn.Buffer(torch.ones(()))
+            self.defaults = {"total": torch.zeros(())}
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            x, layer = copy.deepcopy((batch, self.up))
+            assert isinstance(layer.weight, nn.Parameter) and layer.weight is not self.up.weight
+            total = copy.deepcopy(self.defaults)["total"] + copy.deepcopy(self.scale)
+            return (self.up(x) * layer(x)).sum() + total
+
+    recording = record_step(Copies(), "training_step", torch.ones(2, 4))
+    assert recording.stopped is None
+    assert [event.name for event in recording.events].count("linear") == 2
 
 
 def test_manual_optimization_is_recorded_to_its_end() -> None:
