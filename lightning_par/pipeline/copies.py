@@ -124,5 +124,5 @@ def held(copy: nn.Module, homes: Mapping[str, tuple[int, ...]], run: Analysis) -
         if any(path == unit or path.startswith(f"{unit}.") for unit in homes):
             continue
         held = {name: x for name, x in vars(module).items() if name not in ("_parameters", "_modules", "_buffers")}
-        found += [x for x in tensors_in(held) if id(x) in run.keys]
+        found += [x for x in tensors_in(run.followed(held)) if id(x) in run.keys]
     return found

@@ -268,6 +268,8 @@ class Engine:
                 run.write_back()
                 effects = found
                 effects.result = result
+        if run.written:  # what the step stored is what was written, not what it was written into
+            effects = merged([effects], lambda parts: run.followed(parts[0]))
         return result, effects
 
     def _tail(self, ready: Prepared, frontier: list[list[Tensor]], key: tuple[int, ...]) -> Effects:
