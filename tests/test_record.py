@@ -115,6 +115,7 @@ def test_tensors_can_be_copied_deeply_in_a_step() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             x, layer = copy.deepcopy((batch, self.up))
             assert isinstance(layer.weight, nn.Parameter) and layer.weight is not self.up.weight
+            assert layer.weight.fake_mode is self.up.weight.fake_mode  # type: ignore[attr-defined]
             total = copy.deepcopy(self.defaults)["total"] + copy.deepcopy(self.scale)
             return (self.up(x) * layer(x)).sum() + total
 
