@@ -4,14 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all clean
+.PHONY: help demo test test-all test-strangers clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a GPT on two CPU processes with strategy=tensor_parallel"
 	@echo "make test       ruff, mypy and the tests"
 	@echo "make test-all   all tests, those that take minutes or gigabytes included"
-	@echo "make clean      remove $(VENV)"
+	@echo "make test-strangers  models of public packages, unedited, in a virtual environment of their own"
+	@echo "make clean      remove $(VENV) and $(STRANGERS)"
 
 # A GPT learns Python from the standard library's own sources, its weights split over two processes.
 demo: $(VENV)/examples-$(TORCH).stamp
@@ -26,6 +27,21 @@ test: $(VENV)/test-$(TORCH).stamp
 test-all: $(VENV)/test-$(TORCH).stamp
 	$(BIN)/python -m pytest -m "slow or not slow"
 
+# Public packages, which ask for much: they have an environment of their own. None may pull in another torch.
+STRANGERS := .venv-strangers
+
+test-strangers: $(STRANGERS)/installed-$(TORCH).stamp
+	$(STRANGERS)/bin/python -m pytest -n 0 -p no:cacheprovider tests/strangers/strangers.py
+
+$(STRANGERS)/installed-$(TORCH).stamp: pyproject.toml
+	$(PYTHON) -m venv $(STRANGERS)
+	@rm -f $(STRANGERS)/*.stamp
+	$(STRANGERS)/bin/pip install --quiet torch==$(TORCH)
+	echo torch==$(TORCH) > $(STRANGERS)/constraints.txt
+	$(STRANGERS)/bin/pip install --quiet -c $(STRANGERS)/constraints.txt -e '.[strangers]'
+	$(STRANGERS)/bin/python -c "import torchvision" || $(STRANGERS)/bin/python tests/strangers/vision.py
+	@touch $@
+
 # torch comes first and alone: what follows then finds it there and never replaces it.
 $(VENV)/torch-$(TORCH).stamp:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'lightning_par needs Python 3.10 or newer')"
@@ -39,4 +55,4 @@ $(VENV)/%-$(TORCH).stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(STRANGERS)

@@ -1,0 +1,1 @@
+"""Models of public packages, unedited, under every strategy, against one device: `make test-strangers`."""
