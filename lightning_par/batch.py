@@ -6,16 +6,73 @@ seeded by global rank.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from collections.abc import Sequence
+import sys
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.comm import Axis
+
+_EMPTY: Any = MappingProxyType({})
+
+
+class Known:
+    """Objects that all ranks have: they travel by their names.
+
+    Args:
+        names: by the ids of the source's objects.
+        objects: this rank's own, by name.
+        module: its modules, parameters and buffers are known, too.
+
+    Example::
+
+        known = Known({id(x): "x"}, {"x": x})
+        assert known.named(known.name_of(x)) is x
+    """
+
+    def __init__(
+        self, names: Mapping[int, str] = _EMPTY, objects: Mapping[str, Any] = _EMPTY, module: nn.Module | None = None
+    ) -> None:
+        self.names, self.objects = dict(names), dict(objects)
+        self._module = module
+        self._parts: dict[str, Any] = {}
+        self._names_of_parts: dict[int, str] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        self.names[id(value)], self.objects[name] = name, value
+
+    def name_of(self, value: Any) -> str | None:
+        """The name of an object, None if it is not known."""
+        name = self.names.get(id(value))
+        if name is not None:
+            return name if name in self.objects else None
+        if self._module is None or not isinstance(value, (nn.Module, Tensor)):
+            return None
+        self._look()
+        return self._names_of_parts.get(id(value))
+
+    def named(self, name: str) -> Any:
+        """This rank's object of a name."""
+        if name not in self.objects:
+            self._look()
+        return self.objects[name] if name in self.objects else self._parts[name]
+
+    def _look(self) -> None:
+        if not self._parts and self._module is not None:
+            own = (self._module.named_modules(), self._module.named_parameters(), self._module.named_buffers())
+            self._parts = {f"part {name}": x for named in own for name, x in named}
+            self._names_of_parts = {id(x): name for name, x in self._parts.items()}
+
+
+_NOTHING = Known()
 
 
 @dataclass(frozen=True)
@@ -29,8 +86,9 @@ class _Form:
 
 
 def broadcast_batch(
-    batch: Any, axis: Axis, device: torch.device, source: int = 0, detach: bool = False, purpose: str = "batch"
-) -> Any:
+    batch: Any, axis: Axis, device: torch.device, source: int = 0, detach: bool = False, purpose: str = "batch",
+    known: Known = _NOTHING,
+) -> Any:  # fmt: skip
     """``batch`` of index ``source`` along ``axis``, on every rank.
 
     Anything that pickles may be in it. Plain tensors on ``device`` travel as tensors, one message each, and keep their
@@ -44,13 +102,14 @@ def broadcast_batch(
         source: the index along ``axis`` of the rank whose batch it is.
         detach: tensors arrive without their graph, on the source, too.
         purpose: what ledgers call the transfers.
+        known: objects that don't travel, since all ranks have them.
 
     Raises:
         TypeError: the batch holds something that can't be pickled; on every rank.
     """
     if axis.size == 1:
         return batch
-    header, tensors, copied = _pack(batch, device, detach) if axis.rank == source else (None, [], True)
+    header, tensors, copied = _pack(batch, device, detach, known) if axis.rank == source else (None, [], True)
     header = axis.broadcast_object(header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)
@@ -66,20 +125,24 @@ def broadcast_batch(
     for tensor, form in zip(tensors, forms):
         if form.requires_grad and not tensor.requires_grad:
             tensor.requires_grad_()
-    return Unpacker(io.BytesIO(structure), tensors).load()
+    return Unpacker(io.BytesIO(structure), tensors, known).load()
 
 
 class _Packer(pickle.Pickler):
     """Pickles a structure without the values of its plain tensors, which it collects."""
 
-    def __init__(self, file: io.BytesIO, device: torch.device, detach: bool) -> None:
+    def __init__(self, file: io.BytesIO, device: torch.device, detach: bool, known: Known = _NOTHING) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.device = device
         self.detach = detach
+        self.known = known
         self.tensors: list[Tensor] = []
         self._index: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | str | None:
+        name = self.known.name_of(obj)
+        if name is not None:
+            return name
         if type(obj) is not Tensor or obj.device.type != self.device.type or not (obj.is_leaf or self.detach):
             return None
         if obj.layout is not torch.strided or obj.is_quantized or obj.is_nested:
@@ -89,22 +152,46 @@ class _Packer(pickle.Pickler):
             self.tensors.append(obj.detach() if self.detach else obj)
         return self._index[id(obj)]
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and issubclass(obj, tuple) and hasattr(obj, "_fields") and not _is_importable(obj):
+            defaults = tuple(getattr(obj, "_field_defaults", {}).items())
+            return _named_tuple, (obj.__module__, obj.__name__, obj._fields, defaults)
+        return NotImplemented
+
+
+def _is_importable(kind: type) -> bool:
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
+@functools.cache
+def _named_tuple(module: str, name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]) -> type:
+    """A class that a function made, and no module holds."""
+    given = [value for _, value in defaults]
+    return namedtuple(name, fields, defaults=given, module=module)  # type: ignore[no-any-return]
+
 
 class Unpacker(pickle.Unpickler):
-    """Unpickles a structure around the objects that were left out of it, given in the order of their indices."""
+    """Unpickles a structure around the objects that were left out of it, given in the order of their indices, and
+    around those that are known by a name."""
 
-    def __init__(self, file: io.BytesIO, left_out: Sequence[Any]) -> None:
+    def __init__(self, file: io.BytesIO, left_out: Sequence[Any], known: Known = _NOTHING) -> None:
         super().__init__(file)
         self._left_out = left_out
+        self._known = known
 
-    def persistent_load(self, index: int) -> Any:
-        return self._left_out[index]
+    def persistent_load(self, index: int | str) -> Any:
+        return self._known.named(index) if isinstance(index, str) else self._left_out[index]
 
 
-def _pack(batch: Any, device: torch.device, detach: bool) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:
+def _pack(
+    batch: Any, device: torch.device, detach: bool, known: Known
+) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:
     """The header, or why there is none; the tensors to send after it; whether one of them is a copy."""
     file = io.BytesIO()
-    packer = _Packer(file, device, detach)
+    packer = _Packer(file, device, detach, known)
     try:
         packer.dump(batch)
     except Exception as error:  # picklers raise whatever the objects' own methods raise
@@ -129,10 +216,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def refusal(value: Any, device: torch.device) -> str | None:
+def refusal(value: Any, device: torch.device, known: Known = _NOTHING) -> str | None:
     """Why ``value`` can't travel; None if it can."""
     try:
-        _Packer(io.BytesIO(), device, True).dump(value)
+        _Packer(io.BytesIO(), device, True, known).dump(value)
     except Exception as error:  # picklers raise whatever the objects' own methods raise
         return str(error)
     return None

@@ -83,6 +83,26 @@ def set_global_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[3])
 
 
+def default(device: torch.device) -> torch.Generator | None:
+    """The global generator from which functions of tensors on ``device`` draw, where it has one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    of_kind = getattr(getattr(torch, device.type, None), "default_generators", ())
+    index = device.index or 0
+    return of_kind[index] if index < len(of_kind) else None
+
+
+def states_of(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Where generators stand."""
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def set_states(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+    """Undo what was drawn since `states_of`."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
 def packed_state() -> bytes:
     """`global_state`, pickled; of the CUDA generators only the current device's."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_available() and torch.cuda.is_initialized() else None

@@ -210,7 +210,7 @@ def test_told_and_applied_is_a_plain_run() -> None:
         assert [p.text for p in effects.printed] == [f"builtin {i}\n", f"module {i}\n"]
         effects.logs.clear()
         effects.printed.clear()
-        apply(effects, module, watch, show=True)
+        apply(effects, module, watch, None, show=True)
         plain.log = plain.print = lambda *args, **kwargs: None  # type: ignore[method-assign]
         plain.training_step(_batch(i), i)
         del plain.log, plain.print
@@ -239,7 +239,7 @@ class Retold(Busy):
             super().training_step(batch, batch_idx)
         with watch.told() as effects:
             effects.result = super().training_step(batch, batch_idx)
-        apply(effects, self, watch, show=True)
+        apply(effects, self, watch, None, show=True)
         return effects.result
 
 
@@ -271,7 +271,7 @@ def _travelled() -> tuple[Any, Any, bool]:
     assert not effects.result["loss"].requires_grad and effects.result["prediction"].sum() == 4999950000
     assert [r.name for r in effects.logs][:2] == ["loss", "sum"]
     effects.logs.clear()
-    apply(effects, module, watch, show=False)
+    apply(effects, module, watch, None, show=False)
     return _state(module), module.step, module.outputs is outputs
 
 
@@ -361,7 +361,7 @@ def test_microbatches_are_merged() -> None:
     assert whole.result[0].tolist() == [1, 1, 0] and whole.result[1] == "name"
     assert whole.logs[0].value.tolist() == [2, 0]
     whole.logs.clear()
-    apply(whole, module, watch, show=False)
+    apply(whole, module, watch, None, show=False)
     assert module.outputs[-1]["x"].tolist() == [1, 1, 0] and module.outputs[-1]["n"] == 1
 
 

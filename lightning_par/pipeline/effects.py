@@ -9,22 +9,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_par.batch import broadcast_batch, refusal
+from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
-from lightning_par.pipeline.changes import Change, MappingChange
+from lightning_par.pipeline.made import Made, holds_values, place_of_made
 from lightning_par.pipeline.outputs import LogRecord, MetricReference, Printed, say
+from lightning_par.watch.changes import Change, MappingChange, SequenceChange
 
 if TYPE_CHECKING:
-    from lightning_par.pipeline.watch import Snapshot, Watch
+    from lightning_par.pipeline.watch import Watch
+    from lightning_par.watch.snapshot import Snapshot
 
 _CPU = torch.device("cpu")
+_NOTHING: Any = MappingProxyType({})
 
 
 @dataclass
@@ -39,6 +43,8 @@ class Effects:
         places: whether an object's entries are its attributes.
         refused: what the step did that can't be told, in words.
         result: the step's return value; the caller sets it.
+        names: of objects that all ranks have, by their ids here; and of what stood in for them in the run.
+        kept: what the ids are of.
     """
 
     logs: list[LogRecord] = field(default_factory=list)
@@ -47,31 +53,56 @@ class Effects:
     places: dict[str, bool] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     result: Any = None
+    names: dict[int, str] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
 
-    def travel(self, axis: Axis, source: int, device: torch.device = _CPU) -> Effects:
+    def travel(
+        self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
+        made: Made = _NOTHING, module: nn.Module | None = None,
+    ) -> Effects:  # fmt: skip
         """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
 
         Args:
             axis: the pipeline axis; all its ranks call this.
             source: whose effects count; what the others pass is dropped.
             device: where the process group's tensors live.
+            objects: what all ranks have, by name: it does not travel, each rank goes on with its own.
+            made: what this rank stored itself in a run of the same step without any values of the model.
+            module: what it is made of does not travel, either.
 
         Raises:
             TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
         """
-        if axis.rank == source and not self.refused:
-            self.refused.extend(self._unsendable(device))
-        sent = Effects(refused=self.refused) if self.refused else self
-        arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects")
+        known = Known(self.names, {**objects, **{place_of_made(*key): x for key, x in made.items()}}, module)
+        sent = replace(self, names={}, kept=[])
+        if axis.rank == source and not self.refused and refusal(sent, device, known) is not None:
+            for place, value in self._left_behind(device, known, made):
+                known.add(place, value)
+            self.refused.extend(sent._unsendable(device, known))
+        sent = Effects(refused=self.refused) if self.refused else sent
+        arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects", known=known)
         if arrived.refused:
             raise TypeError(" ".join(arrived.refused))
         return arrived
 
-    def _unsendable(self, device: torch.device) -> list[str]:
+    def _left_behind(self, device: torch.device, known: Known, made: Made) -> list[tuple[str, Any]]:
+        """What can't travel and has nothing of the model's values in it: each rank has made it for itself."""
+        found = []
+        for name, change in self.state.items():
+            stored = change.entries if isinstance(change, MappingChange) else {}
+            stored = dict(enumerate(change.rest)) if isinstance(change, SequenceChange) else stored
+            for key, value in stored.items():
+                twin = made.get((name, key))
+                alike = twin is not None and type(twin) is type(value) and not holds_values(twin, self.names)
+                if alike and refusal(value, device, known) is not None:
+                    found.append((place_of_made(name, key), value))
+        return found
+
+    def _unsendable(self, device: torch.device, known: Known) -> list[str]:
         """What can't travel, in words; the parts are tried one by one only if the whole can't."""
-        if refusal(self, device) is None:
+        if refusal(self, device, known) is None:
             return []
-        reasons = [(place, refusal(part, device)) for place, part in self._parts()]
+        reasons = [(place, refusal(part, device, known)) for place, part in self._parts()]
         return [
             f"{place} can't be sent to the other ranks of the pipeline: {reason}. All of them need what the step "
             "stores, logs and returns."
@@ -92,18 +123,26 @@ class Effects:
         yield "What the step returns", self.result
 
 
-def apply(effects: Effects, lightning_module: Any, watch: Watch, show: bool) -> None:
+def apply(effects: Effects, lightning_module: Any, watch: Watch, batch: Any, show: bool) -> None:
     """Do what the run that counts did: change the state, log, print.
 
     Args:
         effects: the same on all ranks; see `Effects.travel`.
         lightning_module: whose step it was. Its ``log`` is called for real, so the trainer's hook is to be on.
         watch: of the same modules on every rank, in the state before the run.
+        batch: what the step was given.
         show: whether this rank prints.
+
+    Raises:
+        RuntimeError: another object has changed than this rank has.
     """
-    snapshot = watch.snapshot(lend=False)
+    snapshot = watch.snapshot()
+    cells = watch.cells(batch) if effects.state else {}
     for name, change in effects.state.items():
-        snapshot.cells[name].apply(change)
+        if name not in cells:
+            raise RuntimeError(f"The step changes {name}, which is not there on every rank of the pipeline.")
+        cells[name].apply(change)
+    watch.settle(effects.state)
     for record in effects.logs:
         _log(record, lightning_module, snapshot)
     for printed in effects.printed if show else ():
@@ -142,8 +181,9 @@ def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effe
         runs = [Effects(result=torch.full((1,), float(i))) for i in range(3)]
         assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
     """
-    whole: Effects = _joined(list(effects), join)
-    return whole
+    whole: Effects = _joined([replace(x, names={}, kept=[]) for x in effects], join)
+    names = {key: name for x in effects for key, name in x.names.items()}
+    return replace(whole, names=names, kept=[x.kept for x in effects])
 
 
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:

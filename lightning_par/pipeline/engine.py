@@ -98,7 +98,7 @@ class Engine:
             found = {p: p.grad for p in named.values()}
         found = self.finish_gradients(found)
         self._compare(ready, step, {name: p for name, p in named.items() if found[p] is not None}, named)
-        result = self._settle(ready, effects)
+        result = self._settle(step, ready, effects)
         loss = loss_in(result)
         if loss is None:
             return result
@@ -148,16 +148,18 @@ class Engine:
         """Run a step without gradients; what lies behind the last unit runs once, on the whole batch."""
         ready = self.programs.prepare(step, microbatches)
         schedule = self.order.forwards([part.program for part in ready.parts])
-        return self._settle(ready, self._run(ready, schedule, 1.0, key))
+        return self._settle(step, ready, self._run(ready, schedule, 1.0, key))
 
-    def _settle(self, ready: Prepared, effects: Effects) -> Any:
+    def _settle(self, step: Step, ready: Prepared, effects: Effects) -> Any:
         """What the step did becomes known, and done, on all ranks."""
         self.messenger.finish()
         self.programs.attributes.settle()
-        effects = effects.travel(self.axis, ready.program.last_rank, self.device)
+        watch, batch = self.programs.watch, None if ready.coupled else step.batch
+        source, known = ready.program.last_rank, watch.objects(batch)
+        effects = effects.travel(self.axis, source, self.device, known, watch.made, self.module)
         generators.set_global_state(ready.after)
-        with ready.step.context():  # numbers that are logged become tensors of the precision's dtype
-            apply(effects, self.module, self.programs.watch, show=self.axis.rank == 0)
+        with step.context():  # numbers that are logged become tensors of the precision's dtype
+            apply(effects, self.module, watch, batch, show=self.axis.rank == 0)
         return effects.result
 
     # ---------------------------------------------------------------------------------------------------- while it runs
@@ -258,7 +260,7 @@ class Engine:
         watch = self.programs.watch
         if not self.rehearsing and (not counts or run.axis is not None):
             run.inside = watch.inside
-        with watch.told() if counts else watch.undone() as found:
+        with watch.told(step.batch, not part.apart) if counts else watch.undone(step.batch) as found:
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))

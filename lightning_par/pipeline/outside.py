@@ -21,11 +21,11 @@ from lightning_par import generators, private
 from lightning_par.batch import broadcast_batch
 from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
-from lightning_par.pipeline.cells import version_of
 from lightning_par.pipeline.joint import JointGradients
 from lightning_par.pipeline.located import UnitCall
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.weights import Placement
+from lightning_par.watch.cells import version_of
 
 _ATOMS = (Tensor, str, bytes, int, float, complex, type(None), type, enum.Enum, np.generic, slice)
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -38,6 +38,7 @@ class Part:
         before: where the generators of numpy and `random` stand before it.
         axis: the microbatch's place among the others; None where the step sees no others.
         share: by which its loss counts.
+        apart: whether it is a batch of its own.
     """
 
     step: Step
@@ -46,6 +47,7 @@ class Part:
     before: tuple[Any, Any]
     axis: MicrobatchAxis | None = None
     share: float = 1.0
+    apart: bool = False
 
 
 @dataclass
@@ -136,7 +138,7 @@ class Programs:
                 return x[low:high] if x.ndim and x.shape[0] == samples else x
 
             (part,) = self.prepare(replace(step, batch=map_tensors(cut, step.batch)), 1).parts
-            part.share = len(own) / samples
+            part.share, part.apart = len(own) / samples, count > 1
             parts.append(part)
         return Prepared(parts, began, generators.global_state(), coupled=len(parts) > 1)
 
@@ -193,7 +195,7 @@ class Programs:
         run = DryRun(program, memo)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         try:
-            with self.watch.undone(), torch.set_grad_enabled(step.grad), step.context(), run:
+            with self.watch.undone(step.batch, keep=True), torch.set_grad_enabled(step.grad), step.context(), run:
                 call_step(self.module, step)
             run.finish()
         except ChangedError as error:

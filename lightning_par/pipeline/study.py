@@ -24,6 +24,7 @@ from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Row, Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.units import Call
+from lightning_par.pipeline.watch import untraced
 from lightning_par.positions import Positions
 from lightning_par.random import streams
 from lightning_par.record import quiet
@@ -120,6 +121,7 @@ def _analyse(
     return found
 
 
+@untraced
 def _run(
     step: Step,
     stages: Stages,

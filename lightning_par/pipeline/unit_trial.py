@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.calls import Trace, tracing
-from lightning_par.pipeline.changes import Change, MappingChange
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.values import of_microbatch
-from lightning_par.pipeline.watch import Snapshot
 from lightning_par.view import ShardedTensor
+from lightning_par.watch.changes import Change, MappingChange
+from lightning_par.watch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.analysis import Analysis
@@ -48,7 +48,7 @@ def acts_plainly(
     with tracing(run, inputs) as viewed:
         result = call(*args, **kwargs)
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
-    after = Snapshot(modules, None)
+    after = Snapshot(modules, hooks=False)
 
     def plainly() -> Trace | None:
         return _traced(run, call, *_twin(given, of_microbatch, {}))
@@ -56,7 +56,7 @@ def acts_plainly(
     try:
         with _aside(run):
             first = plainly()
-            between = Snapshot(modules, None)
+            between = Snapshot(modules, hooks=False)
             second = plainly()
             if first is None or second is None:
                 return result, False

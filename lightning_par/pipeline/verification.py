@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_par import generators
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import map_tensors, tensors_in
-from lightning_par.pipeline.watch import Snapshot
 from lightning_par.private import TorchDispatchMode
+from lightning_par.watch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.engine import Engine
@@ -100,7 +100,7 @@ def _kept(module: nn.Module) -> Iterator[None]:
     """What modules hold is afterwards what it was, within units, too."""
     buffers = [b for b in module.buffers() if type(b) is Tensor and not b.is_meta]
     copies = [b.detach().clone() for b in buffers]
-    state = Snapshot([(name, m) for name, m in module.named_modules() if name], None)
+    state = Snapshot([(name, m) for name, m in module.named_modules() if name])
     try:
         yield
     finally:

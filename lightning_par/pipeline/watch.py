@@ -7,38 +7,30 @@ becomes of the run that counts.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_par import private
-from lightning_par.pipeline import cells
-from lightning_par.pipeline.cells import Cell, MappingCell
-from lightning_par.pipeline.changes import Change
 from lightning_par.pipeline.effects import Effects
 from lightning_par.pipeline.metrics import Around, StandIns, calling
 from lightning_par.pipeline.outputs import Recorder, recorded, silent, speaking
+from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.structure import tensors_in
+from lightning_par.watch.cells import Cell
+from lightning_par.watch.changes import Change, MappingChange
+from lightning_par.watch.reach import ATOMS
+from lightning_par.watch.snapshot import Snapshot, kept, reading, too_large
+from lightning_par.watch.spares import Spares
+from lightning_par.watch.users import packages_of
 
-DEPTH = 3  # containers and objects within one another that are looked into
-_ITEMS = 64  # of one container that get a spare
-_LOOKED_AT = 1000  # items of one container whose insides are watched
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_LIGHTNING = frozenset("_trainer _fabric _fabric_optimizers _device_mesh _compiler_ctx _metric_attributes".split())
-_METRIC = frozenset("_defaults _reductions _persistent _update_signature update compute forward dist_sync_fn".split())
-_SKIPPED = _OWN | _LIGHTNING
-_ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size))
-_FOREIGN = frozenset("""
-builtins types functools pathlib enum datetime re inspect logging threading multiprocessing concurrent weakref abc io
-torch lightning pytorch_lightning lightning_fabric lightning_par transformers tokenizers numpy
-""".split())  # fmt: skip
+T = TypeVar("T")
 
 
 class Watch:
-    """The Python state of the modules outside units, so that a run of the step can be undone, or told.
+    """The Python state that a step reaches outside units, so that a run of it can be undone, or told.
 
     Args:
         lightning_module: whose step is run.
@@ -51,64 +43,91 @@ class Watch:
     Example::
 
         watch = Watch(module, [("", module)])
-        with watch.undone():
+        with watch.undone(batch):
             module.training_step(batch, 0)
-        with watch.told() as effects:
+        with watch.told(batch) as effects:
             effects.result = module.training_step(batch, 0)
-        effects = effects.travel(axis, source=axis.size - 1)
-        apply(effects, module, watch, show=axis.rank == 0)
+        effects = effects.travel(axis, source=axis.size - 1, objects=watch.objects(batch))
+        apply(effects, module, watch, batch, show=axis.rank == 0)
     """
 
     def __init__(
         self, lightning_module: Any, modules: Sequence[tuple[str, nn.Module]], around: Around | None = None
     ) -> None:
         self.lightning_module = lightning_module
-        self.modules = list(modules)
+        self.modules = [(f"self.{fqn}" if fqn else "self", module) for fqn, module in modules]
         self.around = around
+        self.made: dict[tuple[str, Any], Any] = {}  # what this rank's last run that was asked to `keep` stored anew
+        containers = {id(module) for _, module in modules}
+        named = lightning_module.named_modules()
+        self._units = {id(m): f"self.{fqn}" for fqn, m in named if id(m) not in containers}
+        self._packages = packages_of(lightning_module)
+        self._classes: dict[int, type] = {}  # of objects in batches
+        self._snapshot: Snapshot | None = None
         self._stand_ins = StandIns()
-        self._spares: dict[int, tuple[Tensor, int, Tensor, int]] = {}
-        self._last: dict[int, tuple[Tensor, int, Tensor, int]] = {}  # of the run before
+        self._spares, self._spares_of_batch = Spares(), Spares()
         self._inside: list[tuple[str, Change]] = []  # what hooks of units changed in the run that is on
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
+    def undone(self, batch: Any = None, keep: bool = False) -> Iterator[None]:
         """Whatever the run inside does to the state is undone; its logs, prints and metric updates do nothing.
 
+        Args:
+            batch: what the step is given.
+            keep: whether `made` gets what the run stored.
+
         Raises:
-            RuntimeError: the run changed a tensor in place that is too large to be copied.
+            RuntimeError: the run changed something in place that is too large to be copied.
         """
-        snapshot = self.snapshot()
-        try:
-            with silent(self.lightning_module), calling(snapshot.metrics, self.around, self._stand_ins.call):
+        state = self.snapshot()
+        with self._lent(state, batch) as refused:
+            with silent(self.lightning_module), calling(state.metrics, self.around, self._stand_ins.call):
                 yield
-        finally:
-            overwritten = snapshot.restore()
-            self._keep_inside(snapshot)
-        if overwritten:
-            raise RuntimeError(_too_large(overwritten))
+            if keep:
+                self.made = _made(state.changes())
+        if refused:
+            raise RuntimeError(" ".join(refused))
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[Effects]:
-        """The run inside counts: afterwards the `Effects` hold what it did, and the state is put back here, too."""
-        snapshot, effects = self.snapshot(), Effects()
-        recorder = Recorder(self.lightning_module, effects.logs, effects.printed, snapshot.names)
-        try:
-            with recorded(self.lightning_module, recorder), calling(snapshot.metrics, self.around, None):
+    def told(self, batch: Any = None, whole: bool = True) -> Iterator[Effects]:
+        """The run inside counts: afterwards the `Effects` hold what it did, and the state is put back here, too.
+
+        Args:
+            batch: what the step is given.
+            whole: whether what becomes of the batch counts; a part's does not.
+        """
+        state, effects = self.snapshot(), Effects()
+        recorder = Recorder(self.lightning_module, effects.logs, effects.printed, state.names)
+        with self._lent(state, batch, effects, whole) as refused:
+            with recorded(self.lightning_module, recorder), calling(state.metrics, self.around, None):
                 yield effects
-            for name, cell in snapshot.cells.items():
-                change = cell.change()
-                if change is not None and cell.fixed:
-                    places = ", ".join(map(cell.place, [*change.entries, *change.deleted]))
-                    effects.refused.append(f"The step assigns modules or parameters: {places}. Make them in __init__.")
-                elif change is not None:
-                    effects.state[name] = change
-                    effects.places[name] = cell.dotted
+        effects.refused += refused
+
+    @contextlib.contextmanager
+    def _lent(
+        self, state: Snapshot, batch: Any, effects: Effects | None = None, whole: bool = True
+    ) -> Iterator[list[str]]:
+        """Inside a run may change all that ``state`` knows, and the batch; gives what it must not have done."""
+        plain = type(batch) is Tensor or type(batch) is tuple and all(type(x) is Tensor for x in batch)
+        given = None if plain and effects is None else self._of_batch(state, batch)
+        as_is = {id(x) for x in tensors_in(batch)}
+        refused: list[str] = []
+        state.lend(self._spares, as_is)
+        if given is not None:
+            given.lend(self._spares_of_batch, as_is)
+        held = [x for x in (state, given) if x is not None]
+        try:
+            with reading([name for x in held for name in x.locked()]):
+                yield refused
+            if effects is not None:
+                _tell(effects, state)
+                if given is not None and whole:
+                    _tell(effects, given)
         finally:
-            overwritten = snapshot.restore()
-            self._keep_inside(snapshot)
-            self._spares, self._last = {}, {}  # what the run stored may be one of them
+            overwritten = [place for x in held for place in x.restore()]
+            self._keep_inside(state)
         if overwritten:
-            effects.refused.append(_too_large(overwritten))
+            refused.append(too_large(overwritten))
 
     @contextlib.contextmanager
     def inside(self, unit: nn.Module, prints: bool) -> Iterator[None]:
@@ -122,134 +141,93 @@ class Watch:
             if not any(private.has_hooks(module) for module in unit.modules()):
                 yield
                 return
-            snapshot = self.snapshot(lend=False)
+            snapshot = self._walked()
             yield
         changes = [(name, cell.change_unlent()) for name, cell in snapshot.cells.items() if not cell.fixed]
         self._inside += [(name, change) for name, change in changes if change is not None]
         snapshot.restore()
 
-    def _keep_inside(self, snapshot: Snapshot) -> None:
+    def _keep_inside(self, state: Snapshot) -> None:
         changes, self._inside = self._inside, []
         for name, change in changes:
-            if name in snapshot.cells:
-                snapshot.cells[name].apply(change)
+            if name in state.cells:
+                state.cells[name].apply(change)
 
-    def snapshot(self, lend: bool = True) -> Snapshot:
-        """What the modules hold now; with ``lend`` their tensors are stood in for until `Snapshot.restore`."""
-        if lend:
-            self._last, self._spares = self._spares, {}  # what no module holds any more is let go
-        return Snapshot(self.modules, self if lend else None)
+    def snapshot(self) -> Snapshot:
+        """What the modules hold now, the same as before if they still hold it."""
+        if self._snapshot is None or not self._snapshot.renew():
+            self._snapshot = None  # what it alone holds is let go
+            self._snapshot = self._walked()
+        return self._snapshot
 
-    def spare(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` to run on, the last run's if neither has changed since."""
-        known = self._spares.get(id(tensor)) or self._last.get(id(tensor))
-        if known is not None:
-            original, version, spare, spare_version = known
-            unchanged = cells.version_of(tensor) == version >= 0 and cells.version_of(spare) == spare_version
-            if original is tensor and unchanged:
-                self._spares[id(tensor)] = known
-                return spare
-        spare = tensor.detach().clone()
-        self._spares[id(tensor)] = tensor, cells.version_of(tensor), spare, cells.version_of(spare)
-        return spare
+    def settle(self, changed: Iterable[str]) -> None:
+        """The objects of these names have changed for good: what they held is let go."""
+        self.made = {}
+        cells = {} if self._snapshot is None else self._snapshot.cells
+        if not all(cells[name].renew(ATOMS) for name in changed if name in cells):
+            self._snapshot = None
 
+    def _walked(self) -> Snapshot:
+        snapshot = Snapshot(self.modules, self._packages, self._units)
+        for kind in self._classes.values():
+            snapshot.add(kind.__qualname__, kind)
+        return snapshot
 
-class Snapshot:
-    """Every cell that the modules reach, by name, and the metrics among them."""
+    def _of_batch(self, state: Snapshot, batch: Any) -> Snapshot | None:
+        """What the batch holds, None if that is nothing but tensors."""
+        if batch is None:
+            return None
+        given = Snapshot([], self._packages, state.names, code=False)
+        given.add("batch", batch)
+        new = {id(kind): kind for kind in given.classes if id(kind) not in self._classes}
+        for kind in new.values():
+            state.add(kind.__qualname__, kind)
+        self._classes.update(new)
+        return given
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], spares: Watch | None) -> None:
-        self.cells: dict[str, Cell] = {}
-        self.metrics: dict[str, nn.Module] = {}
-        self.names: dict[int, str] = {}  # of the owners
-        self._spares = spares
-        with _plainly():
-            for fqn, module in modules:
-                self._add_module(f"self.{fqn}" if fqn else "self", module)
+    def cells(self, batch: Any = None) -> dict[str, Cell]:
+        """Everything that may change, by name."""
+        state = self.snapshot()
+        given = self._of_batch(state, batch)
+        return state.cells if given is None else {**state.cells, **given.cells}
 
-    def restore(self) -> list[str]:
-        """Put everything back.
-
-        Returns:
-            The names of tensors that could not be put back, having no copy.
-        """
-        overwritten: list[str] = []
-        for cell in self.cells.values():
-            overwritten += cell.overwritten()
-            cell.restore()
-        return overwritten
-
-    def _add_module(self, name: str, module: nn.Module) -> None:
-        if id(module) in self.names:
-            return
-        self.names[id(module)] = name
-        skipped = _SKIPPED
-        if isinstance(module, Metric) or hasattr(module, "_groups_checked"):
-            self.metrics[name] = module
-            skipped = _SKIPPED | _METRIC
-        self._add(MappingCell(name, module, vars(module), skipped), skipped, DEPTH)
-        self._add(MappingCell(f"{name}._buffers", module, module._buffers), frozenset(), DEPTH, buffers=True)
-        for fixed in ("_modules", "_parameters"):
-            self.cells[f"{name}.{fixed}"] = MappingCell(name, module, vars(module)[fixed], fixed=True)
-
-    def _add(self, cell: Cell, skipped: frozenset[str], depth: int, buffers: bool = False) -> None:
-        self.cells[cell.name] = cell
-        items = [(key, x) for key, x in cells.items_of(cell) if type(x) not in _ATOMS]
-        if cell.dotted:
-            items = [(key, x) for key, x in items if key not in skipped]
-        few = len(items) <= _ITEMS
-        if not few and not buffers:
-            cell.versions = {key: (x, cells.version_of(x)) for key, x in items if type(x) is Tensor}
-            items = [(key, x) for key, x in items if key not in cell.versions][:_LOOKED_AT]
-        for key, value in items:
-            if type(value) is Tensor:
-                small = buffers or value.numel() <= cells.SMALL
-                cell.lend(key, value, self._spares if small and not value.requires_grad else None)
-            elif depth:
-                self._add_object(cell.place(key), value, depth)
-
-    def _add_object(self, name: str, value: Any, depth: int) -> None:
-        if id(value) in self.names:
-            return
-        if isinstance(value, nn.Module):
-            if isinstance(value, Metric):
-                self._add_module(name, value)
-            return
-        cell = cells.cell_of(name, value)
-        if cell is None and _is_users(value):
-            cell = MappingCell(name, value, vars(value))
-        if cell is None:
-            return
-        self.names[id(value)] = name
-        if isinstance(cell.before, (dict, list)):
-            self._add(cell, frozenset(), depth - 1)
-        else:
-            self.cells[name] = cell
+    def objects(self, batch: Any = None) -> dict[str, Any]:
+        """Everything that has a name, the same on all ranks."""
+        state = self.snapshot()
+        given = self._of_batch(state, batch)
+        return state.objects if given is None else {**state.objects, **given.objects}
 
 
-def _is_users(value: Any) -> bool:
-    """Whether a value is an object of a plain class, whose attributes are its state."""
-    kind = type(value)
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (type, BaseException, Tensor))
-        and not callable(getattr(kind, "__get__", None))
-        and kind.__module__.partition(".")[0] not in _FOREIGN
-        and value is not sys.modules.get(getattr(value, "__name__", ""))
-    )
+def untraced(trial: Callable[..., T]) -> Callable[..., T]:
+    """``trial`` runs a step, its first argument, on a copy of the module; whatever that shares is put back."""
+
+    @functools.wraps(trial)
+    def run(step: Step, *args: Any, **kwargs: Any) -> T:
+        with kept(step.module, step.batch, {id(x) for x in tensors_in(step.batch)}):
+            return trial(step, *args, **kwargs)
+
+    return run
 
 
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """No mode sees what is done inside, and copies count their changes."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(private.no_modes())
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        yield
+def _tell(effects: Effects, state: Snapshot) -> None:
+    for name, change in state.changes().items():
+        cell = state.cells[name]
+        if cell.fixed is None:
+            effects.state[name] = change
+            effects.places[name] = cell.dotted
+            continue
+        mapping = isinstance(change, MappingChange)
+        places = ", ".join(map(cell.place, [*change.entries, *change.deleted])) if mapping else name
+        effects.refused.append(cell.fixed.format(places=places))
+    effects.names.update(state.names)
+    effects.names.update(state.stand_ins())
+    effects.kept.append((state, [cell.lent for cell in state.cells.values() if cell.lent]))
 
 
-def _too_large(places: list[str]) -> str:
-    return (
-        f"The step changes a tensor in place that is too large to be copied for every run: {', '.join(places)}. "
-        "Register it as a buffer, or assign a new tensor."
-    )
+def _made(changes: dict[str, Change]) -> dict[tuple[str, Any], Any]:
+    """What was stored anew, by the name of the object that holds it and where in it."""
+    found: dict[tuple[str, Any], Any] = {}
+    for name, change in changes.items():
+        entries = getattr(change, "entries", None) or dict(enumerate(getattr(change, "rest", ())))
+        found.update(((name, key), value) for key, value in entries.items())
+    return found

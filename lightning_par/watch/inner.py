@@ -1,0 +1,48 @@
+"""What an object holds of others, as Python's garbage collector sees it: whatever it is made of."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor
+
+_MOST = 10_000  # objects that are looked at
+
+
+def holds(value: Any, is_meant: Callable[[Any], bool], known: Collection[int] = ()) -> bool:
+    """Whether ``value`` is or holds something that ``is_meant``, or too much to be looked at.
+
+    Args:
+        value: any object.
+        is_meant: asked of each object.
+        known: ids of objects that need not be looked into.
+
+    Example::
+
+        assert holds({"a": iter([1.5])}, lambda x: isinstance(x, float))
+    """
+    waiting, seen = [value], {id(value)}
+    while waiting and len(seen) < _MOST:
+        one = waiting.pop()
+        if is_meant(one):
+            return True
+        for inner in _inside(one):
+            if id(inner) not in seen and id(inner) not in known:
+                seen.add(id(inner))
+                waiting.append(inner)
+    return bool(waiting)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, (types.ModuleType, types.CodeType, types.FrameType, Tensor)):
+        return []
+    if isinstance(value, types.FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if isinstance(value, type):
+        return [] if "<locals>" not in value.__qualname__ else [*vars(value).values()]
+    if isinstance(value, dict) and "__builtins__" in value:
+        return []
+    return gc.get_referents(value)

@@ -1,0 +1,82 @@
+"""Whose an object or a piece of code is: the user's, whose state counts, or a library's."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+# Libraries whose code keeps nothing from step to step that a step goes by, and whose insides are many.
+_LIBRARIES = frozenset(
+    """
+torch torchvision torchaudio torchmetrics lightning pytorch_lightning lightning_fabric lightning_utilities lightning_par
+numpy scipy transformers tokenizers
+""".split()
+)
+# Parts of the standard library whose objects are plain containers of what a user puts in.
+_CONTAINERS = frozenset("collections types argparse queue weakref _weakrefset functools itertools".split())
+# Objects of libraries whose attributes move in a step.
+_WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp", "torch.amp", "torch.autograd",
+            "transformers.cache_utils", "transformers.modeling_outputs", "transformers.utils.generic")  # fmt: skip
+_INSTALLED = tuple({str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Whether the Python module of this name is of a library whose state is its own."""
+    top = (module or "").partition(".")[0]
+    return top in _LIBRARIES or top in sys.stdlib_module_names
+
+
+@functools.cache
+def is_users_code(module: str | None, packages: frozenset[str]) -> bool:
+    """Whether what a function or class of this Python module keeps counts.
+
+    Args:
+        module: its name.
+        packages: installed packages, by their first names, that count as the user's: the model's own.
+    """
+    if module is None or is_library(module):
+        return False
+    top = module.partition(".")[0]
+    if top in packages:
+        return True
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is None or not str(Path(file)).startswith(_INSTALLED)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether the attributes of ``value``, an object of a plain class, are its state."""
+    kind = type(value)
+    if isinstance(value, (type, BaseException, Tensor, nn.Module, types.ModuleType, types.FunctionType)):
+        return False
+    if callable(getattr(kind, "__get__", None)):
+        return False
+    module = kind.__module__
+    if is_library(module):
+        return module.partition(".")[0] in _CONTAINERS or module.startswith(_WATCHED)
+    return hasattr(value, "__dict__") or bool(slots_of(kind))
+
+
+def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    """The ``__slots__`` of a class and its bases, by name."""
+    found = _slots.get(kind)
+    if found is None:
+        members = ((name, x) for base in reversed(kind.__mro__) for name, x in vars(base).items())
+        found = {n: x for n, x in members if isinstance(x, types.MemberDescriptorType) and n[:2] != "__"}
+        _slots[kind] = found
+    return found
+
+
+_slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
+
+
+def packages_of(module: nn.Module) -> frozenset[str]:
+    """The packages whose classes the model is made of."""
+    names = {base.__module__ for m in module.modules() for base in type(m).__mro__}
+    return frozenset(name.partition(".")[0] for name in names if not is_library(name))
