@@ -28,6 +28,7 @@ from lightning_par.recorder import Recorder
 from lightning_par.recording import Recording, returned
 from lightning_par.steps import Repeated, fetches_itself, step_arguments
 from lightning_par.view import OutOfSightError
+from lightning_par.watch.snapshot import kept
 
 _LARGE = 2**24  # elements of a tensor that a trial has a fake of rather than a copy
 
@@ -67,7 +68,8 @@ def record_step(
     """
 
     def trial(guesses: Guesses) -> Trial[Recording]:
-        recording = _record(module, step, batch, shared, context, prepare, loaders, guesses)
+        with kept(module):  # class bodies, globals and closures, which the copy shares
+            recording = _record(module, step, batch, shared, context, prepare, loaders, guesses)
         turns = guesses.endless is not None  # of a loop, which come to nothing
         worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
         return Trial(recording, guesses, worth, recording.is_whole)
