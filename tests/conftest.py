@@ -6,8 +6,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks of a test share few cores
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
+    """The rows of a test of the module that will run, each by its parameters; for what is run for all of them at once."""
+
+    def rows(test: str) -> list[dict[str, Any]]:
+        items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+        mine = [item for item in items if item.module is request.module and item.originalname == test]
+        return [item.callspec.params for item in mine]
+
+    return rows
 
 
 @pytest.fixture(scope="session")

@@ -586,10 +586,10 @@ def run_one(column: str, folder: str, name: str) -> tuple[str, Any]:
         return "raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
-def run_all(column: str, folder: str) -> dict[str, tuple[str, Any]]:
-    """Each feature on this rank, one after the other."""
+def run_all(column: str, names: list[str], folder: str) -> dict[str, tuple[str, Any]]:
+    """Features on this rank, one after the other."""
     found = {}
-    for number, name in enumerate(FEATURES):
+    for number, name in enumerate(names):
         found[name] = run_one(column, f"{folder}/{number}", name)
         torch.use_deterministic_algorithms(False)
         if dist.is_initialized():
@@ -598,31 +598,39 @@ def run_all(column: str, folder: str) -> dict[str, tuple[str, Any]]:
 
 
 class Cells:
-    """Runs a whole column when the first of its cells is asked for."""
+    """Runs all of a column's cells that are to be tested when the first of them is asked for."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
+    def __init__(self, pool: Pool, folder: Path, asked: list[tuple[str, str]]) -> None:
         self.pool, self.folder = pool, folder
+        references = [(_reference(column), FEATURES[name].like or name) for column, name in asked]
+        self.asked = dict.fromkeys([*asked, *references])
         self.columns: dict[str, list[dict[str, tuple[str, Any]]]] = {}
 
     def run(self, column: str, name: str) -> list[tuple[str, Any]]:
         """What the cell gave on each rank."""
         if column not in self.columns:
             ranks, folder = 1 if column == ONE else 2, str(self.folder / column)
-            self.columns[column] = self.pool.run(ranks, run_all, column, folder)
+            names = [name for other, name in self.asked if other == column]
+            self.columns[column] = self.pool.run(ranks, run_all, column, names, folder)
         return copy.deepcopy([rank[name] for rank in self.columns[column]])
 
     def reference(self, column: str, name: str) -> list[Any]:
         """What each rank should give."""
-        reference = DDP if column in REPLICAS else ONE
+        reference = _reference(column)
         found = self.run(reference, FEATURES[name].like or name)
         assert all(kind == "gave" for kind, _ in found), found[0][1]
         values = [value for _, value in found]
         return values if reference == DDP else [values[0], copy.deepcopy(values[0])]
 
 
+def _reference(column: str) -> str:
+    return DDP if column in REPLICAS else ONE
+
+
 @pytest.fixture(scope="module")
-def cells(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Cells:
-    return Cells(pool, tmp_path_factory.mktemp("features"))
+def cells(pool: Pool, tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[Any]]) -> Cells:
+    rows = [(row["column"], row["name"]) for row in asked("test_a_cell")]
+    return Cells(pool, tmp_path_factory.mktemp("features"), rows)
 
 
 @pytest.mark.parametrize(

@@ -296,9 +296,9 @@ def _train_all(names: list[str], layout: dict[str, int] | None) -> dict[str, dic
 
 
 @pytest.fixture(scope="module")
-def trained(pool: Pool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def trained(pool: Pool, asked: Callable[[str], list[Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Every optimizer on one device, and on two ranks."""
-    names = list(OPTIMIZERS)
+    names = [row["name"] for row in asked("test_an_optimizer_equals_one_device")]
     (one,) = pool.run(1, _train_all, names, None)
     return one, pool.run(2, _train_all, names, dict(tensor_parallel_size=2))
 
