@@ -40,6 +40,16 @@ from typing import IO, Any
 from torch.distributed import TCPStore
 
 PATIENCE = 200.0  # seconds until who has not answered is taken to hang: machines may be slow and busy
+_IMPORTED = (  # by the template, so that no worker does
+    *("lightning.pytorch", "lightning_par.lightning_strategies", "lightning_par.checkpoint_io", "tests.models"),
+    *(
+        "torch._subclasses.fake_tensor",
+        "torch.utils.serialization",
+        "torch.distributed.checkpoint",
+        "rich._emoji_codes",
+    ),
+    "transformers.modeling_utils",
+)
 GRACE = 60.0  # seconds that others get once one has failed
 
 
@@ -233,7 +243,8 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _serve_forks(commands: socket.socket) -> None:
     """The template's loop: fork workers until the test run goes away."""
     importlib.import_module("torch").set_num_threads(1)
-    importlib.import_module("lightning.pytorch")
+    for name in _IMPORTED:
+        importlib.import_module(name)
     while True:
         message, descriptors, _, _ = socket.recv_fds(commands, 1000, 2)
         command, _, argument = message.decode().partition(" ")
