@@ -21,6 +21,7 @@ from lightning_par.pipeline.copies import Fakes, cloned
 from lightning_par.pipeline.outputs import hushed
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import map_tensors
+from lightning_par.pipeline.watch import untraced
 from lightning_par.random import streams
 from lightning_par.record import quiet
 
@@ -48,6 +49,7 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
         vars(streams).update(before)
 
 
+@untraced
 def _gradients(step: Step) -> frozenset[str] | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copy = _plain_copy(step, Fakes(mode, step), mode)

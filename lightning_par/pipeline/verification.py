@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par import generators
+from lightning_par.pipeline.copies import cloned
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.private import TorchDispatchMode
@@ -58,6 +59,7 @@ def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Te
         key: of the random draws.
     """
     samples = step.samples
+    step = replace(step, batch=map_tensors(cloned, step.batch))  # a step may write into its batch
     count = engine.microbatches_of(step, microbatches)
     if count > 2 and engine.flops > _FLOPS and _can_be_shortened(step):
         size = -(-samples // count)
@@ -87,7 +89,7 @@ def _can_be_shortened(step: Step) -> bool:
 
 def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Values:
     before = generators.global_state()
-    batch = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), step.batch)
+    batch = map_tensors(cloned, step.batch)
     try:
         with _kept(engine.module):
             return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)

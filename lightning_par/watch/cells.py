@@ -8,7 +8,7 @@ so that a run may change them in place and keep them for its backward, while the
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator, MutableMapping, MutableSequence
+from collections.abc import Collection, Iterator, MutableMapping, MutableSequence, Sequence
 from operator import is_
 from typing import Any
 
@@ -92,8 +92,8 @@ class Cell:
         """Put back what the object held, the same objects."""
         raise NotImplementedError
 
-    def keep(self, key: Any, value: Any) -> None:
-        """From now on ``value`` is what it holds."""
+    def keep(self, key: Any, value: Any, instead: Sequence[Any]) -> None:
+        """From now on ``value`` is what it holds, if it is one of those that it holds now."""
         raise NotImplementedError
 
     def apply(self, change: Any) -> None:
@@ -182,9 +182,10 @@ class MappingCell(Cell):
             if now.get(key, _NOTHING) is not value:
                 self._put(key, value)
 
-    def keep(self, key: Any, value: Any) -> None:
-        self.before[key] = value
-        self._put(key, value)
+    def keep(self, key: Any, value: Any, instead: Sequence[Any]) -> None:
+        if _is_among(self._now().get(key), instead):
+            self.before[key] = value
+            self._put(key, value)
 
     def apply(self, change: MappingChange) -> None:
         for key, value in change.inplace.items():
@@ -269,8 +270,8 @@ class NamesCell(MappingCell):
             self.values = list(map(self._get, self.names))
         return renewed
 
-    def keep(self, key: Any, value: Any) -> None:
-        super().keep(key, value)
+    def keep(self, key: Any, value: Any, instead: Sequence[Any]) -> None:
+        super().keep(key, value, instead)
         self.values = list(map(self._get, self.names))
 
 
@@ -361,8 +362,9 @@ class SequenceCell(Cell):
             self.owner.clear()
             self.owner.extend(self.before)
 
-    def keep(self, key: int, value: Any) -> None:
-        self.before[key] = self.owner[key] = value
+    def keep(self, key: int, value: Any, instead: Sequence[Any]) -> None:
+        if key < len(self.owner) and _is_among(self.owner[key], instead):
+            self.before[key] = self.owner[key] = value
 
     def apply(self, change: SequenceChange) -> None:
         for index, value in change.inplace.items():
@@ -403,11 +405,12 @@ class TupleCell(Cell):
     def restore(self) -> None:
         self.lent = {}
 
-    def keep(self, key: int, value: Any) -> None:
+    def keep(self, key: int, value: Any, instead: Sequence[Any]) -> None:
         items = (*self.before[:key], value, *self.before[key + 1 :])
-        self.before = self.owner = tuple.__new__(type(self.before), items)
+        before, self.before = self.before, tuple.__new__(type(self.before), items)
+        self.owner = self.before
         for cell, place in self.holders:
-            cell.keep(place, self.owner)
+            cell.keep(place, self.owner, [before])
 
     def apply(self, change: MappingChange) -> None:
         for key, value in change.inplace.items():
@@ -455,6 +458,10 @@ def version_of(tensor: Tensor) -> int:
 def _overwrite(tensor: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def _is_among(value: Any, values: Sequence[Any]) -> bool:
+    return any(value is x for x in values)
 
 
 def _index(values: list[Any], value: Any) -> int:

@@ -179,4 +179,4 @@ class IteratorCell(Cell):
         else:
             Replay.of.pop(id(value), None)
         for cell, key in self.holders:
-            cell.keep(key, value)
+            cell.keep(key, value, [self.replay, self.replay.source])
