@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_par.data.using import use_throughout
 from lightning_par.elementwise import refuse_joint_updates
 from lightning_par.launch import StartMethod
 from lightning_par.meeting import Meeting
+from lightning_par.namespace import Namespace
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.outside import Outside
@@ -72,6 +73,8 @@ class StagedMixin(StrategyMixin):
         if self.groups.pipeline.size > 1:
             _refuse_compiled(module)
             _refuse_fetching(module, type(self).__name__)
+            if trainer.state.fn.value == "fit":
+                _refuse_pruning(trainer.callbacks, self.namespace, type(self).__name__)
         self._engine = None
         self.groups.pipeline.name = self.axis_name
         self._refuse_parts_without_room()
@@ -240,6 +243,16 @@ def _refuse_fetching(module: Any, strategy: str) -> None:
                 f"run a step several times on one batch, so {strategy} must have the batch before. Write `{step}(self, "
                 "batch, batch_idx)`, or use TensorParallelStrategy."
             )
+
+
+def _refuse_pruning(callbacks: Iterable[Any], namespace: Namespace, strategy: str) -> None:
+    kind = namespace.from_pytorch("callbacks", "ModelPruning")
+    if any(isinstance(callback, kind) for callback in callbacks):
+        raise ValueError(
+            "ModelPruning replaces weights by masked ones while it trains: parameters of other names, and masks that "
+            f"each rank makes of its weights. Which rank holds which of them is settled before {strategy} trains. Use "
+            "TensorParallelStrategy, or prune the trained model: torch.nn.utils.prune, after Trainer.fit."
+        )
 
 
 def _refuse_compiled(module: nn.Module) -> None:
