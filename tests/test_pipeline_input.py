@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -59,6 +60,24 @@ class Manual(Net):
 class Fetches(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self(next(dataloader_iter)[0]).square().mean()
+
+
+class Prunes(Net):
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured")]
+
+
+class Rescales(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.up(x))
+        self.norm.weight.data.mul_(0.9)
+        return self.down(h)
+
+
+class RescalesLater(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.down.weight.data.mul_(0.9)
+        return super().forward(x)
 
 
 class SecondOrder(Net):
@@ -216,6 +235,25 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         Fetches,
         {},
         ["training_step takes `dataloader_iter`", "Write `training_step(self, batch, batch_idx)`, or"],
+    ),
+    "pruning": (
+        Prunes,
+        {},
+        ["ModelPruning replaces weights by masked ones while it trains", "Use TensorParallelStrategy, or prune the"],
+    ),
+    "a parameter that is written into in each microbatch": (
+        Rescales,
+        dict(microbatches=2),
+        [line(Rescales.forward, "mul_"), "the parameter 'norm.weight' is written into", "microbatches='auto'"],
+    ),
+    "a parameter of another stage that is written into": (
+        RescalesLater,
+        {},
+        [
+            line(RescalesLater.forward, "mul_"),
+            "writes into 'down.weight', which is used on ranks 0 and 1",
+            "forward of",
+        ],
     ),
     "LBFGS": (
         SecondOrder,

@@ -60,7 +60,7 @@ class Analysis(FakeRun):
         layouts: Layouts,
     ) -> None:
         super().__init__(mode, axis)
-        self.stretches, self.homes = stages.stretches(grad), stages.homes
+        self.stages, self.stretches, self.homes = stages, stages.stretches(grad), stages.homes
         self.names: dict[int, str] = {}  # of fake parameters, by id
         self.layouts = layouts
         self.events: list[Event] = []
@@ -74,6 +74,7 @@ class Analysis(FakeRun):
         self.lent = Lent()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
+        self.overwritten: list[tuple[str, int]] = []  # parameters that are written into, and by which event
         self.effects: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.has_read = False
@@ -237,6 +238,7 @@ class Analysis(FakeRun):
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         written = self.memory.settle(index)
+        self._note_overwritten(index, written)
         self.lent.give((x for x in inputs if not is_located(x) and not self.is_state(x)), written)
         for n, x in enumerate(tensors_in(result)):
             if id(x) not in self.names:
@@ -245,6 +247,12 @@ class Analysis(FakeRun):
                 self.memory.made((index, n), x)
         self.kept.append((inputs, result))
         return event
+
+    def _note_overwritten(self, index: int, written: set[Any]) -> None:
+        for name in (self.memory.parameters[memory] for memory in written & self.memory.parameters.keys()):
+            if self.axis is not None:
+                raise SamplesMixError(f"{self.memory.places[name]}: the parameter {name!r} is written into at each run")
+            self.overwritten.append((name, index))
 
     def _keys_of(self, tensors: Iterable[Tensor]) -> tuple[Key, ...]:
         found = []

@@ -49,7 +49,10 @@ class Fakes:
         return fake
 
     def names(self) -> dict[int, str]:
-        return {id(fake): self.parameters[key] for key, fake in self.made.items() if key in self.parameters}
+        return {id(fake): name for fake, name in self.named()}
+
+    def named(self) -> list[tuple[Tensor, str]]:
+        return [(fake, self.parameters[key]) for key, fake in self.made.items() if key in self.parameters]
 
 
 def _is_away(x: Tensor) -> bool:

@@ -69,6 +69,7 @@ class Engine:
         self.rehearsing = False
         self._compared: list[Program] = []
         self.flops = 0.0  # of the step that was prepared last
+        self.overwritten: frozenset[str] = frozenset()  # by that step: parameters
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property
@@ -114,7 +115,7 @@ class Engine:
     def microbatches_of(self, step: Step, microbatches: int) -> int:
         """Into how many microbatches ``step`` can be cut, of as many as are asked for."""
         ready = self.programs.prepare(step, microbatches)
-        self.flops = sum(ready.program.costs)
+        self.flops, self.overwritten = sum(ready.program.costs), ready.program.overwritten
         generators.set_global_state(ready.before)
         return len(ready.parts)
 

@@ -14,6 +14,7 @@ from lightning_par.pipeline.lent import memory_of
 from lightning_par.pipeline.located import Key
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.private import TorchDispatchMode
+from lightning_par.rules.table import user_line
 
 
 class Memory(TorchDispatchMode):
@@ -21,6 +22,8 @@ class Memory(TorchDispatchMode):
 
     Attributes:
         written: the events that write into the memory of a value after it was made, ascending.
+        parameters: the names of parameters, by their memory.
+        places: where the user's code last wrote into a parameter's, by its name.
 
     Example::
 
@@ -37,13 +40,18 @@ class Memory(TorchDispatchMode):
         super().__init__()
         self.written: dict[Key, list[int]] = defaultdict(list)
         self.sharing: dict[StorageWeakRef, list[Key]] = defaultdict(list)
+        self.parameters: dict[StorageWeakRef, str] = {}
+        self.places: dict[str, str] = {}
         self._now: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for place, name in _mutable(func):
             value = args[place] if place < len(args) else kwargs.get(name)
-            self._now.update(memory for x in tensors_in(value) if (memory := memory_of(x)) is not None)
+            for memory in filter(None, map(memory_of, tensors_in(value))):
+                self._now.add(memory)
+                if memory in self.parameters:
+                    self.places[self.parameters[memory]] = user_line()
         with torch._C.DisableTorchFunction():  # a kernel is no event, even where no torch function stands before it
             return func(*args, **kwargs)
 

@@ -51,7 +51,25 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         uses=uses,
         regions=run.regions,
         deciding=frozenset(run.deciding),
+        overwritten=_overwritten(step, run, cut),
     )
+
+
+def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
+    """The parameters that the step writes into, each of which is on one rank."""
+    for name in {name for name, _ in run.overwritten}:
+        p = step.module.get_parameter(name)
+        holding = {path for path in run.homes if any(p is x for x in step.module.get_submodule(path).parameters())}
+        ranks = {rank for path in holding for rank in run.stages.holders(path)}
+        used = [(path, index) for path, index in (*run.overwritten, *run.direct) if path == name]
+        ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}
+        if len(ranks) > 1:
+            raise ValueError(
+                f"{run.memory.places[name]}: the step writes into {name!r}, which is used on ranks "
+                f"{' and '.join(map(str, sorted(ranks)))} of the pipeline, of which one would write. Write into it in "
+                "the forward of the only module that uses it, in on_train_batch_start, or use TensorParallelStrategy."
+            )
+    return frozenset(name for name, _ in run.overwritten)
 
 
 def _routes(run: Analysis, starts: Sequence[int]) -> Routes:

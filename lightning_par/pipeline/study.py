@@ -15,6 +15,7 @@ from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explor
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.attributes import watch_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
+from lightning_par.pipeline.lent import memory_of
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.outputs import hushed
@@ -144,6 +145,7 @@ def _run(
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
     run.guesses = guesses
     run.names = fakes.names()
+    run.memory.parameters = {m: name for x, name in fakes.named() if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}

@@ -7,7 +7,7 @@ Two runs of the whole that differ show state that moves unseen with every run; w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par import generators
-from lightning_par.pipeline.copies import cloned
+from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.private import TorchDispatchMode
-from lightning_par.watch.snapshot import Snapshot
+from lightning_par.view import leaf
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.engine import Engine
@@ -91,25 +91,27 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
     before = generators.global_state()
     batch = map_tensors(cloned, step.batch)
     try:
-        with _kept(engine.module):
+        with _kept(engine.module, engine.overwritten):
             return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)
     finally:
         generators.set_global_state(before)
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """What modules hold is afterwards what it was, within units, too."""
-    buffers = [b for b in module.buffers() if type(b) is Tensor and not b.is_meta]
-    copies = [b.detach().clone() for b in buffers]
+def _kept(module: nn.Module, overwritten: Collection[str]) -> Iterator[None]:
+    """What modules hold is afterwards what it was, within units, too; of parameters those that are ``overwritten``."""
+    parameters = [leaf(module.get_parameter(name)) for name in sorted(overwritten)]
+    tensors = [x.detach() for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
+    tensors = [x for x in tensors if type(x) is Tensor]
+    copies = [x.clone() for x in tensors]
     state = Snapshot([(name, m) for name, m in module.named_modules() if name])
     try:
         yield
     finally:
         state.restore()
         with torch.no_grad():
-            for b, copy in zip(buffers, copies, strict=True):
-                b.copy_(copy)
+            for x, copy in zip(tensors, copies, strict=True):
+                x.copy_(copy)
 
 
 @contextmanager
