@@ -9,6 +9,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
@@ -32,8 +33,12 @@ class Block(nn.Module):
             raise KeyError(how)
         if how == "write":
             x.add_(1.0)
+        if how == "clamp":
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.3, 0.3)
+            self.linear.bias.data.mul_(0.9)
         x = self.norm(self.linear(x))
-        return torch.tanh(x if how == "train" else self.dropout(x))
+        return torch.tanh(x if how in ("train", "clamp") else self.dropout(x))
 
 
 class Model(L.LightningModule):
@@ -97,6 +102,60 @@ class Reads(Model):
         self.see("none", [name for name, p in self.named_parameters() if p.grad is not None])
 
 
+class Weights(Model):
+    def on_train_batch_end(self, *_: Any) -> None:
+        weights = [p for p in self.parameters() if p.ndim == 2]
+        self.see("flat", nn.utils.parameters_to_vector(self.parameters()).detach())
+        self.see("largest", [float(p.abs().max()) for p in weights] + [w.data[0].norm().item() for w in weights])
+        self.see("numpy", torch.from_numpy(self.head.weight.detach().numpy().copy()))
+        self.see("listed", [self.head.bias.tolist(), *(x.tolist() for x in self.blocks[0].linear.bias[:2])])
+        self.see("equal", [torch.equal(p, q) for p in self.parameters() for q in self.parameters()])
+        self.see(
+            "graph", [p.norm().requires_grad for p in weights] + [p.detach().norm().requires_grad for p in weights]
+        )
+        self.see("called", nn.functional.linear(X, self.unused.weight).detach())
+        with torch.no_grad():
+            for p in weights:
+                p.div_(1 + p.norm(dim=1, keepdim=True))
+                p[0].mul_(2)
+                p.view(-1)[-1:].neg_()
+                p.data[p.data.abs() < 0.02] = 0.5
+            self.blocks[0].linear.weight.lerp_(self.blocks[2].linear.weight, 0.25)
+            self.blocks[1].linear.weight.add_(self.blocks[2].linear.weight * 0.1)
+            for row in self.head.weight:
+                row.clamp_(-0.3, 0.3)
+
+
+class Overwrites(Model):
+    """Writes into parameters within a step: within a unit, and beside the call of one."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch, "clamp")
+        self.head.weight.data.mul_(0.9)
+        return self.head(batch).pow(2).mean()
+
+
+class Thaws(Model):
+    """Unfreezes layers of one shape while it trains."""
+
+    def configure_callbacks(self) -> Any:
+        return [Thaw()]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.blocks[0], pl_module.blocks[2]])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([pl_module.blocks[0].linear, pl_module.blocks[2]], optimizer)
+            pl_module.see("groups", [len(group["params"]) for group in optimizer.param_groups])
+
+
 class Calls(Model):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():  # in training mode: dropout draws, statistics move
@@ -145,7 +204,7 @@ class Joint(Model):
         return Global(self.parameters())
 
 
-KINDS = {kind.__name__: kind for kind in (Reads, Calls, Wrong, Alone, Joint)}
+KINDS = {kind.__name__: kind for kind in (Reads, Weights, Overwrites, Thaws, Calls, Wrong, Alone, Joint)}
 
 
 def fit(name: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -153,8 +212,9 @@ def fit(name: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     strategy: Any = "auto" if layout is None else PipelineParallelStrategy(**layout)
     devices = 1 if layout is None else layout["pipeline_parallel_size"]
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, precision="64-true", num_sanity_val_steps=0,
+        strategy=strategy, accelerator="cpu", devices=devices, max_steps=2 + 2 * (name == "Thaws"), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+        num_sanity_val_steps=0,
     )  # fmt: skip
     module = KINDS[name]()
     data = torch.utils.data.DataLoader(torch.randn(6, 4, dtype=torch.float64), batch_size=3)
@@ -177,10 +237,10 @@ def agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("name", ["Reads", "Calls"])
+@pytest.mark.parametrize("name", ["Reads", "Weights", "Overwrites", "Thaws", "Calls"])
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)
-    assert len(expected) > 8
+    assert len(expected) > (1 if name in ("Overwrites", "Thaws") else 8)
     for seen in pool.run(2, fit, name, dict(pipeline_parallel_size=2, schedule="gpipe")):
         assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
 

@@ -1,9 +1,9 @@
-"""Gradients that other ranks hold, for user code between two steps: read anywhere, they are one device's.
+"""Gradients and weights that other ranks hold, for user code between two steps: read anywhere, they are one device's.
 
 While no step runs, ``p.grad`` of a parameter that lives on some ranks alone is a `Gradient` on every rank. Writing to
 it writes where it is. Reading it sends it, so that all ranks go on with the same values; they meet before. Norms that
 ``torch.nn.utils`` clips by travel as one number each, in one all-reduce. Optimizers and our own code see the plain
-gradient where it is, and None elsewhere.
+gradient where it is, and None elsewhere. Weights are read likewise: see `lightning_par.pipeline.weight`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
+from lightning_par.pipeline.weight import Weight, WeightView
 from lightning_par.pipeline.weights import Placement
 from lightning_par.view import ShardedTensor
 
@@ -58,15 +59,17 @@ class JointGradients:
                 self.sources[name] = placement.first(name)
                 self._parameters[name] = p
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._classes: dict[type, type] = {}
+        self._classes: dict[tuple[type, type], type] = {}
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
-        self._plain = 0
+        self._plain, self._unseen = 0, 0
+        self._holders = {name: placement.of(name, axis.size) for name in self.sources}
         self._undo: dict[int, Callable[[], None]] = {}
         self._show()
 
     def close(self) -> None:
         """Let every parameter and optimizer be what it was. No communication."""
         self._hide()
+        self._unseen += 1  # for views that someone keeps
         for undo in self._undo.values():
             undo()
         self._undo.clear()
@@ -87,6 +90,28 @@ class JointGradients:
             self.forget()
             if not self._plain:
                 self._show()
+
+    @property
+    def shows(self) -> bool:
+        """Whether user code sees weights of all stages now."""
+        return not (self._plain or self._unseen)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, weights are those of this rank; no communication."""
+        self._unseen += 1
+        try:
+            yield
+        finally:
+            self._unseen -= 1
+
+    def name_of(self, x: Any) -> str:
+        """The name of the spread parameter that ``x`` is, or is a view of."""
+        return x._of if isinstance(x, WeightView) else self._names[id(x)]
+
+    def holders_of(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a spread parameter."""
+        return self._holders[name]
 
     def adopt(self, optimizer: Any) -> None:
         """Let the steps of ``optimizer`` see plain gradients, but for its closure, in which hooks of the user's run."""
@@ -151,39 +176,37 @@ class JointGradients:
 
     def _show(self) -> None:
         for p in self._parameters.values():
-            p.__class__ = self._joint(type(p))
+            p.__class__ = p.__class__ if isinstance(p, _Joint) else self.class_of(_Joint, type(p))
 
     def _hide(self) -> None:
         for p in self._parameters.values():
             if isinstance(p, _Joint):
                 p.__class__ = p._plain
 
-    def _joint(self, kind: type) -> type:
-        if issubclass(kind, _Joint):
-            return kind
-        if kind not in self._classes:
-            content = {"_gradients": self, "_plain": kind, "__module__": kind.__module__}
-            self._classes[kind] = types.new_class(
-                kind.__name__, (_Joint, kind), {}, lambda space: space.update(content)
+    def class_of(self, way: type, kind: type) -> Any:
+        """The subclass of ``kind`` that begins with ``way``."""
+        if (way, kind) not in self._classes:
+            content = {"_owner": self, "_plain": kind, "__module__": kind.__module__}
+            self._classes[way, kind] = types.new_class(
+                kind.__name__, (way, kind), {}, lambda space: space.update(content)
             )
-        return self._classes[kind]
+        return self._classes[way, kind]
 
 
-class _Joint:
-    """What the class of a spread parameter begins with while user code may read its gradient."""
+class _Joint(Weight):
+    """What the class of a spread parameter begins with while user code may read it and its gradient."""
 
-    _gradients: ClassVar[JointGradients]
     _plain: ClassVar[Any]
 
     @property
     def grad(self) -> Tensor | None:
         held = _held(self)
-        return self._gradients.of(_tensor(self), held) if _for_user(sys._getframe(1)) else held
+        return self._owner.of(_tensor(self), held) if _for_user(sys._getframe(1)) else held
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if _for_user(sys._getframe(1)):
-            self._gradients.put(_tensor(self), value, not is_elsewhere(self))
+            self._owner.put(_tensor(self), value, not is_elsewhere(self))
         else:
             _GRAD.__set__(self, value)
 

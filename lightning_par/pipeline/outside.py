@@ -24,6 +24,7 @@ from lightning_par.meeting import Meeting
 from lightning_par.pipeline.joint import JointGradients
 from lightning_par.pipeline.located import UnitCall
 from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.unlinked import unlinked
 from lightning_par.pipeline.weights import Placement
 from lightning_par.watch.cells import version_of
 
@@ -133,7 +134,7 @@ class Outside:
         if self.axis.rank not in holders:
             _follow(told, given)
         linked = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *unit.parameters()))
-        return map_tensors(_unlinked, told.result) if linked else told.result
+        return map_tensors(_linked, told.result) if linked else told.result
 
     def _run(
         self, original: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]
@@ -142,8 +143,10 @@ class Outside:
         before = [x.clone() if x.is_inference() else version_of(x) for x in given]
         start, told = generators.global_state(), _Told()
         self._steps += 1
+        unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
         try:
-            told.result = original(*args, **kwargs)
+            with unseen:
+                told.result = original(*args, **kwargs)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return _Told(failure=f"{type(error).__name__}: {error}"), error
         finally:
@@ -175,21 +178,5 @@ def _follow(told: _Told, given: list[Tensor]) -> None:
         generators.unpack_state(told.drawn)
 
 
-class _Unlinked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "What a module of a pipeline returns outside a step has no gradients, since its weights are on several "
-            "ranks. Compute this loss in training_step."
-        )
-
-
-def _unlinked(x: Tensor) -> Tensor:
-    if not (x.is_floating_point() or x.is_complex()):
-        return x
-    linked: Tensor = _Unlinked.apply(torch.zeros((), device=x.device, requires_grad=True), x)
-    return linked
+def _linked(x: Tensor) -> Tensor:
+    return unlinked(x, "returned by a module outside a step")

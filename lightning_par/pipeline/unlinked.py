@@ -1,0 +1,35 @@
+"""Values that are known on all ranks of a pipeline, but have no backward, since what they are made of is spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Unlinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, what: str) -> Tensor:
+        ctx.what = what
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"What is {ctx.what} has no gradients in a pipeline, since its weights are on several ranks. Compute this "
+            "loss in training_step."
+        )
+
+
+def unlinked(x: Tensor, what: str) -> Tensor:
+    """``x``, requiring a gradient that can't be had: a backward that comes to it raises.
+
+    Args:
+        x: what may have a gradient on one device.
+        what: it is, for the message.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        return x
+    linked: Tensor = _Unlinked.apply(torch.zeros((), device=x.device, requires_grad=True), x, what)
+    return linked
