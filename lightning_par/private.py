@@ -240,6 +240,11 @@ def hooks_of(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     return {} if before is None else before, {} if after is None else after
 
 
+def set_hooks(leaf: Tensor, hooks: tuple[dict[int, Any], dict[int, Any]]) -> None:
+    """Let ``leaf`` run the hooks in these dicts: ``swap_tensors`` leaves them with the object, which no longer asks."""
+    leaf._backward_hooks, leaf._post_accumulate_grad_hooks = (each or None for each in hooks)  # type: ignore[assignment]
+
+
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` made of another; its class has no public name."""
     return type(module).__module__ == "torch._dynamo.eval_frame"

@@ -169,11 +169,16 @@ class ShardedTensor(torch.Tensor):
             result = hook(self.with_local(grad))
             return None if result is None else self.part_of(result)
 
+        local_hook.of_user = hook  # type: ignore[attr-defined]
         _note_part(self._local, self._axis)
         return self._local.register_hook(local_hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+        def local_hook(_: Tensor) -> None:
+            hook(self)
+
+        local_hook.of_user = hook  # type: ignore[attr-defined]
+        return self._local.register_post_accumulate_grad_hook(local_hook)
 
     def refuse_lost_writes(self, name: str, value: Any = None) -> None:
         """Called before ``name`` uses this tensor, to put the plain ``value`` into it, if any.

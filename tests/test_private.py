@@ -372,6 +372,18 @@ def test_hooks_of_a_leaf_are_known() -> None:
     assert found == ({}, {})
 
 
+def test_hooks_left_behind_by_a_swap_run_again() -> None:
+    weight, ran = torch.nn.Parameter(torch.ones(2)), list[str]()
+    weight.register_hook(lambda grad: ran.append("before"))
+    weight.register_post_accumulate_grad_hook(lambda leaf: ran.append("after"))
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.zeros(2)))
+    weight.sum().backward()
+    assert ran == []
+    private.set_hooks(weight, private.hooks_of(weight))
+    weight.sum().backward()
+    assert ran == ["before", "after"]
+
+
 def test_the_wrapper_that_compile_makes_is_known() -> None:
     linear = torch.nn.Linear(2, 2)
     assert private.is_compiled_wrapper(torch.compile(linear, backend="eager"))  # type: ignore[arg-type]

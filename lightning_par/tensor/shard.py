@@ -6,6 +6,7 @@ place, so whatever refers to it stays right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +29,10 @@ def shard_module(module: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         if isinstance(parameter, ShardedTensor):
             continue
         grad = parameter.grad
-        hooks = private.hooks_of(parameter)
         become(parameter, sharded_parameter(parameter, split.dim, split.positions, axis), split.names[0])
         if grad is not None:
             parameter.grad = grad
-        parameter._hooks_of_user = hooks  # type: ignore[attr-defined]
-        _hang(hooks, parameter)
+        _hang_on_part(parameter)
 
 
 def unshard_module(module: nn.Module) -> None:
@@ -45,14 +44,41 @@ def unshard_module(module: nn.Module) -> None:
                 whole = nn.Parameter(parameter.full_tensor("unshard"), requires_grad=parameter.requires_grad)
                 if isinstance(grad, ShardedTensor):
                     whole.grad = grad.full_tensor("unshard")
+            part = parameter.local
             become(parameter, whole, name)
-            _hang(vars(parameter).pop("_hooks_of_user", ({}, {})), parameter)
+            _hang_on_whole(parameter, part)
 
 
-def _hang(hooks: tuple[dict[int, Any], dict[int, Any]], parameter: Tensor) -> None:
-    """Hooks were given to the tensor that the parameter was before; those that were removed since do nothing."""
-    before, after = hooks
-    for key in before if parameter.requires_grad else ():
-        parameter.register_hook(lambda grad, key=key: before[key](grad) if key in before else None)
+def _hang_on_part(parameter: ShardedTensor) -> None:
+    """The object kept the user's hooks, but its part knows none yet; those that are removed do nothing."""
+    before, after = private.hooks_of(parameter)
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen parameter's hooks run once it is thawed
+    for key in before:
+        parameter.register_hook(_while_in(before, key))
     for key in after:
-        parameter.register_post_accumulate_grad_hook(lambda p, key=key: after[key](p) if key in after else None)
+        parameter.register_post_accumulate_grad_hook(_while_in(after, key))
+    parameter.requires_grad_(trained)
+    parameter._hung_on_part = [set(hooks) for hooks in private.hooks_of(parameter.local)]  # type: ignore[attr-defined]
+
+
+def _hang_on_whole(parameter: Tensor, part: Tensor) -> None:
+    """The object has the user's hooks still; those that were hung while it was sharded are added to them."""
+    known = vars(parameter).pop("_hung_on_part", (set(), set()))
+    hooks = private.hooks_of(parameter)
+    for mine, of_part, before in zip(hooks, private.hooks_of(part), known, strict=True):
+        for key, hook in of_part.items():
+            if key not in before and hasattr(
+                hook, "of_user"
+            ):  # ours, as those that sync gradients, stay where they are
+                mine[key] = _while_in(of_part, key)
+    private.set_hooks(parameter, hooks)
+
+
+def _while_in(hooks: dict[int, Any], key: int) -> Callable[[Tensor], Any]:
+    """The user's hook at ``key``, for as long as the handle that the user has leaves it in ``hooks``."""
+
+    def run(x: Tensor) -> Any:
+        return getattr(hooks[key], "of_user", hooks[key])(x) if key in hooks else None
+
+    return run
