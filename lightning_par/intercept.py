@@ -44,7 +44,15 @@ def install() -> None:
 
 
 def _intercept_functions() -> None:
-    plain_apply = torch.autograd.Function.__dict__["apply"].__func__
+    bare_apply = torch.autograd.Function.__dict__["apply"].__func__
+
+    def plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = bare_apply(cls, *args, **kwargs)
+        views = [x for x in (result if isinstance(result, tuple) else (result,)) if _loses_gradient(x)]
+        if not views:
+            return result
+        announce_gather(cls, views)
+        return tree_map(lambda x: bare_apply(_Whole, x) if _loses_gradient(x) else x, result)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from lightning_par.pipeline.located import Run
@@ -76,6 +84,26 @@ def _intercept_functions() -> None:
         return sharded_again(result, views) if views else result
 
     torch.autograd.Function.apply = classmethod(functools.wraps(plain_apply)(apply))  # type: ignore[assignment]
+
+
+def _loses_gradient(x: Any) -> bool:
+    """Whether ``x`` came sharded out of a function's forward, as of a region that runs again in backward.
+
+    Autograd then knows the tensor that stands for all parts; what is computed with this rank's part is lost to it.
+    """
+    return type(x) is ShardedTensor and x.grad_fn is None and private.node_of(x) is not None
+
+
+class _Whole(torch.autograd.Function):
+    """From the tensor that stands for all parts on to a plain one, whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return full(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
 
 
 def _refuse_reentrant(staged: bool) -> None:

@@ -277,6 +277,12 @@ def no_modes() -> Iterator[None]:
             yield
 
 
+def node_of(x: Tensor) -> Any:
+    """The node of autograd's graph that made ``x`` itself, whatever its class says of ``grad_fn``."""
+    attribute: Any = torch._C.TensorBase.grad_fn
+    return attribute.__get__(x)
+
+
 def in_backward() -> bool:
     """Whether a backward runs in this thread, as in a hook of a tensor."""
     return torch._C._current_graph_task_id() != -1

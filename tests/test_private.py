@@ -384,6 +384,16 @@ def test_hooks_left_behind_by_a_swap_run_again() -> None:
     assert ran == ["before", "after"]
 
 
+def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
+    class Silent(torch.Tensor):
+        grad_fn = None  # type: ignore[assignment]
+
+    made = (torch.ones(2, requires_grad=True) * 2).as_subclass(Silent)  # type: ignore[arg-type]
+    assert made.grad_fn is None
+    assert private.node_of(made) is not None
+    assert private.node_of(torch.ones(2)) is None
+
+
 def test_the_wrapper_that_compile_makes_is_known() -> None:
     linear = torch.nn.Linear(2, 2)
     assert private.is_compiled_wrapper(torch.compile(linear, backend="eager"))  # type: ignore[arg-type]

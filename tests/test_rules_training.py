@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from lightning_par import intercept
 from lightning_par.comm import ledger
 from lightning_par.positions import Positions
 from lightning_par.view import ShardedTensor, sharded_parameter
@@ -319,3 +321,56 @@ def test_half_precision_is_as_exact_as_one_devices(call: Any, dtype: torch.dtype
         assert (_whole(result).double() - exact).abs().max() <= limit
 
     run_ranks(2, on_rank)
+
+
+class _RunAgain(torch.autograd.Function):
+    """As reversible blocks do: forward leaves no graph, backward runs the layers again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return x.grad, None
+
+
+REGIONS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Tensor]] = {
+    "reentrant checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=True),
+    "its output added": lambda run, x: torch.cat([x, x], 1)[:, :6] + checkpoint(run, x, use_reentrant=True),
+    "two outputs": lambda run, x: checkpoint(lambda x: (run(x), x * 2), x, use_reentrant=True)[0],
+    "run again": lambda run, x: _RunAgain.apply(x, run),
+}
+
+
+@owners
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_region_that_ends_sharded_and_runs_again_in_backward(name: str, owners: list[int]) -> None:
+    intercept.install()
+
+    def run(model: Any) -> list[Any]:
+        x = model.norm(_batch()) + 1
+        hidden = REGIONS[name](lambda x: F.gelu(model.a(x)), x)
+        (model.b(hidden) ** 2).sum().backward()
+        return [hidden, *(p.grad for p in model.parameters())]
+
+    _both(run, owners)
+
+
+@owners
+def test_backward_from_sharded_tensors_into_some_inputs_alone(owners: list[int]) -> None:
+    def run(model: Any) -> list[Any]:
+        hidden = F.gelu(model.a(_batch()))
+        seed = torch.arange(18, dtype=torch.float64).view(3, 6)
+        hidden.backward(seed, retain_graph=True, inputs=[model.a.weight])
+        torch.autograd.backward([hidden, hidden.sum()], [seed, None], inputs=model.a.bias)
+        return [model.a.weight.grad, model.a.bias.grad]
+
+    _both(run, owners)

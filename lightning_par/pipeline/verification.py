@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par import generators
+from lightning_par.pipeline.copies import cloned
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.private import TorchDispatchMode
 from lightning_par.view import leaf
+from lightning_par.watch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.engine import Engine

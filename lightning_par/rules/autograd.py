@@ -1,9 +1,10 @@
-"""`torch.autograd.grad` of sharded tensors."""
+"""`torch.autograd.grad` and `backward` of sharded tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.rules.table import rule
@@ -24,14 +25,39 @@ def _seed(grad: Tensor, output: Tensor) -> Tensor:
 def grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """A sharded input's gradient is sharded as it is."""
 
-    def listed(x: Any) -> list[Any]:
-        return [x] if isinstance(x, Tensor) else list(x)
-
-    inputs, seeds = listed(inputs), None if grad_outputs is None else listed(grad_outputs)
+    inputs, seeds = _listed(inputs), None if grad_outputs is None else _listed(grad_outputs)
     if seeds is not None:
-        seeds = [_seed(g, x) if isinstance(g, Tensor) else g for g, x in zip(seeds, listed(outputs), strict=True)]
-    wholes, given = [_end(x) for x in listed(outputs)], seeds
+        seeds = [_seed(g, x) if isinstance(g, Tensor) else g for g, x in zip(seeds, _listed(outputs), strict=True)]
+    wholes, given = [_end(x) for x in _listed(outputs)], seeds
     local = func(wholes, [x._local if isinstance(x, ShardedTensor) else x for x in inputs], given, *args, **kwargs)
     return tuple(
         x.with_local(g) if isinstance(x, ShardedTensor) and isinstance(g, Tensor) else g for x, g in zip(inputs, local)
     )
+
+
+@rule("backward")
+def backward(func: Any, tensors: Any, *seeds: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    """Each part's gradient is a part of the seed. A gather would have no graph where this is called in a backward."""
+    if len(seeds) > 1:
+        return NotImplemented
+    name = "gradient" if "gradient" in kwargs else "grad_tensors"
+    given = seeds[0] if seeds else kwargs.pop(name, None)
+    roots = _listed(tensors)
+    pairs = zip(roots, [None] * len(roots) if given is None else _listed(given), strict=True)
+    begun = [_begun(x, seed) for x, seed in pairs]
+    if inputs is not None:
+        kwargs["inputs"] = [x._local if isinstance(x, ShardedTensor) else x for x in _listed(inputs)]
+    return torch.autograd.backward([root for root, _ in begun], [seed for _, seed in begun], **kwargs)
+
+
+def _begun(x: Any, seed: Tensor | None) -> tuple[Any, Tensor | None]:
+    if type(x) is ShardedTensor:
+        if seed is None and x.numel() == 1:
+            seed = torch.ones(x.shape, dtype=x.dtype, device=x.device)
+        return x._local, None if seed is None else x.part_of(seed)
+    with torch.enable_grad():
+        return full(x) if isinstance(x, Tensor) else x, None if seed is None else full(seed)
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, list | tuple) else [x]
