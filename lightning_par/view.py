@@ -12,6 +12,7 @@ plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -131,11 +132,24 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        grad = self._local.grad
-        return None if grad is None else self.with_local(grad)
+        lender = vars(self).get("_lender")  # shows user code the gradients of a pipeline's other stages
+        return self.own_grad() if lender is None else lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        lender = vars(self).get("_lender")
+        if lender is None:
+            self.set_own_grad(value)
+        else:
+            lender.write(self, value, sys._getframe(1))
+
+    def own_grad(self) -> Tensor | None:
+        """The gradient, of which this rank holds a part."""
+        grad = self._local.grad
+        return None if grad is None else self.with_local(grad)
+
+    def set_own_grad(self, value: Tensor | None) -> None:
+        """Let ``value`` be the gradient, here and on the other ranks along the axis."""
         self._local.grad = None if value is None else self.part_of(value).detach()
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
+from lightning_par.view import ShardedTensor
 
 _SAME_STORAGE = {"aten::detach", "aten::alias", "aten::lift_fresh"}
 _ANOTHER = {
@@ -156,6 +157,13 @@ class Elsewhere(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere({self._origin}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:
+    """Dim, positions and axis of the shards that ``x``, wherever it is, is kept in; None where it is whole."""
+    if isinstance(x, Elsewhere):
+        return x.origin.sharding
+    return (x.sharded_dim, x.positions, x.axis) if isinstance(x, ShardedTensor) else None
 
 
 def is_elsewhere(x: Any) -> bool:

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.comm import Axis
+from lightning_par.pipeline.elsewhere import sharding_of
 from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.positions import Positions
 from lightning_par.rules.table import writes
+from lightning_par.view import ShardedTensor, full, leaf
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.joint import JointGradients
@@ -39,13 +43,14 @@ class Gradient(torch.Tensor):
     owner: JointGradients
     of: str
     here: Tensor | None
+    sharding: tuple[int, Positions, Axis] | None
 
     @staticmethod
     def __new__(cls, owner: JointGradients, of: str, parameter: Tensor, here: Tensor | None) -> Gradient:
         self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
         )
-        vars(self).update(owner=owner, of=of, here=here)
+        vars(self).update(owner=owner, of=of, here=here, sharding=sharding_of(parameter))
         return self
 
     @property
@@ -56,10 +61,21 @@ class Gradient(torch.Tensor):
     def whole(self) -> Tensor:
         """Its values: itself where it is, a copy elsewhere. All ranks must call it."""
         self.owner.meet(f"read the gradient of {self.of!r}")
-        x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        sent = x if self.here is None else self.here.detach().contiguous()
-        self.owner.axis.broadcast_(sent, "gradients", self.source)
-        return sent if self.here is None else self.here
+        if self.here is None:
+            x = self.empty()
+            self.owner.axis.broadcast_(leaf(x), "gradients", self.source)
+            return x
+        self.owner.axis.broadcast_(leaf(self.here).detach().contiguous(), "gradients", self.source)
+        return self.here
+
+    def empty(self) -> Tensor:
+        """Room for its values, sharded as it is over another axis than its owner's."""
+        shape = list(self.shape)
+        if self.sharding is None:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        dim, positions, axis = self.sharding
+        shape[dim] = positions.count(axis.rank)
+        return ShardedTensor(torch.empty(shape, dtype=self.dtype, device=self.device), dim, positions, axis)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +106,7 @@ class Gradient(torch.Tensor):
         made: Any = None
         if self.source == self.owner.axis.rank:
             try:
-                made = map_tensors(lambda x: x.cpu(), func(self.here, *rest, **kwargs))
+                made = map_tensors(lambda x: full(x).cpu(), func(self.here, *rest, **kwargs))
             except Exception as error:  # all ranks are to raise it
                 made = error
         made = self.owner.axis.broadcast_object(made, "gradients", self.source)
@@ -162,7 +178,7 @@ def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
     if x.here is not None:
         func(x.here, *rest, **kwargs)
     elif name in _DRAW:  # so that the generators of all ranks stay equal
-        func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *rest, **kwargs)
+        func(x.empty(), *rest, **kwargs)
     return None if name in ("__setitem__", "__set__") else x
 
 

@@ -55,7 +55,7 @@ class JointGradients:
         self.sources: dict[str, int] = {}  # of spread parameters: who sends the gradient
         self._parameters: dict[str, Tensor] = {}
         for name, p in module.named_parameters():
-            if len(placement.of(name, axis.size)) < axis.size and not isinstance(p, ShardedTensor):
+            if len(placement.of(name, axis.size)) < axis.size:
                 self.sources[name] = placement.first(name)
                 self._parameters[name] = p
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -150,7 +150,19 @@ class JointGradients:
         if isinstance(value, Gradient):
             value = value.here if value.of == name else value.whole()
         if here:
-            _GRAD.__set__(parameter, value)
+            _hold(parameter, value)
+
+    def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
+        """``parameter.grad`` in the code of ``frame``."""
+        held = _held(parameter)
+        return self.of(parameter, held) if _for_user(frame) else held
+
+    def write(self, parameter: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
+        """``parameter.grad = value`` in the code of ``frame``."""
+        if _for_user(frame):
+            self.put(parameter, value, not is_elsewhere(parameter))
+        else:
+            _hold(parameter, value)
 
     def known(self) -> set[str]:
         """The names of the parameters that have a gradient, on any rank."""
@@ -176,10 +188,14 @@ class JointGradients:
 
     def _show(self) -> None:
         for p in self._parameters.values():
-            p.__class__ = p.__class__ if isinstance(p, _Joint) else self.class_of(_Joint, type(p))
+            if isinstance(p, ShardedTensor):  # other code asks for its very class
+                p._lender = self  # type: ignore[attr-defined]
+            elif not isinstance(p, _Joint):
+                p.__class__ = self.class_of(_Joint, type(p))
 
     def _hide(self) -> None:
         for p in self._parameters.values():
+            vars(p).pop("_lender", None)
             if isinstance(p, _Joint):
                 p.__class__ = p._plain
 
@@ -200,15 +216,11 @@ class _Joint(Weight):
 
     @property
     def grad(self) -> Tensor | None:
-        held = _held(self)
-        return self._owner.of(_tensor(self), held) if _for_user(sys._getframe(1)) else held
+        return self._owner.read(_tensor(self), sys._getframe(1))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if _for_user(sys._getframe(1)):
-            self._owner.put(_tensor(self), value, not is_elsewhere(self))
-        else:
-            _GRAD.__set__(self, value)
+        self._owner.write(_tensor(self), value, sys._getframe(1))
 
     @grad.deleter
     def grad(self) -> None:
@@ -233,8 +245,17 @@ def _for_user(frame: types.FrameType) -> bool:
 
 
 def _held(parameter: Any) -> Tensor | None:
+    if isinstance(parameter, ShardedTensor):
+        return parameter.own_grad()
     grad: Tensor | None = _GRAD.__get__(parameter)
     return grad
+
+
+def _hold(parameter: Tensor, value: Tensor | None) -> None:
+    if isinstance(parameter, ShardedTensor):
+        parameter.set_own_grad(value)
+    else:
+        _GRAD.__set__(parameter, value)
 
 
 def _tensor(parameter: Any) -> Tensor:

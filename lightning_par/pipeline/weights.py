@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par.comm import Axis
 from lightning_par.identity import become, swappable
-from lightning_par.pipeline.elsewhere import Elsewhere, Origin
+from lightning_par.pipeline.elsewhere import Elsewhere, Origin, sharding_of
 from lightning_par.pipeline.travel import kinds_at, send_to_all, wanted_of
 from lightning_par.view import ShardedTensor, leaf
 
@@ -93,8 +93,7 @@ def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
     with swappable([*module.modules()]):
         for name, x in tensors:
             if not isinstance(x, Elsewhere):
-                sharding = (x.sharded_dim, x.positions, x.axis) if isinstance(x, ShardedTensor) else None
-                origin = Origin(name, placement.holders[name], axis, sharding)
+                origin = Origin(name, placement.holders[name], axis, sharding_of(x))
                 become(x, _away(x, origin), name)
 
 

@@ -40,8 +40,7 @@ def backward(func: Any, tensors: Any, *seeds: Any, inputs: Any = None, **kwargs:
     """Each part's gradient is a part of the seed. A gather would have no graph where this is called in a backward."""
     if len(seeds) > 1:
         return NotImplemented
-    name = "gradient" if "gradient" in kwargs else "grad_tensors"
-    given = seeds[0] if seeds else kwargs.pop(name, None)
+    given = seeds[0] if seeds else kwargs.pop("gradient" if "gradient" in kwargs else "grad_tensors", None)
     roots = _listed(tensors)
     pairs = zip(roots, [None] * len(roots) if given is None else _listed(given), strict=True)
     begun = [_begun(x, seed) for x, seed in pairs]

@@ -50,7 +50,7 @@ def unshard_module(module: nn.Module) -> None:
             _hang_on_whole(parameter, part)
 
 
-def _hang_on_part(parameter: ShardedTensor) -> None:
+def _hang_on_part(parameter: Any) -> None:
     """The object kept the user's hooks, but its part knows none yet; those that are removed do nothing."""
     before, after = private.hooks_of(parameter)
     trained = parameter.requires_grad
