@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from lightning_par import PipelineParallelStrategy, meeting
+from lightning_par import HybridParallelStrategy, PipelineParallelStrategy, meeting
 from lightning_par.elementwise import acts_apart
+from lightning_par.view import full
 from tests.pool import Pool, RanksFailedError
 from tests.test_optimizers import OPTIMIZERS, Global, Net
 
@@ -156,6 +157,20 @@ class Thaw(BaseFinetuning):
             pl_module.see("groups", [len(group["params"]) for group in optimizer.param_groups])
 
 
+class ReadsParts(Reads):
+    """Gradients of weights that are sharded, too: a view of one can't be written into."""
+
+    def on_after_backward(self) -> None:
+        named = {name: p for name, p in self.named_parameters() if p.grad is not None}
+        self.see("largest", {name: p.grad.abs().max() for name, p in named.items() if p.grad is not None})
+        self.see("sums", {name: full(p.grad.sum(0)) for name, p in named.items() if p.grad is not None})
+        for p in named.values():
+            assert p.grad is not None
+            p.grad *= 1 + torch.rand(p.shape[-1:])
+            p.grad = p.grad.clamp(-1, 1) if p.ndim == 1 else p.grad
+        self.see("flat", torch.cat([full(p.grad).flatten() for p in named.values() if p.grad is not None]))
+
+
 class Calls(Model):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():  # in training mode: dropout draws, statistics move
@@ -205,12 +220,14 @@ class Joint(Model):
 
 
 KINDS = {kind.__name__: kind for kind in (Reads, Weights, Overwrites, Thaws, Calls, Wrong, Alone, Joint)}
+KINDS = {kind.__name__: kind for kind in (Reads, ReadsParts, Calls, Wrong, Alone, Joint)}
 
 
 def fit(name: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
-    strategy: Any = "auto" if layout is None else PipelineParallelStrategy(**layout)
-    devices = 1 if layout is None else layout["pipeline_parallel_size"]
+    kind: Any = HybridParallelStrategy if "tensor_parallel_size" in (layout or {}) else PipelineParallelStrategy
+    strategy: Any = "auto" if layout is None else kind(**layout)
+    devices = 1 if layout is None else layout["pipeline_parallel_size"] * layout.get("tensor_parallel_size", 1)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, max_steps=2 + 2 * (name == "Thaws"), logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, precision="64-true",
@@ -242,6 +259,13 @@ def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str
     (expected,) = pool.run(1, fit, name)
     assert len(expected) > (1 if name in ("Overwrites", "Thaws") else 8)
     for seen in pool.run(2, fit, name, dict(pipeline_parallel_size=2, schedule="gpipe")):
+        assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
+
+
+def test_gradients_of_sharded_weights_are_one_devices_on_all_stages(pool: Pool) -> None:
+    (expected,) = pool.run(1, fit, "ReadsParts")
+    assert len(expected) > 8
+    for seen in pool.run(4, fit, "ReadsParts", dict(pipeline_parallel_size=2, tensor_parallel_size=2)):
         assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
 
 
