@@ -1,0 +1,264 @@
+"""Steps as users write them that rules once misjudged: each must give one device's losses and weights.
+
+`FOUND` maps a name to a module class. All take a batch ``(x_BTC, y_B)`` of four samples.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+C = 8
+
+
+class Base(LightningModule):
+    """Two layers, on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self(batch[0]), batch[0].flip(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class MetricAsLoss(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.criterion(self(batch[0]), batch[0])
+        self.log("loss", loss)
+        return loss
+
+
+class MaskedByBatch(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keep = batch[1] != 3
+        return F.cross_entropy(self(batch[0]).mean(1)[keep], batch[1][keep])
+
+
+class Teacher(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(C, C)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]).tanh()
+        with torch.no_grad():
+            wanted = self.teacher(h)
+        return F.mse_loss(self.b(h), wanted)
+
+
+class SetGradEnabled(Teacher):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]).tanh()
+        torch.set_grad_enabled(False)
+        wanted = self.teacher(h)
+        torch.set_grad_enabled(True)
+        return F.mse_loss(self.b(h), wanted)
+
+
+class Item(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        one, two = F.cross_entropy(h.mean(1), batch[1]), h.square().mean()
+        return one + two * (one.item() / two.item())
+
+
+class FloatOfValue(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + float(loss))
+
+
+class NumpyMatching(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        best = torch.from_numpy(torch.cdist(h, batch[0]).detach().cpu().numpy().argmax(-1))
+        return F.mse_loss(h, batch[0].gather(1, best[..., None].expand(-1, -1, C)))
+
+
+class TypeAs(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch[0])
+        wanted = F.one_hot(batch[1], C).type_as(out)
+        return F.mse_loss(out.mean(1), wanted) + batch[0].double().mean().to(out)
+
+
+class Scaled(nn.Module):
+    """Divides by the size of the batch that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) / x.shape[0]
+
+
+class CountsRows(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) / torch.ones(x.size(0), 1).sum()
+
+
+class Numbered(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) * torch.arange(x.shape[0])[:, None, None]
+
+
+class CountsCalls(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.layer(x) / self.calls
+
+
+class CarriesState(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.last
+        self.last = y.detach().mean() if torch.is_tensor(self.last) else torch.zeros(())
+        return x + y
+
+
+class HooksGradient(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        if z.requires_grad:
+            z.register_hook(lambda g: g / (g.norm() + 1e-6))
+        return x + z
+
+
+class LaterMixing(Scaled):
+    warm = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return x + (z - z.mean(0) if self.warm else z)
+
+
+def of_units(kind: type[Scaled]) -> type[Base]:
+    """A module whose two stages are of ``kind``."""
+
+    class Units(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = kind(), kind()  # type: ignore[assignment]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if isinstance(self.a, LaterMixing):
+                self.a.warm = batch_idx >= 1
+
+    return Units
+
+
+class BackwardHook(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_full_backward_hook(lambda m, gi, go: (gi[0] / (gi[0].norm() + 1e-6),))
+
+
+class CriterionOverBatch(Base):
+    class Criterion(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(C, C)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x.mean(1)), y, reduction="none") / x.shape[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = self.Criterion()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.criterion(self(batch[0]), batch[1]).sum()
+
+
+class Renorm(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = torch.renorm(self.a(batch[0]) * 50, 2, 2, 60.0)
+        return F.mse_loss(self.b(h), batch[0].flip(1))
+
+
+class Rounded(Base):
+    """Functions of a sum over samples that are not linear."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        total = h.detach().sum()
+        self.log("floor", torch.div(total * 10, 3, rounding_mode="floor"))
+        self.log("int", (total * 10).to(torch.int64).double())
+        return F.mse_loss(h, batch[0]) + 0.01 * h.sum((0, 1)).diff(prepend=torch.ones(1))[0]
+
+
+class OwnGenerators(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mix = float(self.numpy.beta(2.0, 2.0)) + self.python.random()
+        h = self.a(batch[0]).tanh() * (0.5 + mix)
+        return F.mse_loss(self.b(h), batch[0].flip(1)) * (1 + mix)
+
+
+class ClassBody(Base):
+    seen: ClassVar[list[Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", float(len(self.seen)))
+        self.log("sum", torch.stack(self.seen).sum())
+        self.seen.clear()
+
+
+class PopsFromBatch(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = {"x": batch[0]}
+        batch.append(parts)
+        x = batch.pop()["x"]
+        return F.mse_loss(self(x), batch.pop(0).flip(1))
+
+
+class Asserts(Base):
+    def training_step(self, *args: Any) -> Any:
+        x, y = args[0]
+        assert torch.isfinite(x).all() and (y >= 0).all(), "the batch is not finite"
+        loss = F.mse_loss(self(x), x.flip(1))
+        assert torch.isfinite(loss), "the loss is not finite"
+        return loss
+
+
+FOUND: dict[str, type[Base]] = {
+    kind.__name__: kind
+    for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
+                 BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts)
+}  # fmt: skip
+UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
+FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

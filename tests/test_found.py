@@ -1,0 +1,109 @@
+"""What rules once misjudged is one device's, under every layout that once did otherwise; see `tests.found`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from lightning_par import HybridParallelStrategy
+from tests.found import FOUND, C
+from tests.pool import Pool
+
+STEPS = 3
+CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs", "OwnGenerators",
+       "ClassBody")  # fmt: skip
+"""Those that stay cut into microbatches: it is safe, and faster."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline_parallel_size": 2},
+    "zbv": {"pipeline_parallel_size": 2, "schedule": "zbv", "microbatches": "auto"},
+    "placement": {"placement": {"a": 0, "b": 1}},
+    "tensor": {"tensor_parallel_size": 2},
+}
+
+
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class Batches:
+    """Made anew for each epoch, since a step may change what it is given."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Any:
+        return iter(_batches())
+
+
+def _batches() -> list[Any]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(4, 6, C, generator=g, dtype=torch.float64), torch.randint(0, 4, (4,), generator=g)]
+        for _ in range(STEPS)
+    ]
+
+
+def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
+    """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
+    torch.manual_seed(0)
+    module, losses = FOUND[name](), _Losses()
+    if layout is not None and "placement" in layout:
+        places = {"a": 0, "b": 1}
+        layout = {"placement": {**{n: 1 for n, _ in module.named_children()}, **places}}
+    devices: Any = {"devices": 1} if layout is None else {"devices": 2, "strategy": HybridParallelStrategy(**layout)}
+    trainer = Trainer(
+        accelerator="cpu", precision="64-true", max_epochs=1, callbacks=[losses], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **devices,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, Batches())  # type: ignore[arg-type]
+    spread = getattr(trainer.strategy, "_spread", None)
+    metrics = {key: value.detach().double() for key, value in trainer.callback_metrics.items()}
+    weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    return losses.losses, weights, metrics, getattr(spread, "microbatches", 0)
+
+
+def _fit_all(names: list[str], layout: dict[str, Any] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = _fit(name, layout)
+        except ValueError as error:  # a refusal before training, on all ranks
+            found[name] = str(error)
+    return found
+
+
+def _differences(one: Any, other: Any) -> list[str]:
+    found = []
+    for a, b in zip(one[0], other[0], strict=True):
+        if abs(a - b) > 1e-9 * max(1.0, abs(a)):
+            found.append(f"losses {one[0]} != {other[0]}")
+            break
+    for what in (1, 2):
+        found += [key for key in one[what] if not torch.allclose(one[what][key], other[what][key], rtol=0, atol=1e-9)]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
+    names = list(FOUND)
+    (reference,) = pool.run(1, _fit_all, names, None)
+    results = pool.run(2, _fit_all, names, LAYOUTS[layout])
+    wrong = {
+        name: result[name] if isinstance(result[name], str) else found
+        for result in results
+        for name in names
+        if isinstance(result[name], str) or (found := _differences(reference[name], result[name]))
+    }
+    assert not wrong
