@@ -15,12 +15,10 @@ from tests.found import FOUND, C
 from tests.pool import Pool
 
 STEPS = 3
-CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs", "OwnGenerators",
-       "ClassBody")  # fmt: skip
+CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs")
 """Those that stay cut into microbatches: it is safe, and faster."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},
-    "zbv": {"pipeline_parallel_size": 2, "schedule": "zbv", "microbatches": "auto"},
     "placement": {"placement": {"a": 0, "b": 1}},
     "tensor": {"tensor_parallel_size": 2},
 }
@@ -58,7 +56,8 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
     module, losses = FOUND[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
-        layout = {"placement": {**{n: 1 for n, _ in module.named_children()}, **places}}
+        others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
+        layout = {"placement": {**others, **places}}
     devices: Any = {"devices": 1} if layout is None else {"devices": 2, "strategy": HybridParallelStrategy(**layout)}
     trainer = Trainer(
         accelerator="cpu", precision="64-true", max_epochs=1, callbacks=[losses], logger=False,
@@ -107,3 +106,5 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
         if isinstance(result[name], str) or (found := _differences(reference[name], result[name]))
     }
     assert not wrong
+    if layout == "pipeline":
+        assert [name for name in CUT if results[0][name][3] == 1] == []

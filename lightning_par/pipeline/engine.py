@@ -97,8 +97,10 @@ class Engine:
         with gradients_apart([*named.values()]), shares.unshared():
             effects = self._run(ready, schedule, scale, key)
             found = {p: p.grad for p in named.values()}
-        found = self.finish_gradients(found)
-        self._compare(ready, step, {name: p for name, p in named.items() if found[p] is not None}, named)
+        own, found = found, self.finish_gradients(found)  # stored parameters have theirs elsewhere then
+        self._compare(
+            ready, step, {n for n, p in named.items() if own[p] is not None or found.get(p) is not None}, named
+        )
         result = self._settle(step, ready, effects)
         loss = loss_in(result)
         if loss is None:
