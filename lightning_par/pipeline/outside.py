@@ -179,4 +179,4 @@ def _follow(told: _Told, given: list[Tensor]) -> None:
 
 
 def _linked(x: Tensor) -> Tensor:
-    return unlinked(x, "returned by a module outside a step")
+    return unlinked(x, "a module of a pipeline returns outside a step")

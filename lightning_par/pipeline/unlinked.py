@@ -17,8 +17,8 @@ class _Unlinked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            f"What is {ctx.what} has no gradients in a pipeline, since its weights are on several ranks. Compute this "
-            "loss in training_step."
+            f"What {ctx.what} has no gradients, since the weights are on several ranks. Compute this loss in "
+            "training_step."
         )
 
 
@@ -27,7 +27,7 @@ def unlinked(x: Tensor, what: str) -> Tensor:
 
     Args:
         x: what may have a gradient on one device.
-        what: it is, for the message.
+        what: the message says of it, after "What".
     """
     if not (x.is_floating_point() or x.is_complex()):
         return x

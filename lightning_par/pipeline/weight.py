@@ -153,7 +153,7 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
 
 
 def _unlinked(x: Tensor) -> Tensor:
-    return unlinked(x, "made of weights between two steps")
+    return unlinked(x, "is made of a pipeline's weights between two steps")
 
 
 def _view(owner: JointGradients, of: str, x: Any) -> Any:
