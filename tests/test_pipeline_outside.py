@@ -137,6 +137,37 @@ class Overwrites(Model):
         return self.head(batch).pow(2).mean()
 
 
+class Counted(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.calls += 1
+        return x
+
+
+class Counts(Model):
+    """A module that counts its calls is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counted()])
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.blocks[0](batch))).pow(2).mean()
+
+    validation_step = training_step
+
+    def on_validation_epoch_end(self) -> None:
+        self.see("calls", int(self.blocks[0].calls))
+
+
 class Thaws(Model):
     """Unfreezes layers of one shape while it trains."""
 
@@ -219,8 +250,8 @@ class Joint(Model):
         return Global(self.parameters())
 
 
-KINDS = {kind.__name__: kind for kind in (Reads, Weights, Overwrites, Thaws, Calls, Wrong, Alone, Joint)}
-KINDS = {kind.__name__: kind for kind in (Reads, ReadsParts, Calls, Wrong, Alone, Joint)}
+_KINDS = (Reads, ReadsParts, Weights, Overwrites, Counts, Thaws, Calls, Wrong, Alone, Joint)
+KINDS = {kind.__name__: kind for kind in _KINDS}
 
 
 def fit(name: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -236,7 +267,7 @@ def fit(name: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     module = KINDS[name]()
     data = torch.utils.data.DataLoader(torch.randn(6, 4, dtype=torch.float64), batch_size=3)
     try:
-        trainer.fit(module, data, data if name == "Calls" else None)
+        trainer.fit(module, data, data if name in ("Calls", "Counts") else None)
     except ValueError as error:
         return {"refused": str(error)}
     module.seen["state"] = module.state_dict()
@@ -254,10 +285,10 @@ def agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("name", ["Reads", "Weights", "Overwrites", "Thaws", "Calls"])
+@pytest.mark.parametrize("name", ["Reads", "Weights", "Overwrites", "Counts", "Thaws", "Calls"])
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)
-    assert len(expected) > (1 if name in ("Overwrites", "Thaws") else 8)
+    assert len(expected) > (1 if name in ("Overwrites", "Counts", "Thaws") else 8)
     for seen in pool.run(2, fit, name, dict(pipeline_parallel_size=2, schedule="gpipe")):
         assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
 

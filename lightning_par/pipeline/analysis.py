@@ -74,7 +74,7 @@ class Analysis(FakeRun):
         self.lent = Lent()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
-        self.overwritten: list[tuple[str, int]] = []  # parameters that are written into, and by which event
+        self.overwritten: list[tuple[str, int]] = []  # parameters, buffers within units, and which event writes
         self.effects: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.has_read = False
@@ -249,9 +249,9 @@ class Analysis(FakeRun):
         return event
 
     def _note_overwritten(self, index: int, written: set[Any]) -> None:
-        for name in (self.memory.parameters[memory] for memory in written & self.memory.parameters.keys()):
+        for name in (self.memory.names[memory] for memory in written & self.memory.names.keys()):
             if self.axis is not None:
-                raise SamplesMixError(f"{self.memory.places[name]}: the parameter {name!r} is written into at each run")
+                raise SamplesMixError(f"{self.memory.places[name]}: {name!r} is written into at each run")
             self.overwritten.append((name, index))
 
     def _keys_of(self, tensors: Iterable[Tensor]) -> tuple[Key, ...]:

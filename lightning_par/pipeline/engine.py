@@ -69,7 +69,7 @@ class Engine:
         self.rehearsing = False
         self._compared: list[Program] = []
         self.flops = 0.0  # of the step that was prepared last
-        self.overwritten: frozenset[str] = frozenset()  # by that step: parameters
+        self.overwritten: frozenset[str] = frozenset()  # by that step: parameters, and buffers within units
         self.inner = False  # whether the ranks of a stage share out what it computes
 
     @property

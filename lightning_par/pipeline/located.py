@@ -126,7 +126,7 @@ class Program:
         deciding: the numbers on modules, by name, and attributes of the trainer that code within units goes by.
         regions: the first event of a region that backward is to run again, and the first one behind it.
         patterns: of the guesses by which the step decides.
-        overwritten: the parameters that the step writes into.
+        overwritten: the parameters, and buffers within units, that the step writes into.
     """
 
     events: list[Event]

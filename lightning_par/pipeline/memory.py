@@ -22,8 +22,8 @@ class Memory(TorchDispatchMode):
 
     Attributes:
         written: the events that write into the memory of a value after it was made, ascending.
-        parameters: the names of parameters, by their memory.
-        places: where the user's code last wrote into a parameter's, by its name.
+        names: of parameters and buffers, by their memory.
+        places: where the user's code last wrote into one of those, by its name.
 
     Example::
 
@@ -40,7 +40,7 @@ class Memory(TorchDispatchMode):
         super().__init__()
         self.written: dict[Key, list[int]] = defaultdict(list)
         self.sharing: dict[StorageWeakRef, list[Key]] = defaultdict(list)
-        self.parameters: dict[StorageWeakRef, str] = {}
+        self.names: dict[StorageWeakRef, str] = {}
         self.places: dict[str, str] = {}
         self._now: set[StorageWeakRef] = set()
 
@@ -50,8 +50,8 @@ class Memory(TorchDispatchMode):
             value = args[place] if place < len(args) else kwargs.get(name)
             for memory in filter(None, map(memory_of, tensors_in(value))):
                 self._now.add(memory)
-                if memory in self.parameters:
-                    self.places[self.parameters[memory]] = user_line()
+                if memory in self.names:
+                    self.places[self.names[memory]] = user_line()
         with torch._C.DisableTorchFunction():  # a kernel is no event, even where no torch function stands before it
             return func(*args, **kwargs)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.located import Event, Key, Program, is_metric_call
@@ -18,6 +18,18 @@ from lightning_par.pipeline.stretches import Cut
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.rules.table import writes
 from lightning_par.view import ShardedTensor
+
+
+class SharedWriteError(ValueError):
+    """A step writes into a tensor that several ranks hold.
+
+    Attributes:
+        unit: that holds it, if one does; what is in it may lie on one rank, taken by itself.
+    """
+
+    def __init__(self, message: str, unit: str | None) -> None:
+        super().__init__(message)
+        self.unit = unit
 
 
 def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts) -> Program:
@@ -56,20 +68,29 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
 
 
 def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
-    """The parameters that the step writes into, each of which is on one rank."""
+    """The parameters and units' buffers that the step writes into, each of which is on one rank.
+
+    Raises:
+        SharedWriteError: one is on several.
+    """
+    tensors = dict((*step.module.named_parameters(), *step.module.named_buffers()))
     for name in {name for name, _ in run.overwritten}:
-        p = step.module.get_parameter(name)
-        holding = {path for path in run.homes if any(p is x for x in step.module.get_submodule(path).parameters())}
-        ranks = {rank for path in holding for rank in run.stages.holders(path)}
+        units = [path for path in run.homes if any(tensors[name] is x for x in _held(step.module.get_submodule(path)))]
+        ranks = {rank for path in units for rank in run.stages.holders(path)}
         used = [(path, index) for path, index in (*run.overwritten, *run.direct) if path == name]
         ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}
         if len(ranks) > 1:
-            raise ValueError(
+            raise SharedWriteError(
                 f"{run.memory.places[name]}: the step writes into {name!r}, which is used on ranks "
                 f"{' and '.join(map(str, sorted(ranks)))} of the pipeline, of which one would write. Write into it in "
-                "the forward of the only module that uses it, in on_train_batch_start, or use TensorParallelStrategy."
+                "the forward of the only module that uses it, in on_train_batch_start, or use TensorParallelStrategy.",
+                units[0] if units else None,
             )
     return frozenset(name for name, _ in run.overwritten)
+
+
+def _held(unit: nn.Module) -> list[Tensor]:
+    return [*unit.parameters(), *unit.buffers()]
 
 
 def _routes(run: Analysis, starts: Sequence[int]) -> Routes:

@@ -20,6 +20,7 @@ from lightning_par.pipeline.located import Program, Run, intercept_units, releas
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
 from lightning_par.pipeline.prepare import Programs
+from lightning_par.pipeline.program import SharedWriteError
 from lightning_par.pipeline.step import Step, step_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.study import study, survey
@@ -164,7 +165,7 @@ class Spread:
         opened: list[str] = []
         closed = {call.path for call in walk(root) if call.closed is not None}
         program, reason = self._try(step, stages, wanted)
-        while isinstance(reason, SamplesMixError) and (unit := reason.unit) is not None and unit not in opened:
+        while reason is not None and (unit := reason.unit) is not None and unit not in opened:
             # What the module does with the whole batch's masks may be harmless where it is seen.
             if unit in closed or not any(True for _ in step.module.get_submodule(unit).children()):
                 break  # it can't be seen, or there is nothing in it to see
@@ -174,6 +175,8 @@ class Spread:
                 break
             plan, stages = again, again_stages
             program, reason = self._try(step, stages, wanted)
+        if isinstance(reason, SharedWriteError):
+            raise ValueError(str(reason))
         if program is None:
             self._take_one(step, reason)
             program = study(step, stages, 1)
@@ -195,10 +198,12 @@ class Spread:
         self.microbatches = self.asked if isinstance(self.asked, int) else self.automatic(samples)
         return min(self.microbatches, samples)
 
-    def _try(self, step: Step, stages: Stages, wanted: int) -> tuple[Program | None, Exception | None]:
+    def _try(
+        self, step: Step, stages: Stages, wanted: int
+    ) -> tuple[Program | None, SamplesMixError | SharedWriteError | None]:
         try:
             return study(step, stages, wanted), None
-        except SamplesMixError as error:
+        except (SamplesMixError, SharedWriteError) as error:
             return None, error
 
     def _take_one(self, step: Step, reason: Exception | None) -> None:

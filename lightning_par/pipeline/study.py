@@ -145,7 +145,8 @@ def _run(
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
     run.guesses = guesses
     run.names = fakes.names()
-    run.memory.parameters = {m: name for x, name in fakes.named() if (m := memory_of(x)) is not None}
+    named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
+    run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}

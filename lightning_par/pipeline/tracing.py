@@ -111,13 +111,13 @@ class FakeRun(Run):
         return run_on_ones(self.mode, func, args, kwargs)
 
     def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A buffer that training updates at each call must not be updated once a microbatch."""
+        """A buffer that is updated at each call must not be updated once a microbatch."""
         if self.axis is None:
             return
         into = kwargs.get("out")
         if into is None and args and writes(getattr(func, "__name__", "")):
             into = args[0]
-        if id(into) in self.buffers and self.training:
+        if id(into) in self.buffers:
             raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
 
     def enter_module(self, path: str, numel: int) -> None:

@@ -102,7 +102,7 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
 @contextmanager
 def _kept(module: nn.Module, overwritten: Collection[str]) -> Iterator[None]:
     """What modules hold is afterwards what it was, within units, too; of parameters those that are ``overwritten``."""
-    parameters = [leaf(module.get_parameter(name)) for name in sorted(overwritten)]
+    parameters = [leaf(p) for name, p in module.named_parameters() if name in overwritten]
     tensors = [x.detach() for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
     tensors = [x for x in tensors if type(x) is Tensor]
     copies = [x.clone() for x in tensors]
