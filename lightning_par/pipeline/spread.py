@@ -175,11 +175,11 @@ class Spread:
                 break
             plan, stages = again, again_stages
             program, reason = self._try(step, stages, wanted)
-        if isinstance(reason, SharedWriteError):
-            raise ValueError(str(reason))
-        if program is None:
+        if program is None and isinstance(reason, SamplesMixError):
             self._take_one(step, reason)
-            program = study(step, stages, 1)
+            program, reason = self._try(step, stages, 1)
+        if program is None:
+            raise ValueError(str(reason))
         return plan, self._without_unused(step.module, stages, program), program
 
     def _without_unused(self, module: nn.Module, stages: Stages, program: Program) -> Stages:
