@@ -42,7 +42,7 @@ class DryRun(RecordedRun):
             tensors = tensors_in((args, kwargs))
             if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
-        if record.kind == "located":
+        if record.kind == "located" and record.itself is None:
             names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
         return index, record
 
@@ -55,6 +55,8 @@ class DryRun(RecordedRun):
         index, record = self._next(func, args, kwargs)
         if record.kind == "batch":
             return self.memo.compute(index, func, args, kwargs)
+        if record.itself is not None:
+            return tensors_in((args, kwargs))[record.itself]
         if record.writes:
             return written_into(self, args[0], record.result, func)
         return None if record.sets else record.result

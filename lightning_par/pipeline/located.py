@@ -59,6 +59,7 @@ class Event:
         unsized: whether the shape of its result depends on values.
         sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
+        itself: which of its tensors is what it returns, where that is a parameter.
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
@@ -76,6 +77,7 @@ class Event:
     unsized: bool = False
     sets: bool = False
     writes: bool = False
+    itself: int | None = None
     given: tuple[tuple[int, ...], ...] = ()
     flops: float = 0.0
     viewed: bool = False

@@ -129,6 +129,8 @@ class StageRun(RecordedRun):
             return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
             return self.memo.again(index, func, args, kwargs)
+        if record.itself is not None:
+            return tensors_in((args, kwargs))[record.itself]
         if index < self.first:
             value = self._from_before(index, record)
             return self._returned(func, args, value, record)
