@@ -116,9 +116,18 @@ def _chain(pool: Pool, layouts: list[str], folder: Path, kinds: tuple[str, str],
         before = after
 
 
-@pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]], ids="-".join)
-def test_a_checkpoint_goes_through_all_layouts_bit_by_bit(kinds: tuple[str, str], pool: Pool, tmp_path: Path) -> None:
-    layouts = ALL if kinds == KINDS else [layout for layout in ALL[::-1] if RANKS[layout] < 4]
+CHAINS = {
+    "each axis": (KINDS, ["tp2", "zbv", "sp2", "fsdp2", "placed3", "dp2-tp2", "fsdp2-pp2"]),
+    "all": (KINDS, ALL),
+    "all back": (KINDS[::-1], [layout for layout in ALL[::-1] if RANKS[layout] < 4]),
+}
+
+
+@pytest.mark.parametrize(
+    "chain", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("all")) for name in CHAINS]
+)
+def test_a_checkpoint_goes_from_layout_to_layout_bit_by_bit(chain: str, pool: Pool, tmp_path: Path) -> None:
+    kinds, layouts = CHAINS[chain]
     _chain(pool, layouts, tmp_path, kinds, mixed=False)
 
 

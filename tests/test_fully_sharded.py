@@ -75,7 +75,7 @@ def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **option
     )  # fmt: skip
 
 
-SLOW = ("hf_t5", "gpt_5_heads", "loss_accuracy", "mlp_l2", "hf_llama", "lstm", "mlp_odd")  # for make test-all
+SLOW = ("hf_t5", "gpt_5_heads", "loss_accuracy", "mlp_l2", "hf_llama", "lstm")  # for make test-all
 
 
 def _is_slow(case: str, layout: dict[str, Any]) -> bool:
