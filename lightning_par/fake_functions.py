@@ -35,8 +35,26 @@ def is_fake(x: Any) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``func``, or where fakes can't run it what it makes of ones of the same shapes, as fakes.
+class OnOnes:
+    """A function that fakes can't run, in its place: rules know it by its name, and it runs on fakes."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.__name__, self.__module__ = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+        return run_on_ones(mode, self.func, args, kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.func)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnOnes) and self.func == other.func
+
+
+def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The result of ``func``, or where fakes can't run it what it makes of ones of the same shapes, as fakes.
 
     Some functions give results whose shapes depend on values, some kernels have no fake version, and some fake versions
     want what the real ones don't. Their results lie where the fakes lie, and are functions of them to autograd.
@@ -47,6 +65,9 @@ def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any
         args: its arguments; those that are real keep their values.
         kwargs: its arguments by name.
 
+    Returns:
+        The result, and what to run in the place of ``func`` on other fakes: itself, or an `OnOnes`.
+
     Raises:
         Exception: whatever ``func`` raises on fakes, where it raises on ones, too.
 
@@ -54,16 +75,16 @@ def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any
 
         with FakeTensorMode() as mode:
             x = torch.empty(3)
-        assert run_on_fakes(mode, torch.nonzero, (x,), {}).shape == (3, 1)
+        assert run_on_fakes(mode, torch.nonzero, (x,), {})[0].shape == (3, 1)
     """
     try:
-        return func(*args, **kwargs)
+        return func(*args, **kwargs), func
     except RuntimeError as error:
         inputs = tree_leaves((args, kwargs))
         if not any(map(is_fake, inputs)) or not (isinstance(error, UNRUN) or _of_kernel(error, inputs)):
             raise
         try:
-            return run_on_ones(mode, func, args, kwargs)
+            return run_on_ones(mode, func, args, kwargs), OnOnes(func)
         except Exception:
             raise error from None
 

@@ -63,7 +63,7 @@ class Recorder(TorchFunctionMode):
             return self.guesses.read(name, fakes[0], args)
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
-        result = self._run(func, name, args, kwargs) if fakes else func(*args, **kwargs)
+        result, func = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
         self._keep(func, args, kwargs, result)
         return result
 
@@ -87,8 +87,8 @@ class Recorder(TorchFunctionMode):
             self._fakes[id(x)] = weakref.ref(x), fake
         return fake
 
-    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A function of fakes; what real ones it writes into become fake."""
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The result of a function of fakes, and what runs it on others; real ones that it writes into become fake."""
         into = kwargs.get("out")
         if into is None and args and writes(name):
             into = args[0]

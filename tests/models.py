@@ -1394,6 +1394,28 @@ def mixtral(t: Any) -> nn.Module:
     )
 
 
+def gpt_oss(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    return t.GptOssForCausalLM(
+        t.GptOssConfig(
+            **sizes, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=48,
+            max_position_embeddings=16, sliding_window=4, experts_implementation="batched_mm",
+        )
+    )  # fmt: skip
+
+
+def deepseek(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    latent = dict(kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+    experts = dict(moe_intermediate_size=24, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1)
+    return t.DeepseekV3ForCausalLM(
+        t.DeepseekV3Config(
+            **sizes, **latent, **experts, num_key_value_heads=4, n_routed_experts=4, num_local_experts=4,
+            first_k_dense_replace=1, vocab_size=48, max_position_embeddings=16, experts_implementation="eager",
+        )
+    )  # fmt: skip
+
+
 def opt(t: Any) -> nn.Module:
     sizes = dict(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=48)
     return t.OPTForCausalLM(
@@ -1559,6 +1581,8 @@ MODELS: dict[str, Case] = {
     "hf_gpt_neox": hugging_face(gpt_neox, dicts(masked=True)),
     "hf_gemma2": hugging_face(gemma2),
     "hf_mixtral": hugging_face(mixtral),
+    "hf_gpt_oss": hugging_face(gpt_oss),
+    "hf_deepseek": hugging_face(deepseek),
     "hf_opt": hugging_face(opt, dicts(masked=True)),
     "hf_t5": hugging_face(t5, dicts(seq2seq=True)),
 }

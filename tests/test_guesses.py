@@ -354,11 +354,13 @@ def test_functions_that_fakes_can_not_run_are_run_on_ones() -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         x = torch.empty(3, 4, requires_grad=True)
-    found = run_on_fakes(mode, torch.masked_select, (x * 2, torch.eye(3, 4) > 0), {})
+    found, func = run_on_fakes(mode, torch.masked_select, (x * 2, torch.eye(3, 4) > 0), {})
+    assert func.__name__ == "masked_select" and func(x, torch.ones(3, 4, dtype=torch.bool)).shape == (12,)
+    assert run_on_fakes(mode, torch.mul, (x, x), {})[1] is torch.mul
     assert found.shape == (3,) and found.requires_grad and type(found) is type(x)
     (gradient,) = torch.autograd.grad(found.sum(), x)
     assert gradient.shape == (3, 4)
     with torch.no_grad():
-        assert not run_on_fakes(mode, torch.masked_select, (x, x > 0), {}).requires_grad
+        assert not run_on_fakes(mode, torch.masked_select, (x, x > 0), {})[0].requires_grad
     with pytest.raises(RuntimeError, match="same reduction dim"), quiet():
         run_on_fakes(mode, torch.matmul, (x, x), {})

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from lightning_par.record import record_step
 from lightning_par.tensor.plan import Split, TensorPlan, make_plan, styles_for
+from tests.models import MODELS
 
 C, T = 24, 6
 
@@ -257,3 +259,109 @@ def test_the_work_of_recording_and_planning_grows_as_the_layers_do() -> None:
     layer = (some - few) / 4
     assert (many - some) / 12 <= 1.02 * layer
     assert layer < 150_000  # a hundred layers take three seconds
+
+
+class Experts(nn.Module):
+    """A mixture of experts, whose weights are stacked, computed in one of the ways that people use."""
+
+    experts, wide = 4, 16
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.router = way, nn.Linear(C, self.experts)
+        self.gate_up = nn.Parameter(torch.randn(self.experts, C, 2 * self.wide))
+        self.gate_up_bias = nn.Parameter(torch.randn(self.experts, 2 * self.wide))
+        self.down = nn.Parameter(torch.randn(self.experts, C, self.wide))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(-1, C)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        return getattr(self, self.way)(tokens, weights, chosen)
+
+    def loop(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = F.one_hot(chosen, self.experts)
+        for (expert,) in (mask.sum((0, 1)) > 0).nonzero():
+            token, place = torch.where(mask[..., expert])
+            h = self.gated(x[token] @ self.gate_up[expert] + self.gate_up_bias[expert])
+            out.index_add_(0, token, F.linear(h, self.down[expert]) * weights[token, place, None])
+        return out
+
+    def batched(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        ids = chosen.flatten()
+        h = torch.bmm(x.repeat_interleave(2, 0).unsqueeze(1), self.gate_up[ids]).squeeze(1)
+        h = self.gated(h.add_(self.gate_up_bias[ids]))
+        y = torch.bmm(self.down.index_select(0, ids), h.unsqueeze(-1)).squeeze(-1)
+        return (y * weights.view(-1, 1)).view(-1, 2, C).sum(1)
+
+    def grouped(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        ids, order = chosen.flatten().sort()
+        ends = torch.bincount(ids, minlength=self.experts).cumsum(0, dtype=torch.int32)
+        h = self.gated(torch._grouped_mm(x[order // 2], self.gate_up, offs=ends) + self.gate_up_bias[ids])
+        y = torch._grouped_mm(h, self.down.transpose(1, 2), offs=ends)
+        return (y * weights.flatten()[order, None])[order.argsort()].view(-1, 2, C).sum(1)
+
+    def dense(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        h = self.gated(torch.einsum("tc,ecf->etf", x, self.gate_up) + self.gate_up_bias[:, None])
+        y = torch.baddbmm(torch.zeros_like(x).expand(self.experts, -1, -1), h, self.down.transpose(1, 2))
+        return torch.einsum("etc,te->tc", y, torch.zeros(len(x), self.experts).scatter(1, chosen, weights))
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both[..., ::2], both[..., 1::2]
+        return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("way", ["loop", "batched", "grouped"])
+def test_stacked_experts_are_split_by_features_with_gate_and_up_together(way: str) -> None:
+    plan = plan_of(Experts(way), torch.randn(2, T, C))
+    assert styles(plan) == {"gate_up": "colwise 2", "down": "rowwise 2"}
+    assert splits(plan)["gate_up"].positions.owner.tolist() == [0] * 16 + [1] * 16
+    assert splits(plan)["down"].positions.owner.tolist() == [0] * 8 + [1] * 8 and not plan.gathers
+
+
+def test_experts_that_all_compute_are_split_one_by_one() -> None:
+    plan = plan_of(Experts("dense"), torch.randn(2, T, C))
+    assert styles(plan) == {"gate_up": "colwise 0", "down": "colwise 0"}
+    assert splits(plan)["down"].positions.owner.tolist() == [0, 0, 1, 1] and not plan.gathers
+
+
+@pytest.mark.parametrize("name", ["hf_mixtral", "hf_gpt_oss", "hf_deepseek"])
+def test_a_rank_holds_little_more_than_half_of_a_mixture_of_experts(name: str) -> None:
+    module = MODELS[name].module()
+    batch = default_collate(MODELS[name].data(0)[:2])
+    plan = make_plan(record_step(module, "training_step", batch), 2)
+    assert plan.note is None and plan.numel(0) < 0.55 * sum(p.numel() for p in module.parameters())
+
+
+class Latent(nn.Module):
+    """A projection through few features, with a norm written by hand between."""
+
+    def __init__(self, few: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(C, few, bias=False), nn.Linear(few, 32, bias=False), nn.Linear(32, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.c(F.gelu(self.b(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))))
+
+
+def test_no_norm_runs_over_split_features_where_little_is_saved() -> None:
+    assert styles(plan_of(Latent(2), torch.randn(3, C))).keys() == {"b.weight", "c.weight"}
+    all_of_it = {"a.weight": "colwise 0", "b.weight": "rowwise 1", "c.weight": "colwise 0", "c.bias": "colwise 0"}
+    assert styles(plan_of(Latent(64), torch.randn(3, C))) == all_of_it
+
+
+class Looked(nn.Module):
+    """Rows of a table that are picked by an index, and multiplied with another weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Parameter(torch.randn(6, C)), nn.Linear(C, 32), nn.Linear(32, C)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(self.table[ids])))
+
+
+def test_a_table_that_rows_are_picked_from_does_not_stand_in_the_way() -> None:
+    found = styles(plan_of(Looked(), torch.randint(6, (3, 5))))
+    assert found == {"up.weight": "colwise 0", "up.bias": "colwise 0", "down.weight": "rowwise 1"}

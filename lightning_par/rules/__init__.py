@@ -14,6 +14,7 @@ from lightning_par.rules import (  # noqa: F401
     batch,
     contract,
     convolution,
+    grouped,
     layers,
     lists,
     loss,

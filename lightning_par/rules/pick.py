@@ -82,6 +82,53 @@ def repeat(func: Any, x: Any, *sizes: Any, **kwargs: Any) -> Any:
     return view(x._local.repeat(times), dim, positions, x._axis)
 
 
+def picked_beside(func: Any, x: ShardedTensor, key: Any) -> Any:
+    """``x[..., index, ...]`` with tensors that index other dims than the sharded one."""
+    items = list(key) if isinstance(key, tuple) else [key]
+    if not all(type(item) in _BASIC or _picks(item) for item in items):
+        return NotImplemented
+    used = sum(map(_dims_of, items))
+    at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
+    items[at : at + 1] = [slice(None)] * (x.ndim - used)
+    dim = place = 0
+    while place < len(items) and (items[place] is None or dim < x._dim):
+        dim += _dims_of(items[place])
+        place += 1
+    if dim != x._dim or type(items[place]) is not slice or items[place] != slice(None):
+        return NotImplemented
+    return view(func(x._local, tuple(items)), _dim_behind(items, place), x._positions, x._axis)
+
+
+_BASIC = (int, slice, type(None), type(Ellipsis))
+
+
+def _picks(item: Any) -> bool:
+    if not isinstance(item, Tensor) or isinstance(item, ShardedTensor):
+        return False
+    return item.dtype in (torch.int64, torch.int32) or (item.dtype == torch.bool and item.ndim > 0)
+
+
+def _dims_of(item: Any) -> int:
+    """How many dims an item of an index takes."""
+    flags = isinstance(item, Tensor) and item.dtype == torch.bool
+    return item.ndim if flags else item is not None and item is not Ellipsis
+
+
+def _dim_behind(items: list[Any], place: int) -> int:
+    """Where the dim of the slice ``items[place]`` is in the result.
+
+    Tensors give one block of dims, before all others where something stands between them; numbers give none.
+    """
+    block = [n for n, item in enumerate(items) if isinstance(item, Tensor) and item.ndim > 0]
+    spaces = [n for n, item in enumerate(items) if item is None or isinstance(item, slice)]
+    before = sum(n < place for n in spaces)
+    if not block:
+        return before
+    dims = max(1 if items[n].dtype == torch.bool else items[n].ndim for n in block)
+    torn = any(block[0] < n < block[-1] for n in spaces)
+    return before + dims if torn or block[0] < place else before
+
+
 def own_rows(x: ShardedTensor, key: Any) -> Any:
     """``x[arange, index, ...]`` with an ``arange`` of the sharded first dim: each row's own pick."""
     items = list(key) if isinstance(key, tuple) else [key]

@@ -79,10 +79,25 @@ def type_as(func: Any, x: Tensor, other: Tensor) -> Any:
     return x.to(other.dtype)
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-def new(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    """These read only the dtype and device of ``x``."""
+@rule("new_tensor")
+def new_tensor(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    """This reads only the dtype and device of ``x``."""
     return func(x._local, *args, **kwargs) if isinstance(x, ShardedTensor) else NotImplemented
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty")
+def new(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Sharded as ``x`` where it has the sharded dim, too: it is there to be written into."""
+    if not isinstance(x, ShardedTensor):
+        return NotImplemented
+    count = 1 if args and isinstance(args[0], (tuple, list)) else len(args) - (func.__name__ == "new_full")
+    given = args[0] if count == 1 and isinstance(args[0], (tuple, list)) else args[:count]
+    size = list(given or kwargs.get("size", ()))
+    if len(size) != x.ndim or size[x._dim] != x.shape[x._dim]:
+        return func(x._local, *args, **kwargs)
+    size[x._dim] = x._positions.count(x._axis.rank)
+    kwargs.pop("size", None)
+    return view(func(x._local, size, *args[count:], **kwargs), x._dim, x._positions, x._axis)
 
 
 @rule("copy_")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_par.positions import Positions, fold_group
 from lightning_par.rules.along import join_along, one_index, one_index_a_row
-from lightning_par.rules.pick import fill_flagged, own_rows
+from lightning_par.rules.pick import fill_flagged, own_rows, picked_beside
 from lightning_par.rules.table import aligned, copied, refuse_lost_write, rule, view
 from lightning_par.view import ShardedTensor
 
@@ -217,7 +217,8 @@ def getitem(func: Any, x: Any, key: Any) -> Any:
         return NotImplemented
     found = _basic(x, key)
     if found is None:
-        return _token(x, key)
+        beside = picked_beside(func, x, key)
+        return _token(x, key) if beside is NotImplemented else beside
     items, place, item = found
     start, stop, step = item.indices(x.shape[x._dim])
     if (start, stop, step) != (0, x.shape[x._dim], 1):

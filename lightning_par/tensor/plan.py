@@ -22,6 +22,7 @@ from lightning_par.tensor.replay import Found
 from lightning_par.tensor.search import Search
 
 Style = Literal["colwise", "rowwise", "replicate"]
+WORTH_NORMS = 0.1  # of all weights; for less, none is split so that a norm runs over split features
 STYLES = ("colwise", "rowwise", "replicate")
 
 
@@ -127,11 +128,7 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
     by_id = {id(fake): names for names, fake in recording.parameters.items()}
     wishes = {key: styles[names[0]] for key, names in by_id.items() if names[0] in styles}
     wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
-    search = Search(recording, ranks=ranks, styles=wishes)
-    if ranks == 1:
-        units = np.arange(0)
-    else:
-        units = search.run()
+    search, units = _searched(recording, ranks, wishes)
     _check_wishes(search, wishes, by_id, ranks, units)
     owner_of_unit: dict[int, int] = {}
     splits, whole = [], []
@@ -144,6 +141,25 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
         else:
             whole.append((names, shape, search.whole.get(key, _default_reason(recording, shape, ranks))))
     return TensorPlan(ranks, tuple(splits), tuple(whole), dict(Counter(search.gathered.values())), recording.stopped)
+
+
+def _searched(recording: Recording, ranks: int, wishes: dict[int, str]) -> tuple[Search, Array]:
+    """The islands, if possible without norms over split features: those are allowed where they save much."""
+    if ranks == 1:
+        return Search(recording, ranks=ranks, styles=wishes), np.arange(0)
+    asked = any(style != "replicate" for style in wishes.values())
+    search = Search(recording, ranks=ranks, styles=wishes, norms=asked)
+    units = search.run()
+    if not search.stopped_at_norm:
+        return search, units
+    other = Search(recording, ranks=ranks, styles=wishes)
+    others = other.run()
+    saves = _split_elements(other) - _split_elements(search)
+    return (other, others) if saves > WORTH_NORMS * search.elements else (search, units)
+
+
+def _split_elements(search: Search) -> int:
+    return sum(search.parameters[key].numel() for key in search.found)
 
 
 def _is_matrix(recording: Recording, names: tuple[str, ...]) -> bool:

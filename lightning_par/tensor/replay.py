@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par.fake_functions import UNRUN
 from lightning_par.recording import Event, Recording
 from lightning_par.rules import dispatch
 from lightning_par.tensor.labels import Book, Labels, NeedsGather, PlanAxis
@@ -15,7 +16,8 @@ from lightning_par.view import ShardedTensor
 
 RESHAPES = {"t", "T", "mT", "transpose", "permute", "view", "reshape", "split", "chunk", "unflatten", "flatten",
             "unsqueeze", "squeeze", "contiguous", "to", "float", "double", "half", "bfloat16", "__getitem__",
-            "split_with_sizes", "unbind", "__get__", "swapaxes", "movedim"}  # fmt: skip
+            "split_with_sizes", "unbind", "__get__", "swapaxes", "movedim", "index_select"}  # fmt: skip
+_PICKS = ("__getitem__", "index_select")
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Replay:
         self.values: dict[int, ShardedTensor] = {}
         self.sources: dict[int, frozenset[int]] = {}  # which parameters' splits a sharded value comes from
         self.made: dict[int, tuple[int, tuple[Event, ...]]] = {}  # reshaped parameters: the root, and the events
+        self.picked: set[int] = set()  # of those made by an index of tensors, as some experts' weights of all
         self.undo: list[tuple[int, Any]] = []
         self.marks: dict[int, int] = {}  # how many constraints there were before an event
         self.tainted = {id(x) for x in self.recording.batch}
@@ -79,7 +82,10 @@ class Replay:
         bias = event.args[0] if event.name == "addmm" else bias
         if opening is not None and isinstance(bias, Tensor):
             args, kwargs = self._split_bias(position, event, bias, args, kwargs)
-        return dispatch(event.func, args, kwargs)
+        try:
+            return dispatch(event.func, args, kwargs)
+        except UNRUN:  # within a rule, which then goes by values
+            raise NeedsGather(event.func) from None
 
     def _split_bias(self, position: int, event: Event, bias: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The bias of a product is split as its outer dim is."""
@@ -109,15 +115,20 @@ class Replay:
         return result
 
     def _note_reshape(self, position: int, event: Event) -> None:
-        """Keep what a plain event made of a parameter by reshaping alone."""
+        """Keep what a plain event made of a parameter by reshaping alone, or by picking entries of it."""
         roots = {root for x in event.inputs if (root := self._root(x)) is not None}
-        if event.name not in RESHAPES or len(roots) != 1 or len(event.inputs) != 1:
+        picks = event.name in _PICKS and len(event.inputs) > 1
+        if event.name not in RESHAPES or len(roots) != 1 or (len(event.inputs) != 1 and not picks):
             return
         source = event.inputs[0]
+        if self._root(source) is None:
+            return  # an index
         chain = self.made[id(source)][1] if id(source) in self.made else ()
         for out in event.outputs:
             if id(out) not in self.parameters and id(out) not in self.made:
                 self.made[id(out)] = (roots.copy().pop(), (*chain, event))
+                if picks or id(source) in self.picked:
+                    self.picked.add(id(out))
                 self.undo.append((position, ("made", id(out))))
 
     def _store(self, position: int, event: Event, result: Any) -> None:

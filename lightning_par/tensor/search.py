@@ -21,7 +21,9 @@ from lightning_par.tensor.labels import NeedsGather, count_units
 from lightning_par.tensor.replay import Found, Replay
 from lightning_par.view import ShardedTensor
 
-PRODUCTS = {"linear", "addmm", "matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "embedding"}
+PRODUCTS = {"linear", "addmm", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "embedding",
+            "_grouped_mm"}  # fmt: skip
+STATISTICS = {"mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"}
 MIN_ROWS_A_RANK = 8  # an embedding with fewer rows a rank costs an all-reduce and saves next to nothing
 WORTH_A_GATHER = 2**16  # elements of weights; for less, an island that needs a gather is left whole
 GATHERS_PAY = 8  # an island may gather what is this many times smaller than its weights
@@ -46,11 +48,16 @@ class Search(Replay):
         ranks: over how many ranks.
         styles: the user's, by identity of the parameters' fakes.
         gathered: functions that gather in an island that is kept, by event.
+        norms: whether an island may hold a statistic of its features, as a norm written by hand takes, which costs it
+            an all-reduce forward and one backward.
+        stopped_at_norm: whether one was met where none may be.
     """
 
     ranks: int = 2
     styles: dict[int, str] = field(default_factory=dict)
     gathered: dict[int, str] = field(default_factory=dict)
+    norms: bool = True
+    stopped_at_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +69,11 @@ class Search(Replay):
         self.reasons: dict[int, str] = {}  # why the island opened at an event could not be kept
         self.known: dict[tuple[str, str], int] = {}  # the reading that did, by call site
         self.hopeless: dict[tuple[str, str, tuple[int, ...]], str] = {}  # openings that cost many tries in vain
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(x.numel() for x in self.parameters.values())
 
     def run(self) -> Array:
         """Walk until every island closes; returns the units of the labels.
@@ -119,6 +131,10 @@ class Search(Replay):
             reading = self.known.get((event.name, event.place), 0)
             self.book.option = reading if option is None else option
             result = self._replay(position, event, None)
+            if not self.norms and event.name in STATISTICS and not isinstance(result, ShardedTensor):
+                if event.outputs and event.outputs[0].ndim:
+                    self.stopped_at_norm = True
+                    raise NeedsGather(event.func)
             if self.book.options > 1 and option is None:
                 self.choices.append(Choice(position, self.book.option, self.book.options, self.book.options - 1))
             self._store(position, event, result)
@@ -126,10 +142,12 @@ class Search(Replay):
             self._note_reshape(position, event)
 
     def _parameter_operand(self, event: Event) -> int | None:
-        """The parameter of a product, itself or reshaped."""
+        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way."""
         if event.name not in PRODUCTS:
             return None
-        roots = [root for x in event.inputs if x.ndim > 1 and (root := self._root(x)) is not None]
+        found = [x for x in event.inputs if x.ndim > 1 and self._root(x) is not None]
+        whole = [x for x in found if id(x) not in self.picked]
+        roots = [self._root(x) for x in whole or found]
         return roots[0] if len(roots) == 1 else None
 
     def _openings(self, event: Event, parameter: int, sharded: bool) -> list[int | None]:

@@ -5,6 +5,7 @@ from tests.rule_cases import (
     batch,
     contract,
     convolution,
+    grouped,
     layers,
     lists,
     loss,
@@ -30,5 +31,6 @@ _TABLES = (
     pick,
     recurrent,
     convolution,
+    grouped,
 )
 CASES = [case for table in _TABLES for case in table.CASES]

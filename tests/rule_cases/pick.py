@@ -77,6 +77,26 @@ CASES = [
         [(0, None)],
         local=False,
     ),
+    Case(
+        "picked beside",
+        lambda x: (
+            x[torch.tensor([2, 0, 2])],
+            x[torch.tensor(1)],
+            x[torch.tensor([[1], [0]]), :, torch.tensor([3, 1])],
+            x[torch.tensor([5, 0]), ..., 2:],
+            x[None, [torch.tensor(3), 1][0], :, 1],
+            x[x.new_zeros(N) == torch.arange(N), :, :3],
+        ),
+        [line],
+        [(1,)],
+    ),
+    Case(
+        "picked before and behind",
+        lambda x: (x[:, torch.tensor([1, 0])], x[..., torch.tensor([1, 0]), 0], x[:, torch.tensor([True, False] * 2)]),
+        [line],
+        [(0,)],
+    ),
+    Case("picked across", lambda x: x[torch.tensor([2, 0, 2])], [line], [(0,)], local=False),
     Case("fill flagged", lambda x, m: _filled(x * 1, m), [line, flags(N, C)], [(0, None), (0, 0)]),
 ]
 CASES = [replace(case, empty=False) for case in CASES]

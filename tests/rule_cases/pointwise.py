@@ -76,6 +76,13 @@ def _named(names: list[str], spaces: list[Any], inputs: list[Tensor], layouts: l
 x, y, row, column, scalar = unit(4, 6), unit(4, 6), unit(6), unit(4, 1), unit()
 mask = flags(4, 6)
 
+
+def _written(new: Tensor, x: Tensor) -> Tensor:
+    new[:, :3].copy_(x[:, :3])
+    new[:, 3:] = x[:, 3:] * 2
+    return new
+
+
 CASES = [
     *_named(_UNARY, [torch, Tensor], [x], _ONE),
     *_named(_METHODS, [Tensor], [x], _ONE),
@@ -210,6 +217,21 @@ CASES += [
             "new_tensor": lambda x: x.new_tensor([1, 2]),
         }.items()
     ],
+    Case(
+        "written into a new one",
+        lambda x: [
+            torch.cat([_written(new, x), x], -1)
+            for new in (
+                x.new_zeros(4, 6),
+                x.new_empty((4, 6)),
+                x.new_full(x.shape, 2.0),
+                x.new_ones(size=(4, 6), dtype=torch.float64),
+            )
+        ],
+        [x],
+        _ONE,
+        local=None,
+    ),
     Case("copy_", _in_place(lambda x, y: x.copy_(y)), [x, y], [(0, 0), (1, 1), (0, None), (1, 0)]),
     Case("copy_ row", _in_place(lambda x, y: x.copy_(y)), [x, row], [(0, None), (1, None), (1, 0)], local=None),
     Case("requires_grad_", lambda x: (x.detach().requires_grad_() * 2).detach(), [x], _ONE),
