@@ -411,9 +411,8 @@ def _clamps(layout: dict[str, Any]) -> str:
 
 def test_in_a_pipeline_a_write_within_the_step_is_refused(pool: Pool) -> None:
     assert pool.run(2, _clamps, DP) == ["", ""]
-    told = pool.run(4, _clamps, DP | PP)  # the first ones to raise; others may see them gone
-    assert all(told)
-    assert any("A weight is written to at" in x and "within a step whose microbatches share" in x for x in told)
+    for told in pool.run(4, _clamps, DP | PP):  # before training
+        assert "microbatches=2" in told and "'layers.0.weight'" in told
 
 
 def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:

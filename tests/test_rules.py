@@ -57,7 +57,12 @@ def test_every_rule_has_a_case() -> None:
             call_on_one_rank(case, axis)
         for draw in DRAWS.values():
             draw(_sharded(axis, torch.full((4, 6), 0.5)))
-    elsewhere = {"grad", "_amp_foreach_non_finite_check_and_unscale_", "cuda"}  # test_rules_training.py; needs a GPU
+    elsewhere = {
+        "grad",
+        "backward",
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "cuda",
+    }  # test_rules_training.py; needs a GPU
     elsewhere |= {"_has_compatible_shallow_copy_type"}  # test_surface_runs.py
     missing = RULES.keys() - called.names - elsewhere
     # Some operators arrive under the function's name: `x + y` as `add`.
