@@ -122,9 +122,10 @@ class Analysis(FakeRun):
         event = self._keep(func, "located", inputs, result)
         self._note_constants(len(self.events) - 1, (args, kwargs))
         event.told = told_to(func, args, kwargs)
-        if isinstance(result, Tensor) and id(result) in self.names:  # as `flatten` does of a vector
+        if isinstance(result, Tensor) and id(result) in self.names:
             event.itself = next((n for n, x in enumerate(inputs) if x is result), None)
-            self.direct = [use for use in self.direct if event.itself is None or use[1] != len(self.events) - 1]
+            if event.itself is not None and not writes(name):  # as `flatten` does of a vector
+                self.direct = [use for use in self.direct if use[1] != len(self.events) - 1]
         event.cuts, event.unsized, event.sets = cuts, self.unsized > unsized, sets
         event.flops = self.frames[-1].flops - flops
         if self.axis is not None:

@@ -24,7 +24,7 @@ from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.values import cut_to, local_shape, of_microbatch, share_of, written_into
-from lightning_par.rules.table import user_line
+from lightning_par.rules.table import user_line, writes
 from lightning_par.sequence.tokens import Tokens
 from lightning_par.view import ShardedTensor
 
@@ -129,7 +129,7 @@ class StageRun(RecordedRun):
             return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
             return self.memo.again(index, func, args, kwargs)
-        if record.itself is not None:
+        if record.itself is not None and (index < self.first or not writes(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:
             value = self._from_before(index, record)
