@@ -135,13 +135,13 @@ CASES = [
     Case("getitem first", lambda x: (x[0], x[-1, 1:], x[1, ..., ::3]), [x], [(1,), (2,)]),
     Case("getitem int of the sharded", lambda x: x[:, 1], [x], [(1,)], local=False),
     Case("getitem list", lambda x: x[:, [0, 2]], [x], every, local=False),
-    Case("getitem mask", lambda x, m: x[m], [x, flags(B, T)], [(2, None), (0, 0)], local=False),
+    Case("getitem mask", lambda x, m: x[m], [x, flags(B, T)], [(2, None), (0, 0)], local=None),
     Case(
         "getitem of plain by sharded",
         lambda table, i: table[i],
         [normal(5, 3), integers(5, 4)],
         [(None, 0), (1, None)],
-        local=False,
+        local=None,
     ),
     Case("setitem number", lambda x: _written(x, (slice(None), 0), 3.0), [x], [(0,), (2,)]),
     Case(
