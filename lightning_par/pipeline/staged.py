@@ -91,7 +91,9 @@ class StagedMixin(StrategyMixin):
             self._engine = self._spread.apply(trainer, self.lightning_module, self.root_device)
             self._engine.context = self.precision_plugin.forward_context
             self._engine.verify = self.verify
-            self._unverified = self.verify and trainer.state.fn.value == "fit"
+            # Where each microbatch gathers weights, replicas with other numbers of them would wait for one another.
+            gathers = self._storing is not None and not self._storing.throughout
+            self._unverified = self.verify and trainer.state.fn.value == "fit" and not gathers
             self._engine.inner = self.groups.stage_of_replica.size > 1
             if self._storing is not None and not self._storing.throughout:
                 self._engine.agree = self._storing.agree
