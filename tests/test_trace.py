@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -28,11 +29,17 @@ MICROBATCHES = 4
 
 
 class Clock:
-    """A clock of this process that goes on when it is told to, and when a message comes from a later time."""
+    """A clock of this rank that goes on when it is told to, and when a message comes from a later time.
 
-    now = 0.0
-    sent: Counter[tuple[Any, ...]] = Counter()
-    received: Counter[tuple[Any, ...]] = Counter()
+    It is in the store where ranks meet: whatever else a step changes is put back when a part of it has run.
+    """
+
+    messenger: Any = None
+
+    @staticmethod
+    def advance(by: int = 0) -> int:
+        """What it shows then."""
+        return int(private.default_store().add(f"clock of rank {dist.get_rank()}", by))
 
 
 class Layer(nn.Module):
@@ -43,37 +50,42 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor and self.training:
-            Clock.now += 1
+        if Clock.messenger is not None and Clock.messenger.timed:  # no trial of the step
+            Clock.advance(1)
         return self.linear(x)
 
 
 class Clocked(messages.Messenger):
     """Messages carry the time at which they were sent."""
 
+    def __init__(self, axis: Any, device: torch.device) -> None:
+        super().__init__(axis, device)
+        Clock.messenger = self
+        self.count: Counter[tuple[Any, ...]] = Counter()
+
     def clock(self) -> float:
-        return Clock.now
+        return Clock.advance()
 
     def send(self, x: Tensor, to: int, kind: Any, tag: int) -> None:
-        self._store(Clock.sent, kind, self._axis.rank, to, tag)[0](str(Clock.now))
+        self._store("sent", kind, self._axis.rank, to, tag)[0](str(Clock.advance()))
         super().send(x, to, kind, tag)
 
     def start_recv(self, shape: Any, dtype: Any, source: int, kind: Any, tag: int) -> Any:
-        told = self._store(Clock.received, kind, source, self._axis.rank, tag)[1]
+        told = self._store("received", kind, source, self._axis.rank, tag)[1]
 
         class Received(messages._Received):
             def __call__(self) -> Tensor:
                 x = super().__call__()
-                Clock.now = max(Clock.now, float(told()))
+                Clock.advance(max(0, int(told()) - Clock.advance()))
                 return x
 
         with mock.patch.object(messages, "_Received", Received):
             return super().start_recv(shape, dtype, source, kind, tag)
 
-    def _store(self, count: Counter[tuple[Any, ...]], *message: Any) -> tuple[Any, Any]:
+    def _store(self, way: str, *message: Any) -> tuple[Any, Any]:
         """What keeps the time of the next message with this sign, and what gives it."""
-        count[message] += 1
-        store, key = private.default_store(), f"{message} {count[message]}"
+        self.count[(way, *message)] += 1
+        store, key = private.default_store(), f"{message} {self.count[(way, *message)]}"
         return partial(store.set, key), partial(store.get, key)
 
 
@@ -91,7 +103,6 @@ class Net(LightningModule):
 
 
 def _fit_by_clock(path: str, schedule: str) -> tuple[Span, ...]:
-    Clock.now, Clock.sent, Clock.received = 0.0, Counter(), Counter()
     with mock.patch("lightning_par.pipeline.engine.Messenger", Clocked):
         return _fit(path, schedule)[0]
 
