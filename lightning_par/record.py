@@ -136,7 +136,8 @@ def _record(
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    return fake_of(x, mode) if isinstance(x, Deferred) else mode.from_tensor(x)
+    """Not by the mode's own way, which keeps a weak reference: a parameter that has one can't be exchanged."""
+    return fake_of(x, mode) if x.layout is torch.strided else mode.from_tensor(x)
 
 
 def _clone(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.fake_functions import is_fake, is_sharded, run_on_fakes
+from lightning_par.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
 from lightning_par.guesses import READS, Guesses
 from lightning_par.recording import Event, metric_update
 from lightning_par.rules.attention import multi_head_attention_forward
@@ -112,7 +112,10 @@ class Recorder(TorchFunctionMode):
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
         if not tensors:
             return
-        if not all(map(is_fake, tensors)):
+        if isinstance(func, OnOnes):  # it goes by the values of real ones, when it is run again, too
+            args, kwargs = tree_map(_as_it_is, (args, kwargs))
+            result = tree_map(self.fake, result)
+        elif not all(map(is_fake, tensors)):
             args, kwargs, result = tree_map(self.fake, (args, kwargs, result))
         self.events.append(Event(func, args, kwargs, result, user_line()))
 
@@ -125,3 +128,7 @@ def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
         memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
         memo[id(x)]._is_param = isinstance(x, nn.Parameter)
     return memo[id(x)]
+
+
+def _as_it_is(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) and not is_fake(x) and not is_sharded(x) else x

@@ -365,3 +365,24 @@ class Looked(nn.Module):
 def test_a_table_that_rows_are_picked_from_does_not_stand_in_the_way() -> None:
     found = styles(plan_of(Looked(), torch.randint(6, (3, 5))))
     assert found == {"up.weight": "colwise 0", "up.bias": "colwise 0", "down.weight": "rowwise 1"}
+
+
+class Masked(nn.Module):
+    """Some of the samples, as many as the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some, self.down = nn.Linear(C, 32), nn.Linear(C, 32), nn.Linear(32, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 0] > 0
+        return self.down(self.all(x)[mask] * self.some(x[mask]))
+
+
+def test_shapes_that_go_by_the_batch_are_those_of_the_batch_in_the_plan_too() -> None:
+    x = torch.randn(5, C)
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])
+    found = styles(plan_of(Masked(), x))
+    assert {name: found[name] for name in found if "weight" in name} == {
+        "all.weight": "colwise 0", "some.weight": "colwise 0", "down.weight": "rowwise 1",
+    }  # fmt: skip

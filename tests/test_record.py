@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import lightning as L
@@ -128,3 +130,29 @@ def test_manual_optimization_is_recorded_to_its_end() -> None:
     recording = record_step(Pair(), "training_step", torch.randn(3, 2))
     assert recording.stopped is None
     assert [event.name for event in recording.events].count("linear") == 2
+
+
+class Cyclic(nn.Module):
+    """A hook keeps the graph that it is part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = self.a(batch)
+        kept = {"x": x}
+        x.register_hook(lambda gradient: kept.update(gradient=gradient))
+        return self.b(torch.autograd.grad(x.sum(), x, create_graph=True)[0] + x).sum()
+
+
+def test_nothing_refers_to_the_parameters_after_a_trial() -> None:
+    module = Cyclic()
+    gc.disable()
+    try:
+        assert record_step(module, "training_step", torch.randn(2, 4)).stopped is None
+        assert not any(map(weakref.getweakrefcount, module.parameters()))
+        for parameter in module.parameters():  # as what is split is put in its place
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+    finally:
+        gc.enable()

@@ -157,7 +157,7 @@ def holding(value: Tensor) -> Deferred:
     return made
 
 
-def fake_of(x: Deferred, mode: Any) -> Tensor:
+def fake_of(x: Tensor, mode: Any) -> Tensor:
     """A tensor of the `FakeTensorMode` ``mode`` in the place of ``x``."""
     with mode:
         fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.fake_functions import UNRUN
 from lightning_par.recording import Event, Recording
 from lightning_par.rules import dispatch
 from lightning_par.tensor.labels import Book, Labels, NeedsGather, PlanAxis
 from lightning_par.view import ShardedTensor
+
+log = logging.getLogger(__name__)
 
 RESHAPES = {"t", "T", "mT", "transpose", "permute", "view", "reshape", "split", "chunk", "unflatten", "flatten",
             "unsqueeze", "squeeze", "contiguous", "to", "float", "double", "half", "bfloat16", "__getitem__",
@@ -83,9 +85,13 @@ class Replay:
         if opening is not None and isinstance(bias, Tensor):
             args, kwargs = self._split_bias(position, event, bias, args, kwargs)
         try:
-            return dispatch(event.func, args, kwargs)
-        except UNRUN:  # within a rule, which then goes by values
+            result = dispatch(event.func, args, kwargs)
+        except RuntimeError as error:  # of a rule that goes by values, which fakes have none of
+            log.debug("`%s` at %s can't be tried on shards", event.name, event.place, exc_info=error)
             raise NeedsGather(event.func) from None
+        if not all(map(_fits, tree_leaves(result), tree_leaves(event.result))):
+            raise NeedsGather(event.func)
+        return result
 
     def _split_bias(self, position: int, event: Event, bias: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The bias of a product is split as its outer dim is."""
@@ -160,3 +166,8 @@ class Replay:
             else:
                 self.made.pop(key, None)
         del self.book.constraints[self.marks.get(position, 0) :]
+
+
+def _fits(found: Any, recorded: Any) -> bool:
+    """Whether a shard is one of what the step made; its size may go by values."""
+    return not isinstance(found, ShardedTensor) or tuple(found.shape) == tuple(recorded.shape)
