@@ -63,7 +63,7 @@ class LeavesTorch(Net):
     """The recording ends before the first layer."""
 
     def loss(self, x: Tensor) -> Tensor:
-        return super().loss(x * float(x.numpy().max()))
+        return super().loss(x * float(self.up.weight.detach().numpy().max()))
 
 
 class Sparse(Net):

@@ -55,6 +55,16 @@ class Object:
         return float(self.n)
 
 
+class Makes(OrderedDict):
+    """Makes what is asked for of what it holds, as tables of activations do."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, lambda: value)
+
+
 class Slotted:
     __slots__ = ("n", "seen", "late")
 
@@ -261,6 +271,7 @@ CASES: dict[str, Case] = {
     "memoryview": of(lambda: memoryview(bytearray(4)), lambda s: bump(s, 0)),
     "deque": of(lambda: deque([1, 2, 3], maxlen=4), rotated),
     "OrderedDict": of(lambda: OrderedDict(a=1, b=2, c=3), moved_to_end),
+    "dict that makes its values": of(lambda: Makes(n=1.0), lambda s: bump(s, "n")),
     "Counter": of(lambda: Counter(a=1), lambda s: bump(s, "a")),
     "defaultdict": of(lambda: defaultdict(list), lambda s: grow(s["new"])),
     "UserDict": of(lambda: UserDict(n=1), lambda s: bump(s, "n")),

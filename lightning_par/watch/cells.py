@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.watch.changes import Change, MappingChange, SequenceChange, SetChange
+from lightning_par.watch.entries import entries_of
 
 _NOTHING: Any = object()
 
@@ -113,9 +114,9 @@ class MappingCell(Cell):
     ) -> None:  # fmt: skip
         super().__init__(name, owner, fixed)
         self.dotted = mapping is not owner
-        self.mapping = mapping
+        self.mapping = entries_of(mapping)
         self.skipped = skipped
-        self.before: dict[Any, Any] = dict(mapping)
+        self.before: dict[Any, Any] = dict(self.mapping)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         yield from ((key, x) for key, x in self.before.items() if not self._skips(key))

@@ -207,15 +207,11 @@ class Reach:
             skipped |= _METRIC
         cell = self.cells[name] = MappingCell(name, module, vars(module), skipped)
         self._inside(cell)
-        uncounted = isinstance(module, _BATCH_NORMS)
-        buffers = (BuffersCell if uncounted else MappingCell)(f"{name}._buffers", module, module._buffers)
-        self.cells[buffers.name] = buffers
-        if uncounted:
-            self.uncounted.update(map(id, module._buffers.values()))
-        self.of_modules |= {id(cell), id(buffers)}
-        self._inside(buffers, buffers=True)
-        for fixed in ("_modules", "_parameters"):
-            self.cells[f"{name}.{fixed}"] = MappingCell(name, module, vars(module)[fixed], fixed=_MODULES)
+        self.of_modules.add(id(cell))
+        if isinstance(module, torch.jit.ScriptModule):  # what it holds is not Python's: nothing else can be put there
+            self._inside(TupleCell(f"{name}._buffers", tuple(module._buffers.values()), None))
+        else:
+            self._dicts(name, module)
         for path, p in module._parameters.items():
             if p is not None and id(p) not in self.names:
                 self._name(f"{name}.{path}", p)
@@ -223,6 +219,18 @@ class Reach:
             for n, hook in enumerate(vars(module)[kind].values()):
                 self._waiting.append(_Found(f"{name}.{kind}[{n}]", hook))
         self._class(type(module))
+
+    def _dicts(self, name: str, module: nn.Module) -> None:
+        """What a module keeps its buffers, submodules and parameters in."""
+        uncounted = isinstance(module, _BATCH_NORMS)
+        buffers = (BuffersCell if uncounted else MappingCell)(f"{name}._buffers", module, module._buffers)
+        self.cells[buffers.name] = buffers
+        if uncounted:
+            self.uncounted.update(map(id, module._buffers.values()))
+        self.of_modules.add(id(buffers))
+        self._inside(buffers, buffers=True)
+        for fixed in ("_modules", "_parameters"):
+            self.cells[f"{name}.{fixed}"] = MappingCell(name, module, vars(module)[fixed], fixed=_MODULES)
 
     def _hidden_module(self, found: _Found) -> None:
         """A module that is held by something else than a module."""
