@@ -63,7 +63,8 @@ class LeavesTorch(Net):
     """The recording ends before the first layer."""
 
     def loss(self, x: Tensor) -> Tensor:
-        return super().loss(x * float(self.up.weight.detach().numpy().max()))
+        assert self.up.weight.data_ptr() != 0
+        return super().loss(x)
 
 
 class Sparse(Net):
