@@ -255,10 +255,30 @@ class Asserts(Base):
         return loss
 
 
+class SharesOut(Base):
+    """Shares out data and work by the numbers of its Trainer, as under DDP."""
+
+    def setup(self, stage: str) -> None:
+        self.share = 4 // self.trainer.world_size
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0][self.global_rank :: self.trainer.world_size]
+        return F.mse_loss(self(x), x.flip(1)) * self.share
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1 / self.trainer.world_size)
+
+
+class SkipsABatch(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
-                 BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts)
+                 BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
+                 SharesOut, SkipsABatch)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par import generators, launch, private, state
+from lightning_par.callers import in_users_hook
 from lightning_par.comm import Axis
 from lightning_par.data.sharing import Storing
 from lightning_par.gradients import GradientSync
@@ -106,6 +107,24 @@ class RanksMixin(_Base):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices or [])
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number; that of its replica to hooks in which it goes into results (`callers.HOOKS`)."""
+        return self.groups.data.rank if self._replicas_are_meant else super().global_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are; how many replicas to hooks in which it goes into results."""
+        return self.groups.data.size if self._replicas_are_meant else super().world_size
+
+    @property
+    def _replicas_are_meant(self) -> bool:
+        return self._groups is not None and self._groups.replica.size > 1 and in_users_hook(self.namespace)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return super().global_rank == 0
 
     @property
     def is_distributed(self) -> bool:
