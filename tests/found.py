@@ -255,6 +255,105 @@ class Asserts(Base):
         return loss
 
 
+class _Cache:
+    def __init__(self, keys: list[Tensor]) -> None:
+        self.keys = keys
+
+
+class _Takes(nn.Module):
+    """Takes a value out of an object, and leaves one there."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.linear = place, nn.Linear(C, C)
+
+    def forward(self, x: Tensor, cache: _Cache) -> Tensor:
+        key = cache.keys[self.place] = self.linear(x) + cache.keys[self.place]
+        return x * key.sigmoid()
+
+
+class ObjectAsArgument(Base):
+    """As prefix tuning does with a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.prefix = _Takes(0), _Takes(1), nn.Linear(C, 2 * C)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = _Cache(list(self.prefix(x).split(C, dim=-1)))
+        return self.b(self.a(x, cache), cache)
+
+
+class _Stores(nn.Module):
+    def __init__(self, store: dict[str, Tensor], takes: bool) -> None:
+        super().__init__()
+        self.linear, self.store, self.takes = nn.Linear(C, C), store, takes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.takes:
+            return self.linear(x) + self.store.pop("h")
+        self.store["h"] = self.linear(x)
+        return self.store["h"].tanh()
+
+
+class HandsOn(Base):
+    """A module hands a value on to a later one in a dict that both hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        store: dict[str, Tensor] = {}
+        self.a, self.b = _Stores(store, False), _Stores(store, True)  # type: ignore[assignment]
+
+
+class _Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"given": x, "made": self.linear(x)}
+
+
+class WritesIntoOutput(Base):
+    """Writes into the dict that a module returned, which holds what it was given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = _Several()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.a(x)
+        out["made"] = out["made"].tanh() + out["given"]
+        return self.b(out["made"])
+
+
+class _Against(nn.Module):
+    def __init__(self, table: list[nn.Embedding]) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(C, C), table
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        weight = self.table[0].weight if weight is None else weight
+        return self.linear(x) @ weight.t() @ weight / C
+
+
+class ParameterAsArgument(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, C)
+        self.a, self.b = _Against([]), _Against([])  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x, self.table.weight), self.table.weight)
+
+
+class ParameterOfAnother(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, C)
+        self.a, self.b = _Against([self.table]), _Against([self.table])  # type: ignore[assignment]
+
+
 class SharesOut(Base):
     """Shares out data and work by the numbers of its Trainer, as under DDP."""
 
@@ -278,7 +377,8 @@ FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
-                 SharesOut, SkipsABatch)
+                 SharesOut, SkipsABatch,
+                 ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument, ParameterOfAnother)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

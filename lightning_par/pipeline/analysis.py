@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lightning_par.fake_functions import linked
 from lightning_par.guesses import READS
 from lightning_par.pipeline.constants import constants_of
+from lightning_par.pipeline.handed import Handed, UnitError, maker_of
 from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, told_to
 from lightning_par.pipeline.memo import touches_state
@@ -27,7 +28,7 @@ from lightning_par.pipeline.placeholders import read_placeholder
 from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
-from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.structure import map_tensors, tensors_in, twin
 from lightning_par.pipeline.tracing import FakeRun
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
@@ -62,9 +63,10 @@ class Analysis(FakeRun):
         super().__init__(mode, axis)
         self.stages, self.stretches, self.homes = stages, stages.stretches(grad), stages.homes
         self.names: dict[int, str] = {}  # of fake parameters, by id
+        self.keys: dict[int, Key] = {}
+        self.handed = Handed(self.homes, self.keys, self.names)
         self.layouts = layouts
         self.events: list[Event] = []
-        self.keys: dict[int, Key] = {}
         self.nodes: dict[Key, Any] = {}  # of the graph, before anything is written into the value
         self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
@@ -238,7 +240,7 @@ class Analysis(FakeRun):
     def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> Event:
         index = len(self.events)
         self.lent.about_to_take(x for x in inputs if id(x) in self.batch_keys)
-        event = Event(func, kind, self._keys_of(inputs), result, user_line())
+        event = Event(func, kind, self._keys_of(inputs), twin(result), user_line())  # user code may write into it
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         written = self.memory.settle(index)
@@ -264,10 +266,11 @@ class Analysis(FakeRun):
             if id(x) in self.keys:
                 found.append(self.keys[id(x)])
             elif self.homes and is_located(x) and id(x) not in self.names:
-                raise ValueError(
+                raise UnitError(
                     f"{user_line()}: the step uses a value from within a module that the module did not return: a "
                     "forward hook or an attribute handed it out. Other stages of the pipeline can't see that. Return "
-                    "it from the module's forward, or use TensorParallelStrategy."
+                    "it from the module's forward, or use TensorParallelStrategy.",
+                    maker_of(x),
                 )
         return tuple(found)
 
@@ -311,10 +314,13 @@ class Analysis(FakeRun):
         flops = self.frames[-1].flops
         plainly = True
         try:
-            if self.axis is None or not self.tries_units:
-                result = original(*args, **kwargs)
-            else:
-                result, plainly = acts_plainly(self, path, module, original, args, kwargs)
+            with self.handed.unit(path, module, tensors_in((args, kwargs))):
+                if self.axis is None or not self.tries_units:
+                    result = original(*args, **kwargs)
+                else:
+                    result, plainly = acts_plainly(self, path, module, original, args, kwargs)
+            if self.axis is not None and self.handed.found.keys() & self.keys.keys():
+                raise SamplesMixError(f"{path!r} takes a value that is none of its arguments")
         except SamplesMixError as error:
             error.unit = path
             raise
@@ -323,13 +329,27 @@ class Analysis(FakeRun):
                 raise SamplesMixError(f"{path!r} sums over the samples of a batch")
             if self.axis.cuts > cuts and any(self._may_hold_samples(x) for x in tensors_in((args, kwargs))):
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
+        inner, result = result, map_tensors(self._from_unit, result)
+        given = len(self._keys_of(inputs))
+        inputs += self.handed.found.values()
+        for x in inputs:
+            self._use_parameter(x)
         self.units.append((path, len(self.events)))
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
-        event.told = told_to(path, args, kwargs)
+        event.told, event.handed = told_to(path, args, kwargs), len(event.inputs) - given
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
+        outer = zip(tensors_in(inner), tensors_in(result))
+        self.keys.update((id(x), self.keys[id(y)]) for x, y in outer if maker_of(x) == path and x is not y)
+        self.kept.append(inner)
         self.tail = len(self.events)
         return result
+
+    def _from_unit(self, x: Tensor) -> Tensor:
+        return x if id(x) in self.names else self.handed.returned(self._located(x))
+
+    def inside(self, given: Any, result: Any) -> None:
+        self.handed.note(given, result)
 
     def _may_hold_samples(self, x: Tensor) -> bool:
         """Whether a tensor that is not known to hold samples has a dim of their count."""

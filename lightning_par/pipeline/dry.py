@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_par.pipeline.located import ChangedError, Event, Key, Program, RecordedRun, is_setting, told_to
 from lightning_par.pipeline.memo import Memo
-from lightning_par.pipeline.structure import tensors_in
+from lightning_par.pipeline.structure import tensors_in, twin
 from lightning_par.pipeline.values import written_into
 from lightning_par.rules.table import user_line
 
@@ -33,7 +33,7 @@ class DryRun(RecordedRun):
         names = self.names
         inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
         record = self.program.events[index]
-        if inputs != record.inputs:
+        if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
         if self.program.microbatches > 1 and record.kind == "located" and record.told != told_to(func, args, kwargs):
             raise ChangedError(f"{user_line()}: what {func} is told")
@@ -59,10 +59,10 @@ class DryRun(RecordedRun):
             return tensors_in((args, kwargs))[record.itself]
         if record.writes:
             return written_into(self, args[0], record.result, func)
-        return None if record.sets else record.result
+        return None if record.sets else twin(record.result)
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._next(path, args, kwargs)[1].result
+        return twin(self._next(path, args, kwargs)[1].result)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._next(("metric", method), args, kwargs)[1].result

@@ -64,6 +64,7 @@ class Event:
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
         told: what it is given beside tensors and numbers, where that may decide whether samples mix.
+        handed: how many of its last inputs it takes by another way than its arguments.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
 
@@ -83,6 +84,7 @@ class Event:
     viewed: bool = False
     live: bool = False
     told: tuple[Any, ...] = ()
+    handed: int = 0
 
 
 _COUNTED = frozenset("""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.analysis import Analysis, Layouts
+from lightning_par.pipeline.handed import UnitError
 from lightning_par.pipeline.located import Event, Key, Program, is_metric_call
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.routes import Routes, Use, direct, relayed, stage_of
@@ -20,16 +21,8 @@ from lightning_par.rules.table import writes
 from lightning_par.view import ShardedTensor
 
 
-class SharedWriteError(ValueError):
-    """A step writes into a tensor that several ranks hold.
-
-    Attributes:
-        unit: that holds it, if one does; what is in it may lie on one rank, taken by itself.
-    """
-
-    def __init__(self, message: str, unit: str | None) -> None:
-        super().__init__(message)
-        self.unit = unit
+class SharedWriteError(UnitError):
+    """A step writes into a tensor that several ranks hold."""
 
 
 def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts) -> Program:

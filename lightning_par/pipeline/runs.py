@@ -22,7 +22,7 @@ from lightning_par.pipeline.located import (
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
-from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.structure import map_tensors, tensors_in, twin
 from lightning_par.pipeline.values import cut_to, local_shape, of_microbatch, share_of, written_into
 from lightning_par.rules.table import user_line, writes
 from lightning_par.sequence.tokens import Tokens
@@ -178,7 +178,7 @@ class StageRun(RecordedRun):
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]
         if not self.tells and record is not None:
-            return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
+            return twin(record.result, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device))
         return original(*self._present(args), **self._present(kwargs))
 
     def _from_before(self, index: int, record: Event) -> Any:
@@ -195,7 +195,7 @@ class StageRun(RecordedRun):
             self.got[key] = self.receive(key)
             return self.got[key]
 
-        return map_tensors(value, record.result)
+        return twin(record.result, value)
 
     def _present(self, value: Any) -> Any:
         """``value`` with what has been received in place of absent tensors."""

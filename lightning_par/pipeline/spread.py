@@ -16,11 +16,11 @@ from lightning_par.data.using import in_use, parts_of_gradients
 from lightning_par.layout import Groups, make_message_groups
 from lightning_par.peek import peek_batch
 from lightning_par.pipeline.engine import Engine
+from lightning_par.pipeline.handed import UnitError
 from lightning_par.pipeline.located import Program, Run, intercept_units, release_units
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
 from lightning_par.pipeline.prepare import Programs
-from lightning_par.pipeline.program import SharedWriteError
 from lightning_par.pipeline.step import Step, step_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.study import study, survey
@@ -200,10 +200,10 @@ class Spread:
 
     def _try(
         self, step: Step, stages: Stages, wanted: int
-    ) -> tuple[Program | None, SamplesMixError | SharedWriteError | None]:
+    ) -> tuple[Program | None, SamplesMixError | UnitError | None]:
         try:
             return study(step, stages, wanted), None
-        except (SamplesMixError, SharedWriteError) as error:
+        except (SamplesMixError, UnitError) as error:
             return None, error
 
     def _take_one(self, step: Step, reason: Exception | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Size)  # pytree would make a tuple of a size
@@ -62,6 +63,47 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def twin(value: Any, function: Callable[[Tensor], Any] | None = None) -> Any:
+    """``value`` in objects of its own, however deep, with ``function(x)`` for every tensor ``x``; modules are shared.
+
+    Example::
+
+        given = {"a": torch.zeros(())}
+        assert twin(given) is not given and twin(given)["a"] is given["a"]
+    """
+    return _twin(value, function or _same, {})
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _twin(value: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if id(value) in made:
+        return made[id(value)]
+    new: Any
+    kind = type(value)
+    if kind in (list, set):
+        made[id(value)] = new = kind()
+        (new.extend if kind is list else new.update)(_twin(x, tensor, made) for x in value)
+    elif kind is tuple:
+        new = tuple(_twin(x, tensor, made) for x in value)
+    elif kind in (dict, OrderedDict):
+        made[id(value)] = new = kind()
+        new.update((key, _twin(x, tensor, made)) for key, x in value.items())
+    elif not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)) or callable(value):
+        new = map_tensors(tensor, value)
+    else:
+        made[id(value)] = new = copy.copy(value)
+        for key, x in vars(value).items():
+            object.__setattr__(new, key, _twin(x, tensor, made))
+        new = map_tensors(tensor, new) if isinstance(new, (dict, tuple)) else new
+    made[id(value)] = new
+    return new
+
+
 def _unless_same(old: Any, new: list[Any], make: Callable[[list[Any]], Any]) -> Any:
     return old if all(a is b for a, b in zip(old, new, strict=True)) else make(new)
 
@@ -71,8 +113,6 @@ def _mapping(function: Callable[[Tensor], Any], value: Any) -> Any:
     new = {key: map_tensors(function, x) for key, x in value.items()}
     if all(new[key] is value[key] for key in new):
         return value
-    import copy
-
     copied = copy.copy(value)
     if getattr(copied, "data", None) is getattr(value, "data", value) and isinstance(
         getattr(value, "data", None), dict
@@ -88,8 +128,6 @@ def _dataclass(function: Callable[[Tensor], Any], value: Any) -> Any:
     new = {name: map_tensors(function, x) for name, x in fields.items()}
     if all(new[name] is fields[name] for name in new):
         return value
-    import copy
-
     copied = copy.copy(value)
     for name, x in new.items():
         object.__setattr__(copied, name, x)

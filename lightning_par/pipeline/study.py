@@ -144,7 +144,7 @@ def _run(
         if isinstance(trainer, TrainerView):
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
     run.guesses = guesses
-    run.names = fakes.names()
+    run.names.update(fakes.names())
     named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
     run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0

@@ -49,10 +49,14 @@ class FakeRun(Run):
         if self.depth:
             kwargs = kwargs or {}
             result = self._run(func, args, kwargs)
+            self.inside((args, kwargs), result)
             if self.trace is not None and not is_metadata(func, getattr(func, "__name__", "")):
                 self.trace.note(func, args, kwargs, result)
             return result
         return super().__torch_function__(func, types, args, kwargs)
+
+    def inside(self, given: Any, result: Any) -> None:
+        """A function was called within a unit."""
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On fakes; where the shape of the result depends on data, on ones."""

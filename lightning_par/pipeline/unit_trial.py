@@ -7,7 +7,6 @@ call leaves nothing behind that the next one meets: on one device there is no ne
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.calls import Trace, tracing
 from lightning_par.pipeline.microbatch import SamplesMixError
-from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.structure import tensors_in, twin
 from lightning_par.pipeline.values import of_microbatch
 from lightning_par.view import ShardedTensor
 from lightning_par.watch.changes import Change, MappingChange
@@ -44,14 +43,14 @@ def acts_plainly(
     if lead is None:
         return call(*args, **kwargs), True
     samples, own = lead.positions.size, lead.positions.count(lead.axis.rank)
-    given = _twin((args, kwargs), _same, {})  # a cache among the arguments may grow
+    given = twin((args, kwargs))  # a cache among the arguments may grow
     with tracing(run, inputs) as viewed:
         result = call(*args, **kwargs)
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     after = Snapshot(modules, hooks=False)
 
     def plainly() -> Trace | None:
-        return _traced(run, call, *_twin(given, of_microbatch, {}))
+        return _traced(run, call, *twin(given, of_microbatch))
 
     try:
         with _aside(run):
@@ -67,43 +66,12 @@ def acts_plainly(
                 if place is not None:
                     raise _mixed(path, f"{place} changes at each call of {path!r}")
             if not viewed.agrees(first, samples, own):  # the first call of all may do more
-                args, kwargs = _twin(given, _same, {})
+                args, kwargs = twin(given)
                 with tracing(run, tensors_in((args, kwargs))) as viewed:
                     call(*args, **kwargs)
     finally:
         after.restore()
     return result, viewed.agrees(first, samples, own)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _twin(value: Any, tensor: Callable[[Tensor], Tensor], made: dict[int, Any]) -> Any:
-    """``value`` in objects of its own, with ``tensor(x)`` for every tensor ``x`` however deep; modules are shared."""
-    if isinstance(value, Tensor):
-        return tensor(value)
-    if id(value) in made:
-        return made[id(value)]
-    new: Any
-    kind = type(value)
-    if kind in (list, set):
-        made[id(value)] = new = kind()
-        (new.extend if kind is list else new.update)(_twin(x, tensor, made) for x in value)
-    elif kind is tuple:
-        new = tuple(_twin(x, tensor, made) for x in value)
-    elif kind is dict:
-        made[id(value)] = new = {}
-        new.update((key, _twin(x, tensor, made)) for key, x in value.items())
-    elif not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)) or callable(value):
-        new = map_tensors(tensor, value)
-    else:
-        made[id(value)] = new = copy.copy(value)
-        for key, x in vars(value).items():
-            object.__setattr__(new, key, _twin(x, tensor, made))
-        new = map_tensors(tensor, new) if isinstance(new, (dict, tuple)) else new
-    made[id(value)] = new
-    return new
 
 
 def _mixed(path: str, reason: str) -> SamplesMixError:

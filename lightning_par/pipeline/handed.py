@@ -1,0 +1,100 @@
+"""Values that a unit takes by another way than its arguments: an object that is one, an attribute, a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.pipeline.located import is_located
+from lightning_par.pipeline.structure import tensors_in
+from lightning_par.rules.table import user_line
+from lightning_par.view import ShardedTensor
+
+_alias = torch.ops.aten.alias.default
+
+
+class UnitError(ValueError):
+    """A module can't be taken as a whole; what is in it may be, taken by itself.
+
+    Attributes:
+        unit: the module, if it is known.
+    """
+
+    def __init__(self, message: str, unit: str | None) -> None:
+        super().__init__(message)
+        self.unit = unit
+
+
+class Handed:
+    """Watches the functions that units call in the recorded run of a step.
+
+    Args:
+        homes: every unit, with where its calls run.
+        values: by id, those that the step holds outside of units.
+        parameters: by id, all of the module.
+
+    Attributes:
+        found: by id, values and parameters that the unit which is running took and neither has nor was given.
+    """
+
+    def __init__(
+        self, homes: Mapping[str, tuple[int, ...]], values: Mapping[int, Any], parameters: Mapping[int, str]
+    ) -> None:
+        self.homes, self.values, self.parameters = homes, values, parameters
+        self.found: dict[int, Tensor] = {}
+        self._path: str | None = None
+        self._own: set[int] = set()
+
+    @contextmanager
+    def unit(self, path: str, module: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
+        """Inside, the unit ``path`` runs, and was given ``inputs``."""
+        self._path, self._own, self.found = path, {*map(id, inputs), *map(id, module.parameters())}, {}
+        try:
+            yield
+        finally:
+            self._path = None
+
+    def note(self, given: Any, result: Any) -> None:
+        """A function was called with ``given``.
+
+        Raises:
+            UnitError: it takes a value from within a unit that is on another stage.
+        """
+        if self._path is None:
+            return
+        for x in tensors_in(given):
+            if id(x) in self._own or not is_located(x):
+                continue
+            maker = maker_of(x)
+            if maker is not None:
+                self._check(maker)
+            elif id(x) in self.values or id(x) in self.parameters:
+                self.found[id(x)] = x
+        for x in tensors_in(result):
+            x._made_within = self._path  # type: ignore[attr-defined]
+
+    @staticmethod
+    def returned(x: Tensor) -> Tensor:
+        """What stands for a value outside of the unit that made it: another object, so as to tell which of them an
+        object or an attribute holds."""
+        return x.with_local(_alias(x.local)) if isinstance(x, ShardedTensor) else _alias(x)
+
+    def _check(self, maker: str) -> None:
+        places = {*self.homes.get(maker, ()), *self.homes.get(str(self._path), ())}
+        if len(places) > 1:
+            whose = "its last call" if maker == self._path else f"{maker!r}"
+            raise UnitError(
+                f"{user_line()}: {self._path!r} uses a value from within {whose} that was not returned: an object or "
+                "an attribute handed it on. Other stages of the pipeline can't see that. Return it, and take it as an "
+                "argument; or name stages so that both are in one; or use TensorParallelStrategy.",
+                maker,
+            )
+
+
+def maker_of(x: Tensor) -> str | None:
+    """The unit within which ``x`` was made."""
+    return getattr(x, "_made_within", None)
