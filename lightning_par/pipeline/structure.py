@@ -93,6 +93,8 @@ def _twin(value: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> 
     elif kind in (dict, OrderedDict):
         made[id(value)] = new = kind()
         new.update((key, _twin(x, tensor, made)) for key, x in value.items())
+    elif kind in SUPPORTED_NODES:
+        new = tree_map(lambda x: _twin(x, tensor, made), value)
     elif not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)) or callable(value):
         new = map_tensors(tensor, value)
     else:
