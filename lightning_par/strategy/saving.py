@@ -16,6 +16,7 @@ from lightning_par import generators
 from lightning_par.checkpoint.background import Background, background_group
 from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.modules import with_modules_apart, with_modules_whole
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.states import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
@@ -112,9 +113,10 @@ class SavingMixin(RanksMixin):
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups, self.stores_parts)
         self._background.finish()
+        checkpoint = with_modules_apart(checkpoint)
         if self.groups.pipeline.size > 1:  # callbacks may have added copies, plain on the ranks that hold them
             checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
-        checkpoint = inventory.complete(checkpoint)
+        checkpoint = with_modules_whole(inventory.complete(checkpoint))
         if self.save_distributed_checkpoint:
             self._save_directory(checkpoint, filepath, storage_options, inventory)
             return
