@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.hooks
@@ -23,6 +23,30 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_par.namespace import Namespace
+
+T = TypeVar("T")
+
+
+def given_anew(kind: type[T]) -> type[T]:
+    """Let strategies of a class be given to several Trainers, one after another, as fresh to each.
+
+    A Trainer takes what it finds in the strategy's private attributes for something that the user set, and refuses to
+    set it again; there is no public word by which it asks. It reads ``_accelerator`` first of all.
+    """
+
+    def accelerator(self: Any) -> Any:
+        return vars(self).get("_accelerator_given")
+
+    def give(self: Any, accelerator: Any) -> None:
+        vars(self)["_accelerator_given"] = accelerator
+
+    def forget_the_last(self: Any) -> None:
+        if self.accelerator is not None:
+            self._precision_plugin = self._checkpoint_io = self._parallel_devices = self.cluster_environment = None
+
+    setattr(kind, "accelerator", property(accelerator, give))  # noqa: B010
+    setattr(kind, "_accelerator", property(forget_the_last, give))  # noqa: B010
+    return kind
 
 
 def script_launcher(namespace: Namespace, environment: Any, num_processes: int, num_nodes: int) -> Any:

@@ -373,12 +373,60 @@ class SkipsABatch(Base):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class SetsData(Base):
+    """Quantizes its weights as it goes, by another tensor or in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.a.weight.data = (self.a.weight.data * 64).round() / 64
+        self.a.weight.data.clamp_(-0.3, 0.3)
+        return super().training_step(batch, batch_idx)
+
+
+class Kept:
+    last: Tensor | None = None
+
+
+class LeavesValues(Base):
+    """A value of the first stage, in a plain object; one step later the loss takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0])
+        loss = F.mse_loss(self.b(h.tanh()), batch[0].flip(1))
+        if self.kept.last is not None:
+            loss = loss + (h - self.kept.last).square().mean()
+        self.kept.last = h.detach()
+        return loss
+
+
+LEFT: dict[str, Tensor] = {}
+
+
+class LeavesGlobally(Base):
+    """As `LeavesValues`, in a global dict."""
+
+    def on_train_start(self) -> None:
+        LEFT.clear()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0])
+        loss = F.mse_loss(self.b(h.tanh()), batch[0].flip(1))
+        if "h" in LEFT:
+            loss = loss + (h - LEFT["h"]).square().mean()
+        LEFT["h"] = h.detach()
+        return loss
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
                  SharesOut, SkipsABatch,
-                 ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument, ParameterOfAnother)
+                 ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument, ParameterOfAnother,
+                 SetsData, LeavesValues, LeavesGlobally)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

@@ -207,9 +207,9 @@ def test_told_and_applied_is_a_plain_run() -> None:
             assert _state(module) == before
         logged = {r.name for r in effects.logs}
         assert logged == {"loss", "sum", "class_0", "class_1", "class_2", "acc", "f1"}
-        assert [p.text for p in effects.printed] == [f"builtin {i}\n", f"module {i}\n"]
+        assert [p.text for p in effects.said] == [f"builtin {i}\n", f"module {i}\n"]
         effects.logs.clear()
-        effects.printed.clear()
+        effects.said.clear()
         apply(effects, module, watch, None, show=True)
         plain.log = plain.print = lambda *args, **kwargs: None  # type: ignore[method-assign]
         plain.training_step(_batch(i), i)
@@ -355,11 +355,15 @@ def test_microbatches_are_merged() -> None:
         with watch.told() as effects:
             module.outputs.append({"x": x, "n": len(x)})
             module.log("x", x.sum())
+            print("both")
+            if len(x) == 2:
+                print("one alone")
             effects.result = (x, "name")
         parts.append(effects)
     whole = merged(parts, lambda xs: torch.cat([x.reshape(-1) for x in xs]))
     assert whole.result[0].tolist() == [1, 1, 0] and whole.result[1] == "name"
     assert whole.logs[0].value.tolist() == [2, 0]
+    assert [said.text for said in whole.said] == ["both\n", "one alone\n"]  # type: ignore[union-attr]
     whole.logs.clear()
     apply(whole, module, watch, None, show=False)
     assert module.outputs[-1]["x"].tolist() == [1, 1, 0] and module.outputs[-1]["n"] == 1

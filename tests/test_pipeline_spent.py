@@ -16,7 +16,7 @@ from lightning_par import PipelineParallelStrategy
 from tests.pool import Pool
 
 PLAIN_GRAD: Any = torch.Tensor.grad
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger(f"lightning_par.{__name__}")  # other loggers hear only what one microbatch says
 
 
 class Unit(nn.Module):

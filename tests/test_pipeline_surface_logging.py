@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torchmetrics.functional as tmf
 from lightning.pytorch.callbacks import (
@@ -19,7 +22,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     Timer,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
@@ -114,6 +117,72 @@ def _what_is_logged() -> Any:
 
 def test_what_is_logged(pool: Pool) -> None:
     check(pool, _what_is_logged, tolerance=1e-7)  # Lightning keeps means in float32
+
+
+class Board(Logger):
+    """A logger whose experiment keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    name, version = "board", 0  # type: ignore[assignment]
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        self.given.append((name, kept(value), step))
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Says(Net):
+    """Speaks to loggers of Lightning's and of Python's, and to the standard output, of values of every stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net(batch[0])
+        loss = nn.functional.cross_entropy(self.head(hidden), batch[1])
+        assert isinstance(self.logger, Board) and self.logger.name == "board"
+        self.logger.experiment.add_scalar("hidden", hidden.detach().abs().mean(), batch_idx)
+        self.loggers[1].experiment.add_scalar("loss", loss.detach(), self.global_step)
+        logging.getLogger("said").warning("loss %.6f", loss.item())
+        sys.stdout.write(f"said {hidden.abs().sum().item():.6f}\n")
+        return loss
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.name} {record.getMessage()} {record.funcName}")
+
+
+def _said(microbatches: Any) -> Any:
+    heard, printed, boards = Heard(), io.StringIO(), [Board(), Board()]
+    logging.getLogger("said").addHandler(heard)
+    t = trainer(microbatches=microbatches, max_epochs=1, logger=boards)
+    with contextlib.redirect_stdout(printed):
+        t.fit(Says(), loader(18))
+    logging.getLogger("said").removeHandler(heard)
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("said")]
+    return [board.given for board in boards], heard.lines, lines
+
+
+@pytest.mark.parametrize("microbatches", ["auto", 1])
+def test_what_is_said_is_said_once(pool: Pool, microbatches: Any) -> None:
+    (one,) = pool.run(1, _said, microbatches)
+    first, second = pool.run(2, _said, microbatches)
+    assert all(len(x) == len(one[1]) > 2 for x in (*one[0], *one[1:]))
+    assert not compare(one[0], first[0], 1e-9) and one[1:] == first[1:]
+    assert second == ([[], []], [], [])
 
 
 class Measures(Net):

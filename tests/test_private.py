@@ -17,12 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
+from lightning_par import PipelineParallelStrategy, TensorParallelStrategy, private
 from lightning_par.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 SOURCES = sorted((Path(private.__file__).parent).rglob("*.py"))
@@ -398,3 +399,12 @@ def test_the_wrapper_that_compile_makes_is_known() -> None:
     linear = torch.nn.Linear(2, 2)
     assert private.is_compiled_wrapper(torch.compile(linear, backend="eager"))  # type: ignore[arg-type]
     assert not private.is_compiled_wrapper(linear)
+
+
+@pytest.mark.parametrize("kind", [TensorParallelStrategy, PipelineParallelStrategy])
+def test_a_strategy_is_given_to_one_trainer_after_another(kind: Any) -> None:
+    strategy, trainers = kind(), []
+    for _ in range(2):
+        trainers.append(Trainer(accelerator="cpu", devices=1, precision="64-true", strategy=strategy, logger=False))
+        assert trainers[-1].strategy is strategy and trainers[-1].accelerator is strategy.accelerator
+        assert strategy.precision_plugin is trainers[-1].precision_plugin

@@ -19,7 +19,7 @@ from lightning_par.guesses import READS
 from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
 from lightning_par.pipeline.lent import Lent
-from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, told_to
+from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, told_to, writes_into
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.memory import Memory
 from lightning_par.pipeline.metrics import value_like
@@ -112,6 +112,8 @@ class Analysis(FakeRun):
                 f"{user_line()}: torch.autograd.grad within a step needs the graph of all stages of the pipeline at "
                 "once. Use TensorParallelStrategy."
             )
+        if name == "__set__" and is_located(args[0]):
+            return self._set_data(func, args, inputs)
         target = self._write_target(name, args)
         for x in located:
             self._use_parameter(x)
@@ -136,6 +138,18 @@ class Analysis(FakeRun):
             event.writes = True
             return written_into(self, target, result, func)
         return None if sets else result
+
+    def _set_data(self, func: Any, args: Any, inputs: list[Tensor]) -> None:
+        """`parameter.data = value`, which is what it will be where it is."""
+        x, value = args
+        if id(x) not in self.names or x.shape != value.shape:
+            raise NotImplementedError(
+                f"{user_line()}: the step sets the `.data` of a value that may be on another stage of the pipeline, or "
+                "gives a parameter another shape. Use the new value under a name of its own."
+            )
+        self._use_parameter(x)
+        self.memory.note_write(x)
+        self._keep(func, "located", inputs, x).sets = True
 
     def _with_or_without_samples(
         self, func: Any, args: Any, kwargs: Any, target: Tensor | None, located: list[Tensor]
@@ -173,7 +187,7 @@ class Analysis(FakeRun):
     def _write_target(self, name: str, args: Any) -> Tensor | None:
         """The tensor of the batch alone that a located value is written into, where the function does so."""
         target = args[0] if args else None
-        if not writes(name) or not isinstance(target, Tensor) or is_located(target):
+        if not writes_into(name) or not isinstance(target, Tensor) or is_located(target):
             return None
         storage = target.untyped_storage().data_ptr()
         shared = any(
@@ -200,7 +214,7 @@ class Analysis(FakeRun):
             return result
         if touches_state(func, args, kwargs, result, self.is_state):
             self.views.update(id(x) for x in tensors)
-            self.changes_state |= writes(name)
+            self.changes_state |= writes_into(name)
         self.events.append(Event(func, "batch", (), None, user_line()))
         self._note_constants(index, (args, kwargs, result))
         self.shapes.append([(index, *x.shape) for x in tensors])

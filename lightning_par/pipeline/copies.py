@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import private
+from lightning_par.copying import TrainerView
 from lightning_par.deferred.tensor import Deferred
 from lightning_par.pipeline.analysis import Analysis
 from lightning_par.pipeline.located import UnitCall
 from lightning_par.pipeline.metrics import METHODS, MetricCall
+from lightning_par.pipeline.speech import Call, LoggerView, Said
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import tensors_in
+from lightning_par.watch.reach import Reach
+from lightning_par.watch.users import packages_of
 
 
 def cloned(x: Tensor) -> Tensor:
@@ -116,16 +120,24 @@ def listen(copy: nn.Module, run: Analysis) -> None:
     def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
         run.effects += tensors_in(run.followed(dict(values)))
 
+    def hear(said: Said) -> None:
+        if isinstance(said, Call):
+            run.effects += tensors_in(run.followed((said.args, said.kwargs)))
+
     if hasattr(copy, "automatic_optimization"):
         vars(copy).update(log=log, log_dict=log_dict)
+    trainer = vars(copy).get("_trainer")
+    if isinstance(trainer, TrainerView):
+        views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]
+        vars(trainer).update(loggers=views, logger=views[0] if views else None)
+        copy.__class__ = type(type(copy).__name__, (type(copy),), {"logger": trainer.logger, "loggers": views})
 
 
-def held(copy: nn.Module, homes: Mapping[str, tuple[int, ...]], run: Analysis) -> list[Tensor]:
-    """Values that the step left in attributes outside units."""
-    found: list[Tensor] = []
-    for path, module in copy.named_modules():
-        if any(path == unit or path.startswith(f"{unit}.") for unit in homes):
-            continue
-        held = {name: x for name, x in vars(module).items() if name not in ("_parameters", "_modules", "_buffers")}
-        found += [x for x in tensors_in(run.followed(held)) if id(x) in run.keys]
-    return found
+def held(copy: nn.Module, homes: Mapping[str, tuple[int, ...]], batch: Any, run: Analysis) -> list[Tensor]:
+    """Values that the step left outside units: in attributes, in whatever these hold or code names, in its batch."""
+    named = dict(copy.named_modules())
+    units = {path for path in named if any(path == unit or path.startswith(f"{unit}.") for unit in homes)}
+    reach = Reach(packages_of(copy), {id(named[path]): path for path in units})
+    reach.add_modules((path, module) for path, module in named.items() if path not in units)
+    reach.add("batch", batch)
+    return [x for x in run.followed(reach.met) if id(x) in run.keys]

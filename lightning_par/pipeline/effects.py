@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
 from lightning_par.pipeline.made import Made, holds_values, place_of_made
-from lightning_par.pipeline.outputs import LogRecord, MetricReference, Printed, say
+from lightning_par.pipeline.outputs import LogRecord, MetricReference
+from lightning_par.pipeline.speech import Call, Said, say
 from lightning_par.watch.changes import Change, MappingChange, SequenceChange
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Effects:
 
     Attributes:
         logs: the calls of ``self.log``, in order.
-        printed: the text of ``print`` and ``self.print``, in order.
+        said: what went to the standard output and to Python's loggers, in order.
         state: what changed, by the name of the object that changed: attributes of modules, of metrics and of plain
             objects, buffers, and the content of containers.
         places: whether an object's entries are its attributes.
@@ -48,7 +49,7 @@ class Effects:
     """
 
     logs: list[LogRecord] = field(default_factory=list)
-    printed: list[Printed] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     state: dict[str, Change] = field(default_factory=dict)
     places: dict[str, bool] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -120,6 +121,8 @@ class Effects:
             for key, value in change.entries.items():
                 yield f"{name}.{key}" if self.places[name] else f"{name}[{key!r}]", (key, value)
             yield name, (change.inplace, change.deleted, change.order)
+        for said in self.said:
+            yield "What the step gives to a logger", said
         yield "What the step returns", self.result
 
 
@@ -145,8 +148,8 @@ def apply(effects: Effects, lightning_module: Any, watch: Watch, batch: Any, sho
     watch.settle(effects.state)
     for record in effects.logs:
         _log(record, lightning_module, snapshot)
-    for printed in effects.printed if show else ():
-        say(printed, lightning_module)
+    for said in effects.said if show else ():
+        say(said, lightning_module)
 
 
 def _log(record: LogRecord, module: Any, snapshot: Snapshot) -> None:
@@ -181,9 +184,15 @@ def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effe
         runs = [Effects(result=torch.full((1,), float(i))) for i in range(3)]
         assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
     """
-    whole: Effects = _joined([replace(x, names={}, kept=[]) for x in effects], join)
+    whole: Effects = _joined([replace(x, names={}, kept=[], said=[]) for x in effects], join)
     names = {key: name for x in effects for key, name in x.names.items()}
-    return replace(whole, names=names, kept=[x.kept for x in effects])
+    return replace(whole, names=names, kept=[x.kept for x in effects], said=_said([x.said for x in effects], join))
+
+
+def _said(parts: Sequence[list[Said]], join: Callable[[list[Any]], Any]) -> list[Said]:
+    """What loggers are given is joined; of the texts, which a library may say once alone, those of who said most."""
+    calls = iter(_joined([[x for x in part if isinstance(x, Call)] for part in parts], join))
+    return [next(calls) if isinstance(x, Call) else x for x in max(parts, key=len)]
 
 
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_par import generators
 from lightning_par.copying import stand_in
 from lightning_par.pipeline.copies import Fakes, cloned
-from lightning_par.pipeline.outputs import hushed
+from lightning_par.pipeline.speech import hushed
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import map_tensors
 from lightning_par.pipeline.watch import untraced

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par.pipeline.located import writes_into
 from lightning_par.pipeline.structure import tensors_in
-from lightning_par.rules.table import user_line, writes
+from lightning_par.rules.table import user_line
 from lightning_par.view import ShardedTensor
 
 
@@ -45,7 +46,7 @@ class Lent:
         """
         self.about_to_take(tensors_in((args, kwargs)))
         into = [kwargs.get("out")] if "out" in kwargs else list(args[:1])
-        if not (writes(name) or kwargs.get("inplace") is True or "out" in kwargs):
+        if not (writes_into(name) or kwargs.get("inplace") is True or "out" in kwargs):
             return
         if any(memory_of(x) in self._given for x in tensors_in(into)):
             raise NotImplementedError(

@@ -22,6 +22,7 @@ from lightning_par.guesses import Guesses, Patterns
 from lightning_par.pipeline.placeholders import AbsentNumber
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.positions import Positions
+from lightning_par.rules.write import writes
 from lightning_par.view import ShardedTensor
 
 if TYPE_CHECKING:
@@ -190,9 +191,16 @@ _AS: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, 
 
 
 def is_metadata(func: Any, name: str) -> bool:
+    if name == "__set__":
+        return getattr(func.__self__, "__name__", "") != "data"
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES
     return name in METADATA
+
+
+def writes_into(name: str) -> bool:
+    """Whether a function of this name writes into its first argument; the only property that is set is ``data``."""
+    return writes(name) or name == "__set__"
 
 
 def is_setting(given: Any, result: Any) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import generators
-from lightning_par.pipeline.located import Key
+from lightning_par.pipeline.located import Key, writes_into
 from lightning_par.pipeline.structure import tensors_in
-from lightning_par.rules.table import writes
+from lightning_par.watch.cells import note_write
 
 
 class Memo:
@@ -31,11 +31,12 @@ class Memo:
         self._drawn: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # by other events: generators, after them
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}  # what was in an array when it was made
         self._views: dict[int, Any] = {}  # of the module's tensors, by id
+        self._bases: dict[int, list[Tensor]] = {}  # what they are views of
         self._copies: dict[int, Tensor] = {}
 
     def compute(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
         """The first run's result."""
-        may_write = writes(getattr(func, "__name__", "")) or "out" in kwargs
+        may_write = writes_into(getattr(func, "__name__", "")) or "out" in kwargs
         before = generators.states_of(_drawn_from(args, kwargs, may_write))
         result = func(*args, **kwargs)
         if not touches_state(func, args, kwargs, result, self.is_state):
@@ -44,7 +45,7 @@ class Memo:
                 self._drawn[event] = generators.states_of(own)
             return self.keep(event, result)
         self.anew[event] = before
-        return self._state(event, result)
+        return self._state(event, func, (args, kwargs), result)
 
     def again(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an event in a later run."""
@@ -57,14 +58,22 @@ class Memo:
         now = generators.states_of(generator for generator, _ in before)
         generators.set_states(before)
         try:
-            return self._state(event, func(*args, **kwargs))
+            return self._state(event, func, (args, kwargs), func(*args, **kwargs))
         finally:  # a generator that the step was given has drawn; a global one goes on as it would have
             generators.set_states((generator, state) for generator, state in now if not _is_given(generator, kwargs))
 
-    def _state(self, event: int, result: Any) -> Any:
+    def _state(self, event: int, func: Any, given: Any, result: Any) -> Any:
+        """A function wrote into a tensor of the module's, or made a view of one."""
+        own = [x for x in tensors_in(given) if self.is_state(x)]
+        wrote = writes_into(getattr(func, "__name__", ""))
+        for x in own[:1] if wrote else ():
+            for base in (x, *self._bases.get(id(x), ())):
+                note_write(base)  # through `.data` no version counts it
         for n, x in enumerate(tensors_in(result)):
             self._views[id(x)] = x
             self.keys[id(x)] = (event, n)
+            if not wrote:
+                self._bases[id(x)] = [base for y in own for base in (y, *self._bases.get(id(y), ()))]
         return result
 
     def copied(self, x: Tensor) -> Tensor | None:
@@ -112,7 +121,7 @@ def touches_state(func: Any, args: Any, kwargs: Any, result: Any, is_state: Call
     own = [x for x in tensors_in((args, kwargs)) if is_state(x)]
     if not own:
         return False
-    if writes(getattr(func, "__name__", "")) and any(x is args[0] for x in own):
+    if writes_into(getattr(func, "__name__", "")) and any(x is args[0] for x in own):
         return True
     storages = {x.untyped_storage().data_ptr() for x in own} - {0}
     return any(x.untyped_storage().data_ptr() in storages for x in tensors_in(result))

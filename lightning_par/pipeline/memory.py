@@ -48,12 +48,18 @@ class Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         for place, name in _mutable(func):
             value = args[place] if place < len(args) else kwargs.get(name)
-            for memory in filter(None, map(memory_of, tensors_in(value))):
-                self._now.add(memory)
-                if memory in self.names:
-                    self.places[self.names[memory]] = user_line()
+            for x in tensors_in(value):
+                self.note_write(x)
         with torch._C.DisableTorchFunction():  # a kernel is no event, even where no torch function stands before it
             return func(*args, **kwargs)
+
+    def note_write(self, x: Tensor) -> None:
+        """Something writes into ``x``."""
+        memory = memory_of(x)
+        if memory is not None:
+            self._now.add(memory)
+            if memory in self.names:
+                self.places[self.names[memory]] = user_line()
 
     def made(self, key: Key, x: Tensor) -> None:
         """The value ``key`` is ``x``."""

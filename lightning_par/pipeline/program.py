@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.handed import UnitError
-from lightning_par.pipeline.located import Event, Key, Program, is_metric_call
+from lightning_par.pipeline.located import Event, Key, Program, is_metric_call, writes_into
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.stretches import Cut
 from lightning_par.pipeline.structure import tensors_in
-from lightning_par.rules.table import writes
 from lightning_par.view import ShardedTensor
 
 
@@ -52,7 +51,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         loss_is_share=_is_share(run, loss),
         plain_effects=not (run.reads or run.changes_state or _has_metrics(run.events))
         and all(_joins(run, x) for x in run.effects),
-        changes_batch=any(event.kind == "batch" and writes(_name(event)) for event in run.events),
+        changes_batch=any(event.kind == "batch" and writes_into(_name(event)) for event in run.events),
         uses=uses,
         regions=run.regions,
         deciding=frozenset(run.deciding),

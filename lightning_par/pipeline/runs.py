@@ -19,14 +19,16 @@ from lightning_par.pipeline.located import (
     RecordedRun,
     StageDoneError,
     is_setting,
+    writes_into,
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
 from lightning_par.pipeline.structure import map_tensors, tensors_in, twin
 from lightning_par.pipeline.values import cut_to, local_shape, of_microbatch, share_of, written_into
-from lightning_par.rules.table import user_line, writes
+from lightning_par.rules.table import user_line
 from lightning_par.sequence.tokens import Tokens
 from lightning_par.view import ShardedTensor
+from lightning_par.watch.cells import set_to
 
 
 class StageRun(RecordedRun):
@@ -89,7 +91,7 @@ class StageRun(RecordedRun):
         with torch.no_grad():
             for target, value in self.written.values():
                 if self.memo.is_state(target):
-                    target.copy_(value)
+                    set_to(target, value)
 
     def outputs(self) -> dict[Key, Tensor]:
         """What other stages need, after the run."""
@@ -129,7 +131,7 @@ class StageRun(RecordedRun):
             return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
             return self.memo.again(index, func, args, kwargs)
-        if record.itself is not None and (index < self.first or not writes(getattr(func, "__name__", ""))):
+        if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:
             value = self._from_before(index, record)

@@ -18,9 +18,9 @@ from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, 
 from lightning_par.pipeline.lent import memory_of
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.outputs import hushed
 from lightning_par.pipeline.placeholders import DRAWS, standing_in
 from lightning_par.pipeline.program import make_program
+from lightning_par.pipeline.speech import hushed
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Row, Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
@@ -163,7 +163,7 @@ def _run(
         vars(streams).update(before)
     run.kept.append(result)
     run.effects += tensors_in(run.followed(result))
-    run.effects += held(copy, stages.homes, run)
+    run.effects += held(copy, stages.homes, batch, run)
     run.finish()
     return run, run.followed(result)
 

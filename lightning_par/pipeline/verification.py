@@ -103,9 +103,9 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
 def _kept(module: nn.Module, overwritten: Collection[str]) -> Iterator[None]:
     """What modules hold is afterwards what it was, within units, too; of parameters those that are ``overwritten``."""
     parameters = [leaf(p) for name, p in module.named_parameters() if name in overwritten]
-    tensors = [x.detach() for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
-    tensors = [x for x in tensors if type(x) is Tensor]
-    copies = [x.clone() for x in tensors]
+    here = [x for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
+    tensors = [x for x in here if type(x.detach()) is Tensor]
+    copies = [x.detach().clone() for x in tensors]
     state = Snapshot([(name, m) for name, m in module.named_modules() if name])
     try:
         yield
@@ -113,7 +113,7 @@ def _kept(module: nn.Module, overwritten: Collection[str]) -> Iterator[None]:
         state.restore()
         with torch.no_grad():
             for x, copy in zip(tensors, copies, strict=True):
-                x.copy_(copy)
+                x.detach().copy_(copy)  # not what it was made of before: the step may have set its `.data`
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_par import private
 from lightning_par.pipeline.effects import Effects
 from lightning_par.pipeline.metrics import Around, StandIns, calling
-from lightning_par.pipeline.outputs import Recorder, recorded, silent, speaking
+from lightning_par.pipeline.outputs import Recorder, recorded, silent
+from lightning_par.pipeline.speech import hushed, speaking
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.watch.cells import Cell
@@ -97,7 +98,7 @@ class Watch:
             whole: whether what becomes of the batch counts; a part's does not.
         """
         state, effects = self.snapshot(), Effects()
-        recorder = Recorder(self.lightning_module, effects.logs, effects.printed, state.names)
+        recorder = Recorder(self.lightning_module, effects.logs, effects.said, state.names)
         with self._lent(state, batch, effects, whole) as refused:
             with recorded(self.lightning_module, recorder), calling(state.metrics, self.around, None):
                 yield effects
@@ -135,9 +136,9 @@ class Watch:
 
         Args:
             unit: the unit.
-            prints: whether what it prints is printed.
+            prints: whether what it prints and tells Python's loggers is said.
         """
-        with speaking() if prints else contextlib.nullcontext():
+        with speaking() if prints else hushed():
             if not any(private.has_hooks(module) for module in unit.modules()):
                 yield
                 return

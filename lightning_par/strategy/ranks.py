@@ -32,6 +32,7 @@ else:
 T = TypeVar("T")
 
 
+@private.given_anew
 class RanksMixin(_Base):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 

@@ -58,14 +58,14 @@ class Cell:
 
     def overwritten(self) -> list[str]:
         """Tensors without a spare that were changed in place."""
-        return [self.place(key) for key, (tensor, version) in self.versions.items() if version_of(tensor) != version]
+        return [self.place(key) for key, (tensor, version) in self.versions.items() if is_written(tensor, version)]
 
     def inplace(self) -> dict[Any, Tensor]:
         """The new values of tensors that were changed in place, by key."""
         return {
             key: spare.detach()
             for key, (spare, version) in self.lent.items()
-            if version is not None and version_of(spare) != version
+            if version is not None and is_written(spare, version)
         }
 
     def moved(self) -> bool:
@@ -82,7 +82,7 @@ class Cell:
 
     def change_unlent(self) -> Change | None:
         """What was changed, where all tensors are watched only."""
-        written = {key for key, (tensor, version) in self.versions.items() if version_of(tensor) != version}
+        written = {key for key, (tensor, version) in self.versions.items() if is_written(tensor, version)}
         self.lent = {key: (self.versions[key][0].detach().clone(), -2) for key in written}
         try:
             return self.change()
@@ -456,9 +456,36 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def note_write(tensor: Tensor) -> None:
+    """``tensor`` is changed by something that its version does not count, such as a write into its ``.data``."""
+    tensor._written_uncounted = True  # type: ignore[attr-defined]
+
+
+def forget_write(tensor: Tensor) -> None:
+    """Take back `note_write`."""
+    vars(tensor).pop("_written_uncounted", None)
+
+
+def set_to(tensor: Tensor, value: Tensor) -> None:
+    """Give ``tensor`` another value, such that a graph that holds it goes on with the one that it had."""
+    if tensor._base is not None:
+        tensor.copy_(value)
+        return
+    tensor.data = torch.empty_like(tensor).copy_(value)
+    note_write(tensor)
+
+
+def is_written(tensor: Tensor, version: int) -> bool:
+    """Whether ``tensor`` was changed since it had ``version``."""
+    return version_of(tensor) != version or hasattr(tensor, "_written_uncounted")
+
+
 def _overwrite(tensor: Tensor, value: Tensor) -> None:
     with torch.no_grad():
-        tensor.copy_(value)
+        if tensor.shape == value.shape:
+            tensor.copy_(value)
+        else:  # its `.data` was set
+            tensor.data = value.to(tensor)
 
 
 def _is_among(value: Any, values: Sequence[Any]) -> bool:

@@ -87,6 +87,7 @@ class Reach:
         cells: by name.
         metrics: metrics and collections of them, by name.
         tensors: plain tensors, by id.
+        met: all tensors.
         names: of every object that was met, by id.
         objects: the same objects, by name.
         classes: the user's, where their code was not looked at.
@@ -110,6 +111,7 @@ class Reach:
         self.cells: dict[str, Cell] = {}
         self.metrics: dict[str, nn.Module] = {}
         self.tensors: dict[int, HeldTensor] = {}
+        self.met: list[Tensor] = []
         self.names: dict[int, str] = {}
         self.objects: dict[str, Any] = {}
         self.of_modules: set[int] = set()  # ids of the cells of modules
@@ -188,6 +190,7 @@ class Reach:
         x, cell = found.value, found.cell
         if id(x) not in self.names:
             self._name(found.name, x)
+            self.met.append(x)
         if type(x) is not Tensor or cell is None:
             return
         held = self.tensors.setdefault(id(x), HeldTensor(x))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_par import private
-from lightning_par.watch.cells import Cell, TupleCell
+from lightning_par.watch.cells import Cell, TupleCell, forget_write
 from lightning_par.watch.changes import Change
 from lightning_par.watch.contents import LockedCell
 from lightning_par.watch.iterators import IteratorCell
@@ -134,6 +134,7 @@ class Snapshot(Reach):
                 cell.versions.pop(key, None)
                 if id(held.tensor) not in as_is:
                     cell.watch(key, held.tensor)
+            forget_write(held.tensor)
 
 
 @contextlib.contextmanager

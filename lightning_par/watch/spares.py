@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_par.watch.cells import version_of
+from lightning_par.watch.cells import is_written, version_of
 
 _WASTE = 1 << 20  # bytes of memory that may be copied beside the tensors in it
 
@@ -29,7 +29,7 @@ class _Copy:
             len(tensors) == len(self.originals)
             and all(a is b for a, b in zip(tensors, self.originals))
             and all(version_of(x) == v >= 0 for x, v in zip(tensors, self.versions))
-            and all(version_of(x) == v for x, v in zip(self.spares, self.spare_versions))
+            and not any(map(is_written, self.spares, self.spare_versions))
         )
 
 

@@ -1,0 +1,201 @@
+"""What a step says: to the standard output, to Python's loggers and to Lightning's; heard in place of being said."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_print, _handle = builtins.print, logging.Logger.handle
+_DEBUGGERS = ("pdb", "bdb", "cmd", "code", "IPython")
+_ATOMS = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Text for the standard output; ``by_module`` if with ``self.print``, which prints on the run's first rank only."""
+
+    text: str
+    by_module: bool = False
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A record of a logger of Python's, by its fields."""
+
+    fields: dict[str, Any]
+
+
+@dataclass
+class Call:
+    """A call of something that hangs on one of the Trainer's loggers, as ``logger.experiment.add_image``.
+
+    Attributes:
+        number: of the logger.
+        path: the names from the logger on.
+    """
+
+    number: int
+    path: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Said = Printed | Logged | Call
+Hear = Callable[[Said], None]
+
+
+@contextlib.contextmanager
+def hearing_loggers(trainer: Any, hear: Hear) -> Iterator[None]:
+    """Inside, what is asked of the ``trainer``'s loggers goes to ``hear``."""
+    loggers = [] if trainer is None else list(trainer.loggers)
+    if not loggers:
+        yield
+        return
+    trainer.loggers = [LoggerView(logger, hear, number) for number, logger in enumerate(loggers)]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+class LoggerView:
+    """A logger, or what hangs on one: to be read, while what is called is heard and gives nothing back."""
+
+    def __init__(self, real: Any, hear: Hear, number: int, path: tuple[str, ...] = ()) -> None:
+        vars(self).update(_real=real, _hear=hear, _number=number, _path=path)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._real)
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        value = getattr(own["_real"], name)
+        if isinstance(value, (*_ATOMS, os.PathLike)):
+            return value
+        return LoggerView(value, own["_hear"], own["_number"], (*own["_path"], name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._hear(Call(self._number, (*self._path, "__setattr__"), (name, value), {}))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._real[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._hear(Call(self._number, (*self._path, "__setitem__"), (key, value), {}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._hear(Call(self._number, self._path, args, kwargs))
+
+
+@contextlib.contextmanager
+def hearing(hear: Hear) -> Iterator[None]:
+    """What is said inside goes to ``hear``, but what a debugger says, and this package."""
+    before = builtins.print, sys.stdout, logging.Logger.handle
+    stdout = _StandardOutput(before[1], hear)
+
+    def print_heard(*args: Any, **kwargs: Any) -> None:
+        file = kwargs.get("file")
+        if _is_debugger(sys._getframe(1)):
+            _print(*args, **{**kwargs, "file": stdout.real if file is stdout else file})
+        elif file is None or file is stdout or file is stdout.real:
+            hear(Printed(printed(*args, **kwargs)))
+        else:
+            _print(*args, **kwargs)
+
+    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] == "lightning_par":
+            _handle(logger, record)
+        else:
+            hear(Logged(_fields(record)))
+
+    builtins.print, sys.stdout = print_heard, stdout  # type: ignore[assignment]
+    logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        builtins.print, sys.stdout = before[:2]
+        logging.Logger.handle = before[2]  # type: ignore[method-assign]
+
+
+def hushed() -> contextlib.AbstractContextManager[None]:
+    """What is said inside is dropped."""
+    return hearing(lambda said: None)
+
+
+@contextlib.contextmanager
+def speaking() -> Iterator[None]:
+    """What is said is said, within `hearing`, too."""
+    before = builtins.print, sys.stdout, logging.Logger.handle
+    builtins.print, logging.Logger.handle = _print, _handle  # type: ignore[method-assign]
+    while isinstance(sys.stdout, _StandardOutput):
+        sys.stdout = sys.stdout.real
+    try:
+        yield
+    finally:
+        builtins.print, sys.stdout = before[:2]
+        logging.Logger.handle = before[2]  # type: ignore[method-assign]
+
+
+def printed(*args: Any, **kwargs: Any) -> str:
+    """What ``print`` would write."""
+    text = io.StringIO()
+    _print(*args, **{**kwargs, "file": text})
+    return text.getvalue()
+
+
+def say(said: Said, module: Any) -> None:
+    """Say what was heard in a step of ``module``."""
+    if isinstance(said, Call):
+        target = module.trainer.loggers[said.number]
+        for name in said.path:
+            target = getattr(target, name)
+        target(*said.args, **said.kwargs)
+    elif isinstance(said, Logged):
+        logging.getLogger(said.fields["name"]).handle(logging.makeLogRecord(said.fields))
+    elif not said.by_module:
+        _print(said.text, end="")
+    elif said.text.endswith("\n"):  # a progress bar adds its own line end
+        module.print(said.text[:-1])
+    else:
+        module.print(said.text, end="")
+
+
+class _StandardOutput:
+    """Takes the place of ``sys.stdout``."""
+
+    def __init__(self, real: Any, hear: Hear) -> None:
+        self.real, self._hear = real, hear
+
+    def write(self, text: str) -> int:
+        if _is_debugger(sys._getframe(1)):
+            return int(self.real.write(text))
+        self._hear(Printed(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def _is_debugger(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What can be sent of a record, as it will be said."""
+    fields = {name: x for name, x in vars(record).items() if isinstance(x, _ATOMS)}
+    fields.update(msg=record.getMessage(), args=None, exc_info=None)
+    if record.exc_info and not record.exc_text:
+        fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+    return fields
