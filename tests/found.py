@@ -420,13 +420,50 @@ class LeavesGlobally(Base):
         return loss
 
 
+class Drawing(nn.Module):
+    """Draws from the global generators of Python and numpy, and drops a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.eye(C)), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.weight) * np.random.uniform(0.5, 1.5)
+        return x + self.layer(x) if not self.training or random.random() < 0.6 else x
+
+
+class DrawsGlobally(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(C, C), Drawing()), nn.Sequential(Drawing(), nn.Linear(C, C))
+
+
+class UsedLate(Base):
+    """A layer of the first stage, that is called from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last = self.a, self.b
+        del self.a, self.b
+        self.early, self.late = nn.Linear(C, C), nn.Linear(C, C)
+        self.a, self.b = last
+        self.c = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.early(x)
+        if self.global_step:
+            x = x + self.late(x)
+        return self.c(super().forward(x).tanh())
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
                  SharesOut, SkipsABatch,
                  ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument, ParameterOfAnother,
-                 SetsData, LeavesValues, LeavesGlobally)
+                 SetsData, LeavesValues, LeavesGlobally,
+                 DrawsGlobally, UsedLate)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

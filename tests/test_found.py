@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
@@ -52,7 +54,7 @@ def _batches() -> list[Any]:
 
 def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
-    torch.manual_seed(0)
+    seed_everything(0, verbose=False)
     module, losses = FOUND[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
@@ -69,6 +71,7 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
         trainer.fit(module, Batches())  # type: ignore[arg-type]
     spread = getattr(trainer.strategy, "_spread", None)
     metrics = {key: value.detach().double() for key, value in trainer.callback_metrics.items()}
+    metrics |= {"python": torch.tensor(random.random()), "numpy": torch.tensor(np.random.random())}
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
     return losses.losses, weights, metrics, getattr(spread, "microbatches", 0)
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lightning_par.fake_functions import linked
 from lightning_par.guesses import READS
 from lightning_par.pipeline.constants import constants_of
+from lightning_par.pipeline.draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
 from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, told_to, writes_into
@@ -325,7 +326,7 @@ class Analysis(FakeRun):
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
-        flops = self.frames[-1].flops
+        flops, stood = self.frames[-1].flops, standing()
         plainly = True
         try:
             with self.handed.unit(path, module, tensors_in((args, kwargs))):
@@ -338,6 +339,9 @@ class Analysis(FakeRun):
         except SamplesMixError as error:
             error.unit = path
             raise
+        finally:
+            if not is_standing(stood):
+                raise GlobalDrawError(path)
         if self.axis is not None:
             if self.axis.sums > sums:
                 raise SamplesMixError(f"{path!r} sums over the samples of a batch")

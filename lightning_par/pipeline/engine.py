@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +14,7 @@ from lightning_par import generators, shares
 from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
 from lightning_par.pipeline.deliver import deliver, gradients_apart
+from lightning_par.pipeline.draws import stand_at
 from lightning_par.pipeline.effects import Effects, apply, merged
 from lightning_par.pipeline.expected import expected_gradients, refuse_others
 from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
@@ -112,6 +111,7 @@ class Engine:
         """In the first step of a program, see that those parameters have a gradient that have one on one device."""
         if self.verify and not ready.coupled and ready.program not in self._compared:
             self._compared.append(ready.program)
+            generators.set_global_state(ready.before)  # what the step does may depend on what it draws
             refuse_others(expected_gradients(step), found, held, self.axis.rank)
 
     def microbatches_of(self, step: Step, microbatches: int) -> int:
@@ -258,8 +258,7 @@ class Engine:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""
         step, result = part.step, None
         effects: Effects = Effects()
-        random.setstate(part.before[1])
-        np.random.set_state(part.before[0])
+        stand_at(part.before)
         watch = self.programs.watch
         if not self.rehearsing and (not counts or run.axis is not None):
             run.inside = watch.inside
@@ -267,6 +266,7 @@ class Engine:
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))
+                    run.finish()
             except StageDoneError:
                 pass
             if counts and found is not None:

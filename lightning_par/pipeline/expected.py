@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_par import generators
 from lightning_par.copying import stand_in
 from lightning_par.pipeline.copies import Fakes, cloned
+from lightning_par.pipeline.draws import stand_at, standing
 from lightning_par.pipeline.speech import hushed
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import map_tensors
@@ -37,8 +38,10 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
     before = vars(streams).copy()
     try:
         with generators.kept() as has_drawn, quiet(), hushed(), torch.enable_grad(), step.context():
+            stood = standing()
             found = _gradients(step)
             if found is not None and has_drawn():
+                stand_at(stood)
                 torch.manual_seed(torch.initial_seed() + 1)
                 if _gradients(step) != found:
                     return None

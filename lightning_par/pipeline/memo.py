@@ -28,6 +28,8 @@ class Memo:
         self.keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
         self.anew: dict[int, list[tuple[torch.Generator, Tensor]]] = {}
         """Events that run every time, and the generators that they draw from, as they stood before."""
+        self.standing: tuple[Any, Any] | None = None
+        """Where numpy's and Python's global generators stand all through the step, None where it draws from them."""
         self._drawn: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # by other events: generators, after them
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}  # what was in an array when it was made
         self._views: dict[int, Any] = {}  # of the module's tensors, by id

@@ -120,9 +120,9 @@ def make_stage_plan(
         starts = split(calls, stages)
         places = [sum(start <= i for start in starts) - 1 for i in range(len(calls))]
     elif isinstance(wishes, Mapping):
-        calls, places = glob_stages(root, wishes, who)
+        calls, places = glob_stages(root, wishes, who, opened)
     else:
-        calls, places = cut_stages(root, wishes, who)
+        calls, places = cut_stages(root, wishes, who, opened)
     return StagePlan(
         tuple(_stage(index, calls, places) for index in range(stages)),
         tuple((call.path, place) for call, place in zip(calls, places)),

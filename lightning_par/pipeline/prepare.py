@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_par import generators
 from lightning_par.pipeline.attributes import Attributes
+from lightning_par.pipeline.draws import is_standing
 from lightning_par.pipeline.dry import DryRun
 from lightning_par.pipeline.located import ChangedError, Program
 from lightning_par.pipeline.memo import Memo
@@ -206,6 +207,7 @@ class Programs:
             return None
         self._fresh = None
         before, count = (start[2], start[3]), program.microbatches
+        memo.standing = before if is_standing(before) else None
         parts = [Part(step, program, memo, before)]
         if count > 1:
             axes = [MicrobatchAxis(count, i) for i in range(count)]

@@ -16,7 +16,7 @@ from lightning_par.pipeline.schedule import make_forward_schedule, make_schedule
 from lightning_par.pipeline.settings import Settings
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
 from lightning_par.pipeline.spread import Spread, uncalled
-from lightning_par.pipeline.stretches import Row
+from lightning_par.pipeline.stretches import Homes, Row
 from lightning_par.pipeline.table import show_stages
 from lightning_par.pipeline.units import Call
 
@@ -47,8 +47,7 @@ class RowSpread(Spread):
         homes: dict[str, tuple[int, ...]] = {}
         for path, stage in plan.calls:
             homes[path] = (*homes.get(path, ()), stage)
-        last = max((stage for stages in homes.values() for stage in stages), default=0)
-        return plan, Row({**homes, **dict.fromkeys(uncalled(module, homes), (last,))}, self.at)
+        return plan, Row({**homes, **_homes_in_order(module, homes, uncalled(module, homes, opened))}, self.at)
 
     def order(self) -> PipelineOrder:
         return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)
@@ -70,3 +69,16 @@ class RowSpread(Spread):
         if trains:
             schedule = make_schedule(self.settings.schedule, self.axis.size, self.microbatches, self.stages)
         show_stages(plan, schedule, self.reason, self.placement.holders, module, self.groups.layout, seconds)
+
+
+def _homes_in_order(module: nn.Module, homes: Homes, paths: Collection[str]) -> Homes:
+    """A home for each of ``paths``, which no recorded step called: after the unit that was made before it.
+
+    Modules are mostly called in the order in which they were made. Where another is, each unit's home fits.
+    """
+    stage, found = 0, {}
+    for path, _ in module.named_modules():
+        stage = max(homes.get(path, (stage,)))
+        if path in paths:
+            found[path] = (stage,)
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.draws import drawing
+from lightning_par.pipeline.draws import GlobalDrawError, drawing, is_standing, standing
 from lightning_par.pipeline.located import (
     ElsewhereError,
     Event,
@@ -74,6 +74,9 @@ class StageRun(RecordedRun):
         self.last = stage >= program.stages - 1 and not stops
         if stops:
             self.end = program.tail
+        alone = axis is None or axis.rank == 0
+        self.checked = min(self.end, program.tail) if alone else -1  # behind the last unit of the stage
+        self.ran: list[str] = []
         routes = program.routes
         self.coming = set(routes.tail) if tail else {key for key, _ in routes.coming[stage]}
         self.leaving = () if tail else tuple(routes.leaving[stage])
@@ -99,6 +102,8 @@ class StageRun(RecordedRun):
 
     def _next(self, func: Any) -> tuple[int, Event | None]:
         index, self.count = self.count, self.count + 1
+        if index == self.checked:
+            self._check_draws()
         if index >= self.end and not self.last:
             raise StageDoneError
         record = self.program.events[index] if index < len(self.program.events) else None
@@ -107,6 +112,17 @@ class StageRun(RecordedRun):
                 raise self._changed()
             self.lost = True
         return index, None if self.lost else record
+
+    def finish(self) -> None:
+        """The step has come to its end."""
+        if self.checked >= 0:
+            self._check_draws()
+
+    def _check_draws(self) -> None:
+        """The units of a stage must have left numpy's and Python's global generators alone."""
+        self.checked = -1
+        if self.ran and self.memo.standing is not None and not is_standing(self.memo.standing):
+            raise GlobalDrawError(*self.ran)
 
     def _changed(self) -> ElsewhereError:
         return ElsewhereError(
@@ -158,11 +174,15 @@ class StageRun(RecordedRun):
         if index < self.first:
             return self._from_before(index, record)
         args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
+        self.ran.append(path)
         first = self.axis is None or self.axis.rank == 0
         inside = nullcontext() if self.inside is None else self.inside(module, first)
         with drawing((*self.draws, index), module), self.aside(), inside:
             call = partial(original, *args, **kwargs)
+            before = standing() if self.memo.standing is None else None
             result = call() if self.again is None else self.again(call)
+            if before is not None and not is_standing(before):
+                raise GlobalDrawError(path)
         return self._made(index, self._as_recorded(path, result, record), record)
 
     @contextmanager

@@ -271,11 +271,11 @@ def within(path: str, homes: Collection[str]) -> bool:
     return any(path == unit or path.startswith(f"{unit}.") for unit in homes)
 
 
-def uncalled(module: nn.Module, homes: Collection[str]) -> list[str]:
-    """Modules with parameters that the step does not call: the outermost that hold no unit."""
+def uncalled(module: nn.Module, homes: Collection[str], opened: Collection[str] = ()) -> list[str]:
+    """Modules with parameters that the step does not call: the outermost that hold no unit, and are not ``opened``."""
     found: list[str] = []
     for path, child in module.named_modules():
-        if not path or within(path, homes) or within(path, found):
+        if not path or path in opened or within(path, homes) or within(path, found):
             continue
         if any(unit.startswith(f"{path}.") for unit in homes):
             continue

@@ -15,6 +15,7 @@ from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explor
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.attributes import watch_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
+from lightning_par.pipeline.draws import GlobalDrawError
 from lightning_par.pipeline.lent import memory_of
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
@@ -103,7 +104,7 @@ def _analyse(
         found, error = None, None
         try:
             found = _run(step, stages, axis, layouts, guesses, traced)
-        except SamplesMixError:
+        except (SamplesMixError, GlobalDrawError):
             raise
         except (Exception, EndlessError) as failure:  # the user's code may raise by a wrong guess
             error = failure

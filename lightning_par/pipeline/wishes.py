@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -61,7 +61,7 @@ def _check_name(where: str, name: object) -> None:
         raise TypeError(f"{where}: a module name must be a str, not {type(name).__name__}. {_FORMS}")
 
 
-def glob_stages(root: Call, wishes: Mapping[str, int], who: Asker) -> Placed:
+def glob_stages(root: Call, wishes: Mapping[str, int], who: Asker, opened: Collection[str] = ()) -> Placed:
     """The calls, each in the stage of the pattern that matches its module or one around it.
 
     Raises:
@@ -76,7 +76,7 @@ def glob_stages(root: Call, wishes: Mapping[str, int], who: Asker) -> Placed:
                 "devices."
             )
         required += [path for path in _topmost(pattern, modules, who) if modules[path]]
-    calls = unit_calls(root, choose_units(root, who.stages, required))
+    calls = unit_calls(root, choose_units(root, who.stages, required, opened))
     patterns = {call.path: _pattern_of(call.path, wishes) for call in calls}
     places = [wishes[patterns[call.path]] for call in calls]
     for missing in sorted({*range(who.stages)} - {*places}):
@@ -129,7 +129,7 @@ def _check_order(calls: Sequence[UnitCall], places: Sequence[int], patterns: Map
         )
 
 
-def cut_stages(root: Call, cuts: Sequence[str], who: Asker) -> Placed:
+def cut_stages(root: Call, cuts: Sequence[str], who: Asker, opened: Collection[str] = ()) -> Placed:
     """The calls, with a new stage from the first call of each of ``cuts`` on.
 
     Raises:
@@ -148,7 +148,7 @@ def cut_stages(root: Call, cuts: Sequence[str], who: Asker) -> Placed:
             hint = f", e.g. {after[0]!r}" if after else ""
             raise ValueError(f"stages names {cut!r}, which has no parameters. Name a module that has some{hint}.")
     required = [path for paths in tops.values() for path in paths if modules[path]]
-    calls = unit_calls(root, choose_units(root, who.stages, required))
+    calls = unit_calls(root, choose_units(root, who.stages, required, opened))
     starts = [0, *(next(i for i, call in enumerate(calls) if _matches(call.path, cut)) for cut in cuts)]
     for before, cut, start, here in zip([None, *cuts], cuts, starts, starts[1:]):
         if here <= start:

@@ -48,7 +48,7 @@ class PlacementSpread(Spread):
         plan = make_placement_plan(root, wishes, places, shared=shared, opened=opened)
         last = plan.calls[-1][1] if plan.calls else places - 1
         homes = {path: (place,) for path, place in plan.units.items()}
-        for path in _apart(module, uncalled(module, homes), wishes):
+        for path in _apart(module, uncalled(module, homes, opened), wishes):
             place = place_of(path, wishes)
             homes[path] = (last if place is None else place,)
         return plan, Places(homes, places, last)
