@@ -18,6 +18,9 @@ from lightning_par import private, shares
 from lightning_par.rules.table import announce_gather, moves, sharded_again
 from lightning_par.view import ShardedTensor
 
+TRANSFORMS: set[Callable[..., Any]] = set()
+"""What is called in place of the functions at which transforms begin."""
+
 
 def install() -> None:
     """Install the interceptions; to be called once per process."""
@@ -32,6 +35,10 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
 
     @functools.wraps(entry)
     def call(*args: Any, **kwargs: Any) -> Any:
+        from lightning_par.pipeline.located import Run
+
+        if ends and Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
+            return Run.current.__torch_function__(call, (), args, kwargs)
         views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
         if not views:
             return entry(*args, **kwargs)
@@ -44,6 +51,8 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
         # A function that vjp returns takes whole gradients of the whole result.
         return sharded_again(result, views) if again and not any(map(callable, tree_leaves(result))) else result
 
+    if ends:
+        TRANSFORMS.add(call)
     return call
 
 

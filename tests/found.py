@@ -456,14 +456,21 @@ class UsedLate(Base):
         return self.c(super().forward(x).tanh())
 
 
+class Transformed(Base):
+    """Functions and a layer through ``torch.vmap`` and ``torch.func``, between its modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.vmap(lambda row: row * torch.tanh(row).mean())(self.a(x))
+        h = h + torch.vmap(torch.func.grad(lambda row: (row**3).sum()))(h)
+        return torch.vmap(self.b)(h)
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
-                 SharesOut, SkipsABatch,
-                 ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument, ParameterOfAnother,
-                 SetsData, LeavesValues, LeavesGlobally,
-                 DrawsGlobally, UsedLate)
+                 SharesOut, SkipsABatch, ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument,
+                 ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally, UsedLate, Transformed)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from lightning_par import private
 from lightning_par.fake_functions import linked
 from lightning_par.guesses import READS
 from lightning_par.pipeline.constants import constants_of
@@ -35,9 +37,27 @@ from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
 from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
+from lightning_par.transforms import TRANSFORMS
 from lightning_par.view import ShardedTensor
 
 Layouts = dict[Key, tuple[int, Positions]]
+
+
+class ClosesOverModelError(Exception):
+    """A transformed function that is given tensors of the batch alone uses parameters, too."""
+
+
+@dataclass
+class Closure:
+    """What a function may use that is transformed, as by ``torch.vmap``: one event, whatever it does.
+
+    Attributes:
+        given: ids of the tensors that it is given.
+        takes: whether it depends on the model.
+    """
+
+    given: set[int]
+    takes: bool
 
 
 class Analysis(FakeRun):
@@ -88,6 +108,7 @@ class Analysis(FakeRun):
         self.changes_state = False  # whether the step writes into tensors of the module
         self.regions: dict[int, int] = {}
         self.constants: list[tuple[int, Any]] = []  # of the events behind the first read
+        self.closure: Closure | None = None
 
     def _note_constants(self, index: int, value: Any) -> None:
         if self.has_read:
@@ -101,10 +122,23 @@ class Analysis(FakeRun):
         self.regions[first] = len(self.events)
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if func in TRANSFORMS:
+            inputs = tensors_in((args, kwargs))
+            self.closure = Closure({id(x) for x in inputs}, takes=any(map(is_located, inputs)))
+            try:
+                return self._event(func, name, args, kwargs)
+            except ClosesOverModelError:
+                self.closure.takes = True
+                return self._event(func, name, args, kwargs)
+            finally:
+                self.closure = None
+        return self._event(func, name, args, kwargs)
+
+    def _event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
         located = [x for x in inputs if is_located(x)]
-        name = getattr(func, "__name__", "")
-        if not located:
+        if not (located or self.closure is not None and self.closure.takes):
             return self._on_batch(func, name, args, kwargs)
         if name in READS:
             return self._read(func, name, args, kwargs, located)
@@ -139,6 +173,26 @@ class Analysis(FakeRun):
             event.writes = True
             return written_into(self, target, result, func)
         return None if sets else result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.closure is not None and private.in_functorch():
+            for x in tensors_in((args, kwargs)):
+                self._close_over(x, self.closure)
+        return super()._run(func, args, kwargs)
+
+    def _close_over(self, x: Tensor, closure: Closure) -> None:
+        """A function that is transformed uses ``x``."""
+        if not is_located(x) or id(x) in closure.given or id(x) not in self.names and id(x) not in self.keys:
+            return
+        if not closure.takes:
+            raise ClosesOverModelError
+        if id(x) not in self.names:
+            raise NotImplementedError(
+                f"{user_line()}: a function that is given to torch.vmap or torch.func uses a value of the model that "
+                "may be on another stage of the pipeline. Hand it over as an argument: "
+                "torch.vmap(f, in_dims=(0, None))(x, value)."
+            )
+        self._use_parameter(x)
 
     def _set_data(self, func: Any, args: Any, inputs: list[Tensor]) -> None:
         """`parameter.data = value`, which is what it will be where it is."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from lightning_par import private
 from lightning_par.pipeline.units import Call
 from lightning_par.view import ShardedTensor
 
@@ -86,4 +87,6 @@ def nbytes_of(args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _memory(x: Tensor) -> Any:
-    return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else id(x)
+    if x.layout != torch.strided or private.in_functorch():  # a transform's tensors don't tell
+        return id(x)
+    return StorageWeakRef(x.untyped_storage())

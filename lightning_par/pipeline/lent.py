@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par import private
 from lightning_par.pipeline.located import writes_into
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.rules.table import user_line
@@ -69,6 +70,8 @@ class Lent:
 
 
 def memory_of(x: Tensor) -> StorageWeakRef | None:
-    """What says whether two tensors share memory; None for tensors that are not strided."""
+    """What says whether two tensors share memory; None for tensors that are not strided, or a transform's."""
     x = x.local if isinstance(x, ShardedTensor) else x
-    return StorageWeakRef(x.untyped_storage()) if x.layout == torch.strided else None
+    if x.layout != torch.strided or private.in_functorch():
+        return None
+    return StorageWeakRef(x.untyped_storage())
