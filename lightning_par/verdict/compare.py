@@ -165,6 +165,8 @@ def compare_tensors(what: str, a: dict[str, Any], b: dict[str, Any], tolerance: 
 
 
 def _compare_one(what: str, name: str, x: Any, y: Any, tolerance: float, scale: float) -> Finding | None:
+    if isinstance(x, float) and isinstance(y, float):
+        x, y = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return None if type(x) is type(y) and x == y else Finding(what, name, f"{x!r} != {y!r}")
     if type(y) not in (Tensor, torch.nn.Parameter):
@@ -200,19 +202,19 @@ def _compare_checkpoints(a: dict[str, Any], b: dict[str, Any], tolerance: float)
     if set(a) != set(b):
         return [Finding("checkpoint keys", "", f"{sorted(a)} != {sorted(b)}")]
     found = compare_tensors("weight", a["state_dict"], b["state_dict"], tolerance)
-    for key in ("epoch", "global_step", "lr_schedulers"):
+    for key in ("epoch", "global_step"):
         if a[key] != b[key]:
             found.append(Finding(f"checkpoint {key}", "", f"{a[key]} != {b[key]}"))
+    found += compare_tensors("checkpoint lr_schedulers", flat(a["lr_schedulers"]), flat(b["lr_schedulers"]), tolerance)
     if len(a["optimizer_states"]) != len(b["optimizer_states"]):
         return [*found, Finding("checkpoint", "", "number of optimizers differs")]
     for i, (one, other) in enumerate(zip(a["optimizer_states"], b["optimizer_states"])):
-        if one["param_groups"] != other["param_groups"]:
-            text = f"{one['param_groups']} != {other['param_groups']}"
-            found.append(Finding(f"optimizer {i} param_groups", "", text))
+        options, others = flat(one["param_groups"]), flat(other["param_groups"])
+        found += compare_tensors(f"optimizer {i} param_groups", options, others, tolerance)
         kinds = list(dict.fromkeys(kind for state in one["state"].values() for kind in state))
         for kind in kinds:
             x, y = (
-                {str(k): state[kind] for k, state in sorted(optimizer["state"].items()) if kind in state}
+                flat({str(k): state[kind] for k, state in sorted(optimizer["state"].items()) if kind in state})
                 for optimizer in (one, other)
             )
             found += compare_tensors(f"optimizer {i} {kind}", x, y, tolerance)
