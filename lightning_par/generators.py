@@ -30,7 +30,7 @@ def kept(holders: Iterable[Any] = ()) -> Generator[Callable[[], bool], None, Non
         holders: objects that may hold generators of their own, beside the global ones of torch, numpy and ``random``.
     """
     own = find(holders)
-    put_back = _snapshot(holders)
+    put_back = snapshot(holders)
     before, globally = [_state(x) for x in own], global_state()
     try:
         yield lambda: before != [_state(x) for x in own] or not same_global_state(globally)
@@ -41,7 +41,7 @@ def kept(holders: Iterable[Any] = ()) -> Generator[Callable[[], bool], None, Non
 @contextmanager
 def put_back_on_error(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
     """As `kept`, where what runs inside raises; else the generators stand where it left them."""
-    put_back = _snapshot(holders)
+    put_back = snapshot(holders)
     try:
         yield
     except BaseException:
@@ -49,7 +49,8 @@ def put_back_on_error(holders: Iterable[Any] = ()) -> Generator[None, None, None
         raise
 
 
-def _snapshot(holders: Iterable[Any]) -> Callable[[], None]:
+def snapshot(holders: Iterable[Any]) -> Callable[[], None]:
+    """What puts the generators back to where they stand now; ``holders`` as in `kept`."""
     restore = [_restorer(generator) for generator in find(holders)]
     state = global_state()
 

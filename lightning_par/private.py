@@ -187,6 +187,34 @@ def marks_module_ends(function: Any) -> bool:
     return function is torch.nn.modules._functions.BackwardHookFunction
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether code of the user's runs within ``optimizer.step`` by `register_step_pre_hook` or the like; torch has no
+    public way to ask."""
+    from torch.optim import optimizer as base
+
+    own = (vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+    return any([*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks])
+
+
+_uncompiled: list[Any] = []  # one for each context that is entered, of whatever thread
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what the user has compiled runs as it is written. Nothing has been compiled where torch's compiler was
+    never imported, which takes seconds; that can be seen by its private name alone."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        stance = _uncompiled.pop()
+        if not _uncompiled:
+            stance.__exit__(None, None, None)
+
+
 def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:
     """The flags that ``scaler.unscale_(optimizer)`` left, one a device, each of shape (1,).
 

@@ -7,32 +7,49 @@ import warnings
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par import private
 from lightning_par.comm import Axis
-from lightning_par.optimizers import parts_of_state
+from lightning_par.optim.places import unmark
+from lightning_par.optim.stand_ins import with_inner
 from lightning_par.pipeline.states import collect
+from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.tensor.held import make_held_whole
+from lightning_par.view import ShardedTensor
 
 
 @torch.no_grad()
 def unshard_optimizer_state(optimizer: Optimizer, stages: Axis | None = None) -> None:
-    """Make the state of every parameter whole on every rank, on the CPU. All ranks must call it.
+    """Make the state of every parameter whole on every rank, on the CPU, and what ``optimizer`` keeps in attributes.
+
+    All ranks must call it.
 
     Args:
         optimizer: its parameters may still be sharded or elsewhere.
         stages: the pipeline axis, where the parameters are spread over it.
     """
-    for p, state, name in list(parts_of_state(optimizer)):
-        whole = p.with_local(state[name].detach()).full_tensor("state")
-        state[name] = whole.cpu() if whole.device.type == "cuda" else whole
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for state in optimizer.state.values():
+        for name, x in state.items() if isinstance(state, dict) else ():
+            state[name] = map_tensors(_whole, x)
+    make_held_whole(with_inner(optimizer), but=parameters)
     if stages is not None and stages.size > 1:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for x in tensors_in([*optimizer.state.values()]):
+            unmark(x)
         ids = {id(p): i for i, p in enumerate(parameters)}
         states = {ids.get(id(p), p): state for p, state in optimizer.state.items()}
         found = collect(states, stages, keep=True, everywhere=True)
         optimizer.state.clear()  # and filled again, since the order of its keys is that in checkpoints
         optimizer.state.update({parameters[key] if isinstance(key, int) else key: x for key, x in found.items()})
+
+
+def _whole(x: Tensor) -> Tensor:
+    if not isinstance(x, ShardedTensor):
+        return x
+    whole = x.full_tensor("state")
+    return whole.cpu() if whole.device.type == "cuda" else whole
 
 
 PATIENCE = timedelta(seconds=10)

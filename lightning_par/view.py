@@ -63,12 +63,13 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
-        shape = list(local.shape)
-        shape[dim] = positions.size
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():  # nor do modes look: it is made often
+            shape = list(local.shape)
+            shape[dim] = positions.size
             self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+            is_leaf = local.requires_grad and local.is_leaf
         self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
-        if local.requires_grad and local.is_leaf:
+        if is_leaf:
             _note_part(local, axis)
         return self
 
@@ -150,7 +151,8 @@ class ShardedTensor(torch.Tensor):
 
     def set_own_grad(self, value: Tensor | None) -> None:
         """Let ``value`` be the gradient, here and on the other ranks along the axis."""
-        self._local.grad = None if value is None else self.part_of(value).detach()
+        with torch._C.DisableTorchFunction():
+            self._local.grad = None if value is None else self.part_of(value).detach()
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -158,7 +160,8 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._local.data = self.part_of(value).detach()
+        with torch._C.DisableTorchFunction():
+            self._local.data = self.part_of(value).detach()
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -465,12 +465,72 @@ class Transformed(Base):
         return torch.vmap(self.b)(h)
 
 
+class Adafactor(torch.optim.Optimizer):
+    """Factors the second moments of matrices from a size on."""
+
+    def __init__(self, params: Any, factored_from: int = 128) -> None:
+        super().__init__(params, {"lr": 0.01, "factored_from": factored_from})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, squared = self.state[p], p.grad.square() + 1e-30
+                if p.ndim == 2 and min(p.shape) >= group["factored_from"]:
+                    for name, mean in (("row", squared.mean(1)), ("column", squared.mean(0))):
+                        state.setdefault(name, torch.zeros_like(mean)).mul_(0.9).add_(mean, alpha=0.1)
+                    v = state["row"][:, None] * state["column"] / state["row"].mean()
+                else:
+                    v = state.setdefault("v", torch.zeros_like(squared)).mul_(0.9).add_(squared, alpha=0.1)
+                p.sub_(group["lr"] * p.grad / (v.sqrt() + 1e-8))
+        return loss
+
+
+class FactorsFromASize(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c, self.b = nn.Linear(C, 128), nn.Linear(128, 136), nn.Linear(136, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.c(self.a(x).relu()).relu())
+
+    def configure_optimizers(self) -> Any:
+        return Adafactor(self.parameters())
+
+
+class Clipped(torch.optim.Optimizer):
+    """Clips all gradients by their norm, from a threshold on."""
+
+    def __init__(self, params: Any, max_norm: float = 20.0) -> None:
+        super().__init__(params, {"lr": 1e-3, "max_norm": max_norm})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        given = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p, _ in given]).norm()
+        for p, group in given:
+            p.sub_(group["lr"] * (group["max_norm"] / (norm + 1e-6)).clamp(max=1) * p.grad)
+        return loss
+
+
+class ClipsFromANorm(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 1000 * F.mse_loss(self(batch[0]), batch[0].flip(1))
+
+    def configure_optimizers(self) -> Any:
+        return Clipped(self.parameters())
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
-                 SharesOut, SkipsABatch, ObjectAsArgument, HandsOn, WritesIntoOutput, ParameterAsArgument,
-                 ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally, UsedLate, Transformed)
+                 FactorsFromASize, ClipsFromANorm, SharesOut, SkipsABatch, ObjectAsArgument, HandsOn, WritesIntoOutput,
+                 ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally, UsedLate, Transformed)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}

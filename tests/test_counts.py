@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par import TensorParallelStrategy, ledger
+from lightning_par.view import leaf
 from tests.pool import Pool
 
 b, s, h, KV, LAYERS, FFN, V = 2, 32, 64, 16, 4, 172, 96  # a small worked example; 4 query heads share one key head
@@ -87,7 +88,7 @@ class Books(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         (optimizer,) = trainer.optimizers
         self.held = sum(getattr(p, "local", p).numel() for p in pl_module.parameters())
-        self.states = sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
+        self.states = sum(leaf(x).numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
         self.plan = trainer.strategy._sharding.plan
 
 

@@ -513,9 +513,7 @@ FEATURES: dict[str, Feature] = {
     "several optimizers, manual optimization": Feature(
         lambda at: at.fit(Adversaries()), dict.fromkeys(STAGES, "runs the backwards before the step returns")
     ),
-    "LBFGS": Feature(
-        lambda at: at.fit(Quasi()), dict.fromkeys(STAGES, "looks at all gradients at once, which ranks with different")
-    ),
+    "LBFGS": Feature(lambda at: at.fit(Quasi())),
     "learning rate schedulers": Feature(lambda at: at.fit(Scheduled(False), max_epochs=3)),
     "`ReduceLROnPlateau`": Feature(lambda at: at.fit(Scheduled(True), max_epochs=3)),
     "`validate` before `fit`, `test`, `predict`": Feature(entry_points),

@@ -149,7 +149,7 @@ class Books(Callback):
             self.stored = dict(
                 weights=sum(leaf(p).untyped_storage().nbytes() for p in held),
                 gradients=sum(g.numel() * 8 for g in (leaf(p).grad for p in held) if g is not None),
-                moments=sum(state["exp_avg"].numel() * 8 for state in states),
+                moments=sum(leaf(state["exp_avg"]).numel() * 8 for state in states),
             )
 
 

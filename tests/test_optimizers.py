@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_par import TensorParallelStrategy
-from lightning_par.elementwise import acts_elementwise
+from lightning_par.comm import ledger
+from lightning_par.optim.known import BY_ELEMENT, BY_PARAMETER, runs_torchs_step
 from lightning_par.view import ShardedTensor
 from tests.differences import differences
 from tests.pool import Pool
@@ -210,28 +212,23 @@ LOCAL = {
 
 
 class Watch(Callback):
-    """Notes which tensors the optimizer's step meets, and whether the user's own are back afterwards."""
+    """Notes whether the user's own parameters are in the optimizer after each step, and its state sharded as they."""
 
     def __init__(self) -> None:
-        self.met: set[str] = set()
         self.back = True
         self.split = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.split = sum(isinstance(p, ShardedTensor) for p in pl_module.parameters())
-        for optimizer in trainer.optimizers:
-            if not isinstance(optimizer, Lookahead):
-                optimizer.register_step_pre_hook(self._before)
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            self.met |= {f"{type(p).__name__} {'here' if p.numel() else 'empty'}" for p in group["params"]}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         own = {id(p) for p in pl_module.parameters()}
         for optimizer in trainer.optimizers:
             self.back &= all(id(p) in own for group in optimizer.param_groups for p in group["params"])
             self.back &= all(id(p) in own for p in optimizer.state)
+            for p in pl_module.parameters() if isinstance(trainer.strategy, TensorParallelStrategy) else ():
+                alike = [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor) and x.shape == p.shape]
+                self.back &= all(isinstance(x, ShardedTensor) == isinstance(p, ShardedTensor) for x in alike)
 
 
 def _train(
@@ -244,7 +241,7 @@ def _train(
     watch = Watch()
     strategy: dict[str, Any] = {} if layout is None else dict(strategy=TensorParallelStrategy(**layout))
     callbacks = [watch, *options.pop("callbacks", [])]
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught, ledger() as moved:
         warnings.simplefilter("always")
         trainer = Trainer(
             accelerator="cpu",
@@ -273,7 +270,7 @@ def _train(
         checkpoint = torch.load(saved, weights_only=False) if saved.exists() else {}
     return dict(
         checkpoint=checkpoint,
-        met=watch.met,
+        moved=moved.sent(purpose="optimizer"),
         back=watch.back,
         split=watch.split,
         error=error,
@@ -312,18 +309,7 @@ def test_an_optimizer_equals_one_device(name: str, trained: tuple[dict[str, Any]
     for rank in ranks:
         assert not differences(one["weights"], rank["weights"], 1e-9)
         assert rank["back"] and rank["whole"] and not rank["warned"] and rank["split"] >= 3
-        assert {kind.split()[0] for kind in rank["met"]} <= {"Parameter"}, "the step met something that is not plain"
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sparse_adam", "muon")])
-def test_elementwise_optimizers_are_found_out_by_trial(name: str) -> None:
-    configured = OPTIMIZERS[name](Net(name))
-    if isinstance(configured, tuple):
-        configured = configured[0][0]
-    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-    verdicts = [acts_elementwise(optimizer, group) for group in optimizer.param_groups]
-    assert all(verdicts) == (name in LOCAL)
-    assert verdicts == ([True, False] if name == "lamb_groups" else verdicts)
+        assert rank["moved"] == 0 or name not in LOCAL, "an optimizer that treats each element by itself gathers"
 
 
 RESUMED = ["adafactor", "lamb", "lamb_groups", "global", "asgd", "adagrad", "nadam", "muon", "one_cycle", "groups"]
@@ -547,26 +533,45 @@ def test_the_state_dict_that_a_user_asks_for_has_whole_shapes_or_says_that_it_is
     assert "error" not in one
 
 
-def test_options_that_the_trial_cannot_know_count_as_not_elementwise() -> None:
-    class Hidden(torch.optim.SGD):
-        def __init__(self, params: Any, secret: float) -> None:
-            super().__init__(params, lr=0.1)
-            self.squared = secret**2
-
-    class Known(torch.optim.SGD):
-        def __init__(self, params: Any, secret: float) -> None:
-            super().__init__(params, lr=0.1)
-            self._secret = secret
-
-    parameters = [nn.Parameter(torch.ones(3))]
-    assert not acts_elementwise(Hidden(parameters, 1.0))
-    assert acts_elementwise(Known(parameters, 1.0))
+def _own(cls: type[Optimizer]) -> tuple[bool, bool]:
+    optimizer = cls([nn.Parameter(torch.ones(3, 2))])
+    return tuple(runs_torchs_step(optimizer, optimizer.step, kinds) for kinds in (BY_ELEMENT, BY_PARAMETER))  # type: ignore
 
 
-def test_the_trial_moves_no_generator_and_leaves_the_optimizer_as_it_was() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.0))
-    before = torch.get_rng_state()
-    assert acts_elementwise(optimizer)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.0
+def test_each_of_torchs_optimizers_is_known() -> None:
+    """A new one has to be read, and to find its place here."""
+    classes = {name: getattr(torch.optim, name) for name in torch.optim.__all__}
+    own = {name for name, cls in classes.items() if isinstance(cls, type) and issubclass(cls, Optimizer)}
+    whole = {"Adafactor", "Muon", "SparseAdam"}
+    found = {name: _own(classes[name]) for name in own - {"Optimizer"}}
+    assert found == {name: (name not in whole | {"LBFGS"}, name != "LBFGS") for name in found}
+
+
+class Renamed(torch.optim.AdamW):
+    def __init__(self, params: Any, secret: float = 1.0) -> None:
+        super().__init__(params, lr=0.1)
+        self.secret = secret
+
+
+class Overridden(torch.optim.AdamW):
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)
+
+
+class Closing(torch.optim.AdamW):
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+def test_code_of_the_users_in_a_step_is_found() -> None:
+    assert _own(Renamed) == (True, True)
+    assert _own(Overridden) == _own(Closing) == _own(Lamb) == (False, False)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the step
+    assert runs_torchs_step(optimizer, optimizer.step, BY_ELEMENT)
+    wrapped = functools.wraps(optimizer.step)(lambda *args: None)
+    assert not runs_torchs_step(optimizer, wrapped, BY_ELEMENT)
+    optimizer._init_group = lambda *args: False
+    assert not runs_torchs_step(optimizer, optimizer.step, BY_ELEMENT)

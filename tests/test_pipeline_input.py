@@ -80,11 +80,6 @@ class RescalesLater(Net):
         return super().forward(x)
 
 
-class SecondOrder(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), 0.1)
-
-
 class Branches(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -254,11 +249,6 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
             "writes into 'down.weight', which is used on ranks 0 and 1",
             "forward of",
         ],
-    ),
-    "LBFGS": (
-        SecondOrder,
-        {},
-        ["LBFGS runs the step several times", "Use TensorParallelStrategy, or another optimizer"],
     ),
     "a branch on a value of an early stage": (
         Branches,

@@ -54,11 +54,6 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
-class SecondOrder(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), 0.1)
-
-
 class Branches(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -225,7 +220,6 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         dict(placement=HALVES),
         ["Manual optimizes by hand", "LayerPlacementStrategy runs the backwards before", "Use TensorParallelStrategy"],
     ),
-    "LBFGS": (SecondOrder, dict(placement=HALVES), ["LBFGS runs the step several times", "or another optimizer"]),
     "a branch on a value": (
         Branches,
         dict(placement=HALVES),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,6 +67,25 @@ def test_optimizers_move(namespace: Namespace) -> None:
     optimizer.step()
     private.move_optimizers(namespace, [optimizer], torch.device("meta"))
     assert optimizer.state[parameter]["momentum_buffer"].is_meta
+
+
+def test_hooks_of_an_optimizers_step_are_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not private.has_step_hooks(optimizer)
+    own = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+    for register in (*own, register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *args: None)
+        assert private.has_step_hooks(optimizer)
+        handle.remove()
+        assert not private.has_step_hooks(optimizer)
+
+
+def test_compiled_code_can_run_as_it_is_written() -> None:
+    compiled: list[Any] = []
+    double = torch.compile(lambda x: 2 * x, backend=lambda module, _: compiled.append(module) or module.forward)
+    with private.uncompiled(), private.uncompiled():
+        assert double(torch.ones(2)).sum() == 4 and not compiled
+    assert double(torch.ones(2)).sum() == 4 and compiled
 
 
 @both

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.scratch import GivenUp
 from lightning_par.checkpoint.unread import Unread, read_all
-from lightning_par.optimizers import sharded_state
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor
 
@@ -28,7 +27,6 @@ def optimizer_state(optimizer: Optimizer, state: dict[str, Any], inventory: Inve
 
     Ids ascend where other ranks hold some of the parameters, as where one device's first step made the state.
     """
-    state = sharded_state(optimizer, state)
     if "state" not in state:
         return state
     of_parameters = {key: x for key, x in state["state"].items() if isinstance(key, int) and isinstance(x, dict)}

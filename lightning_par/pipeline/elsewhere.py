@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.pipeline.located import Run
 from lightning_par.positions import Positions
@@ -129,18 +130,23 @@ class Elsewhere(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         asks = Run.current is not None and not Run.current.depth  # a run of a step knows values by their identity
-        if not (asks or isinstance(value, Elsewhere)):
-            value = Elsewhere(value.shape, value.dtype, value.device, self._origin)
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        known = asks or isinstance(value, Elsewhere) or _is_followed()
+        like = value if known else Elsewhere(value.shape, value.dtype, value.device, self._origin)
+        torch.Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
+
+    # Methods that torch's modes would see, were they not defined here.
 
     def data_ptr(self) -> int:
-        return 0
+        return torch.Tensor.data_ptr(self) if _is_followed() else 0
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise ElsewhereError(_message(self, "numpy"))
+    def numpy(self, *, force: bool = False) -> Any:
+        return torch.Tensor.numpy(self, force=force) if _is_followed() else self._refuse("numpy")
 
-    def tolist(self) -> NoReturn:
-        raise ElsewhereError(_message(self, "tolist"))
+    def tolist(self) -> Any:
+        return torch.Tensor.tolist(self) if _is_followed() else self._refuse("tolist")
+
+    def _refuse(self, function: str) -> NoReturn:
+        raise ElsewhereError(_message(self, function))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
         if id(self) not in memo:
@@ -170,6 +176,11 @@ def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:
 def is_elsewhere(x: Any) -> bool:
     """Whether ``x`` is a tensor whose values other ranks hold."""
     return isinstance(x, Elsewhere)
+
+
+def _is_followed() -> bool:
+    """Whether a mode is on that brings what is read."""
+    return getattr(private.innermost_mode(), "brings_what_is_elsewhere", False)
 
 
 def _message(x: Elsewhere, function: str) -> str:

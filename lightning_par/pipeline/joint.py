@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
+from lightning_par.optim.closures import with_closures
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.weight import Weight, WeightView
@@ -120,9 +121,10 @@ class JointGradients:
         before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
         step, zero_grad = optimizer.step, optimizer.zero_grad
 
-        def plain_step(_: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def plain_step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = with_closures(lambda closure: lambda: self._shown(closure), args, kwargs)
             with self.plain():
-                return step(**kwargs) if closure is None else step(lambda: self._shown(closure), **kwargs)
+                return step(*args, **kwargs)
 
         def forgetting(*args: Any, **kwargs: Any) -> Any:
             self.forget()

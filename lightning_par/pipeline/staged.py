@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_par import private
 from lightning_par.data.sharing import unstore
 from lightning_par.data.using import use_throughout
-from lightning_par.elementwise import refuse_joint_updates
 from lightning_par.launch import StartMethod
 from lightning_par.meeting import Meeting
 from lightning_par.namespace import Namespace
+from lightning_par.optim.places import Stages
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.outside import Outside
@@ -101,15 +101,13 @@ class StagedMixin(StrategyMixin):
             meeting = Meeting(axis, self.timeout, f"pipeline {self._run}")
             self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers if self.groups.pipeline.size > 1 else ():
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError(
-                    "LBFGS runs the step several times for one update and looks at all gradients at once, which ranks "
-                    "with different layers do not share. Use TensorParallelStrategy, or another optimizer."
-                )
-            refuse_joint_updates(optimizer)
+    def _holding(self) -> Stages | None:
+        if self._spread is None or self.groups.pipeline.size == 1:
+            return None
+        assert self.lightning_module is not None
+        axis, placement = self.groups.pipeline, self._spread.placement
+        places = {id(p): placement.of(name, axis.size) for name, p in self.lightning_module.named_parameters()}
+        return Stages(axis, lambda p: place if len(place := places.get(id(p), ())) in range(1, axis.size) else None)
 
     def _adopt_optimizers(self) -> None:
         super()._adopt_optimizers()

@@ -7,6 +7,9 @@ import sys
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
+
+from lightning_par.comm import Axis
 from lightning_par.view import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -17,12 +20,20 @@ gathers: Counter[tuple[str, str]] = Counter()
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
     """Count and report a function that gathers, once by name and line."""
-    if views[0].axis.pretends:
-        return
+    if not views[0].axis.pretends:
+        _tell_once(func, "has no local rule and gathers a sharded tensor", tuple(views[0].shape), views[0].axis)
+
+
+def on_send(func: Any, x: Tensor, axis: Axis) -> None:
+    """Count and report a function for which ``x`` goes to all stages, once by name and line."""
+    _tell_once(func, "needs a tensor on all stages that one of them holds,", tuple(x.shape), axis)
+
+
+def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None:
     name, place = name_of(func), user_line()
     gathers[name, place] += 1
-    if gathers[name, place] == 1 and views[0].axis.ranks[views[0].axis.rank] == 0:
-        log.warning("`%s` has no local rule and gathers a sharded tensor %s at %s", name, tuple(views[0].shape), place)
+    if gathers[name, place] == 1 and axis.ranks[axis.rank] == 0:
+        log.warning("`%s` %s %s at %s", name, what, shape, place)
 
 
 def name_of(func: Any) -> str:

@@ -69,17 +69,22 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `dispatch`, where the arguments are sharded over one axis alone."""
-    found = _rule_of(func)
-    if found is not _metadata and private.in_functorch():
+    if _rule_of(func) is not _metadata and private.in_functorch():
         return run_in_transform(func, args, kwargs)
+    result = on_parts(func, args, kwargs)
+    return run_whole(func, args, kwargs) if result is NotImplemented else result
+
+
+def on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` by its rule; `NotImplemented` where there is none for these arguments."""
+    found = _rule_of(func)
+    if found is None:
+        return NotImplemented
     global _running
-    if found is not None:
-        caller, _running = _running, func
-        result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
-        _running = caller
-        if result is not NotImplemented:
-            return result
-    return run_whole(func, args, kwargs)
+    caller, _running = _running, func
+    result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
+    _running = caller
+    return result
 
 
 def _rule_of(func: Any) -> Rule | None:

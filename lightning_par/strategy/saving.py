@@ -20,6 +20,7 @@ from lightning_par.checkpoint.modules import with_modules_apart, with_modules_wh
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.states import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
+from lightning_par.optim.places import Stages
 from lightning_par.optimizers import adopt
 from lightning_par.pipeline.states import whole_where_held
 from lightning_par.pipeline.structure import tensors_in
@@ -193,4 +194,8 @@ class SavingMixin(RanksMixin):
     def _adopt_optimizers(self) -> None:
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""
         for optimizer in self.optimizers:
-            adopt(optimizer)
+            adopt(optimizer, self._holding())
+
+    def _holding(self) -> Stages | None:
+        """Which ranks hold which parameters, where the layers are spread over them."""
+        return None

@@ -6,19 +6,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.tensor.shard import unshard_module
 from lightning_par.view import ShardedTensor
 
 
-def make_held_whole(holders: Iterable[Any]) -> None:
+def make_held_whole(holders: Iterable[Any], but: Iterable[Tensor] = ()) -> None:
     """Make whole what ``holders`` hold in attributes, also within modules, lists, dicts and tuples.
 
     Args:
-        holders: modules and callbacks, in the same order on all ranks, which all must call it.
+        holders: modules, callbacks and optimizers, in the same order on all ranks, which all must call it.
+        but: what is made whole by other means.
     """
-    seen: set[int] = set()
+    seen = {id(x) for x in but}
     with torch.no_grad():
         for holder in holders:
             _whole(holder, seen) if isinstance(holder, nn.Module) else _attributes(holder, seen)
@@ -35,7 +36,7 @@ def _attributes(holder: Any, seen: set[int]) -> None:
 
 def _whole(value: Any, seen: set[int]) -> Any:
     if isinstance(value, ShardedTensor):
-        return value.full_tensor("unshard")
+        return value if id(value) in seen else value.full_tensor("unshard")
     if not isinstance(value, nn.Module | list | dict | tuple) or id(value) in seen:
         return value
     seen.add(id(value))
