@@ -29,7 +29,7 @@ Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 Kind = Literal["forward", "backward"]
 Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
 # What functions of sharded tensors send for.
-_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters"}
+_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

@@ -22,6 +22,7 @@ _OWN = {
     "_peers",
     "_inner",
     "split_over",
+    "_strides",
 }  # what makes a tensor of ours what it is
 
 

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import module_hooks, private, reached, shares, transforms
+from lightning_par import aliases, module_hooks, private, reached, shares, transforms
 from lightning_par.comm import Axis
 from lightning_par.random import streams
+from lightning_par.rules.alias import kept
 from lightning_par.rules.report import user_line
-from lightning_par.rules.table import announce_gather, sharded_again
+from lightning_par.rules.table import announce_gather
 from lightning_par.rules.trial import run_by_sample
-from lightning_par.view import ShardedTensor, full
+from lightning_par.rules.whole import Call
+from lightning_par.view import ShardedTensor, axes_of, full
 
 _installed = False
 _LINEAR = ("torch.", "lightning_par.")
@@ -40,6 +42,7 @@ def install() -> None:
         _intercept_functions()
         _intercept_checkpoint()
         transforms.install()
+        private.replace_data_setter(_take_data)
         module_hooks.install()
 
 
@@ -61,27 +64,9 @@ def _intercept_functions() -> None:
             _refuse_reentrant(Run.current is not None)
         if Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
             return Run.current.__torch_function__(cls.apply, (), args, kwargs)
-        if private.marks_module_ends(cls):
-            return module_hooks.on_parts(functools.partial(plain_apply, cls), args)
-        views: list[ShardedTensor] = []
-        args = tree_map(lambda x: _noted(x, views), args)
-        if views and views[0].axis.by_sample:
-            result = run_by_sample(cls.apply, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        if views:
-            announce_gather(cls, views)
-            args = tree_map(lambda x: full(x) if isinstance(x, Tensor) else x, args)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            args = (_replaying(args[0]), *args[1:])
-        if cls.__module__.startswith(_LINEAR):
-            result = plain_apply(cls, *args, **kwargs)
-        else:
-            axes = shares.active() if torch.is_grad_enabled() and not private.in_functorch() else ()
-            result = (
-                _watched(plain_apply, cls, args, kwargs, axes) if axes or views else plain_apply(cls, *args, **kwargs)
-            )
-        return sharded_again(result, views) if views else result
+        if aliases.is_any():
+            return kept(lambda _, *given: _applied(plain_apply, cls, *given), cls.apply, args, kwargs)
+        return _applied(plain_apply, cls, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(functools.wraps(plain_apply)(apply))  # type: ignore[assignment]
 
@@ -104,6 +89,49 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
+
+
+def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``cls.apply(*args)``, of which no torch function tells."""
+    if private.marks_module_ends(cls):
+        return module_hooks.on_parts(functools.partial(apply, cls), args)
+    views = [x for x in tree_leaves(args) if isinstance(x, ShardedTensor)]
+    if views and views[0].axis.by_sample:
+        result = run_by_sample(cls.apply, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    call, wholes = Call(cls.apply, args, kwargs, views), {}
+    if views:
+        announce_gather(cls, views)
+        wholes = {id(x): full(x) for x in views}
+        args = tree_map(lambda x: wholes.get(id(x), x), args)
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        args = (_replaying(args[0]), *args[1:])
+    if cls.__module__.startswith(_LINEAR):
+        result = apply(cls, *args, **kwargs)
+    else:
+        axes = shares.active() if torch.is_grad_enabled() and not private.in_functorch() else ()
+        result = _watched(apply, cls, args, kwargs, axes) if axes or views else apply(cls, *args, **kwargs)
+    return call.cut(result, wholes) if views else result
+
+
+def _take_data(x: Tensor, value: Any, set_data: Callable[[Tensor, Tensor], None]) -> bool:
+    """``x.data = value`` of a plain ``x`` and a sharded value, whose memory it has from now on."""
+    if not isinstance(value, ShardedTensor) or isinstance(x, ShardedTensor):
+        return False
+    announce_gather(_SET, [value])
+    whole = full(value).detach()
+    set_data(x, whole)
+    if value.axis.size > 1 and whole is not value._innermost:
+        aliases.note("data", value.twin(), whole, aliases.gathered, _put, axes_of(value), apart=True, loose=True)
+    return True
+
+
+_SET: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+def _put(x: ShardedTensor, whole: Tensor) -> None:
+    x._local.copy_(x.part_of(whole))
 
 
 def _refuse_reentrant(staged: bool) -> None:
@@ -132,12 +160,6 @@ def _watched(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: Any, axes: tup
     return tuple(reached.ends_whole(x, axes) for x in result) if isinstance(result, tuple) else reached.ends_whole(
         result, axes
     )  # fmt: skip
-
-
-def _noted(x: Any, views: list[ShardedTensor]) -> Any:
-    if isinstance(x, ShardedTensor):
-        views.append(x)
-    return x
 
 
 def _intercept_checkpoint() -> None:

@@ -23,6 +23,7 @@ from lightning_par.optim.closures import Call, with_closures
 from lightning_par.optim.following import Following
 from lightning_par.optim.known import BY_ELEMENT, BY_PARAMETER, runs_torchs_step
 from lightning_par.optim.places import Stages, unmarked
+from lightning_par.optim.shared import Shared
 from lightning_par.optim.stages import FollowingStages
 from lightning_par.optim.stand_ins import Copies, Parts, StandIns, own, sharded_parameters, with_inner
 from lightning_par.optim.start import Start, is_out_of_sight
@@ -198,11 +199,13 @@ class _Adopted:
     def _inside(self, surroundings: StandIns | Following, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the step with ``surroundings`` entered, but for its closures, which are the user's training step."""
 
+        shared = Shared(self.optimizer)
+
         def away(closure: Call) -> Call:
-            return lambda: surroundings.away(closure)
+            return lambda: surroundings.away(lambda: shared.away(closure))
 
         args, kwargs = with_closures(away, args, kwargs)
-        with surroundings:
+        with shared.step(), surroundings:
             return self._plain(*args, **kwargs)
 
     # ----------------------------------------------------------------------------------------------------------- state

@@ -39,6 +39,7 @@ class Positions:
         self.owner = owner_N
         self.owner.flags.writeable = False
         self._indices: dict[int, Array] = {}
+        self._fewest: dict[int, int] = {}
         self._places: dict[tuple[int, ...], tuple[int, int] | Array] = {}
         self._on_device: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -85,6 +86,12 @@ class Positions:
 
     def count(self, rank: int) -> int:
         return len(self.indices(rank))
+
+    def fewest(self, ranks: int) -> int:
+        """The least that one of ``ranks`` holds."""
+        if ranks not in self._fewest:
+            self._fewest[ranks] = min(map(self.count, range(ranks)))
+        return self._fewest[ranks]
 
     def index(self, rank: int, device: torch.device) -> Tensor:
         """`indices` as an int64 tensor on ``device``."""

@@ -355,6 +355,30 @@ def in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_wrapped(x: Tensor) -> bool:
+    """Whether ``x`` is a transform's own tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
+    """Inside, what is saved for backward passes no hook: the transforms that differentiate refuse to run under one."""
+
+    @contextlib.contextmanager
+    def suspended() -> Iterator[None]:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            yield
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with suspended():
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    return suspended()
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Inside, what a transformed function closes over is what it is outside: any autograd function takes it."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -379,6 +403,37 @@ def transforms() -> list[tuple[Any, str, Callable[..., Any]]]:
 def memory_of(x: Tensor) -> int:
     """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
     return x.untyped_storage()._cdata
+
+
+def storage_of(x: Tensor) -> torch.UntypedStorage | None:
+    """The memory of the strided ``x``, unseen by modes: the same object as long as anything lies in it.
+
+    So attributes of it live as long as the memory does; torch promises it nowhere. Its public name is the method.
+    """
+    if x.layout != torch.strided or hasattr(x, "_recipe"):  # deferred
+        return None
+    with torch._C.DisableTorchFunction():
+        return x.untyped_storage()
+
+
+class _Data(property):
+    """``torch.Tensor.data``, whose name is asked for by what watches torch functions."""
+
+    __name__ = "data"
+
+
+def replace_data_setter(takes: Callable[[Tensor, Any, Callable[[Tensor, Tensor], None]], bool]) -> None:
+    """Ask ``takes(x, value, set)`` first where a tensor's ``data`` is set: whether it has done so.
+
+    Torch asks no ``__torch_function__`` of the value, and takes one that has no memory for a plain one.
+    """
+    plain: Any = torch._C.TensorBase.data
+
+    def set_data(x: Tensor, value: Any) -> None:
+        if not takes(x, value, plain.__set__):
+            plain.__set__(x, value)
+
+    torch.Tensor.data = _Data(plain.__get__, set_data)  # type: ignore[assignment,misc]
 
 
 def is_held(x: Tensor) -> bool:

@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par import private
 from lightning_par.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
 from lightning_par.guesses import READS, Guesses
-from lightning_par.recording import Event, metric_update
+from lightning_par.recording import Event, in_transform, metric_update
 from lightning_par.rules.attention import multi_head_attention_forward
 from lightning_par.rules.table import user_line, writes
 
@@ -64,7 +65,11 @@ class Recorder(TorchFunctionMode):
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
         result, func = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
-        self._keep(func, args, kwargs, result)
+        if private.in_functorch():  # its own tensors are none outside
+            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not private.is_wrapped(x)]
+            self.took_by(in_transform, taken)
+        else:
+            self._keep(func, args, kwargs, result)
         return result
 
     def took(self, *args: Any, **kwargs: Any) -> None:

@@ -74,5 +74,9 @@ def returned(result: Any) -> Any:
     return result
 
 
+def in_transform(taken: Any) -> None:
+    """Stands in a recording for a function within a transform such as ``torch.vmap``, which takes whole tensors."""
+
+
 def metric_update(*args: Any, **kwargs: Any) -> None:
     """Stands in a recording for the update of a metric, which has no rule."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_par import intercept
 from lightning_par.layout import Groups
+from lightning_par.overlaps import overlapping
 from lightning_par.peek import count_loaders, peek_batch
 from lightning_par.record import record_step
 from lightning_par.recording import Recording
@@ -81,7 +82,7 @@ class Sharding:
             return None
         if trainer.state.fn.value != "fit":  # a layer that only training uses stays as it is
             styles = _used(recording, styles)
-        return make_plan(recording, self.groups.tensor.size, styles)
+        return make_plan(recording, self.groups.tensor.size, styles, overlapping(module, trainer.callbacks))
 
     def _record(self, trainer: Any, module: nn.Module, batch: Any) -> Recording:
         step = STEPS[trainer.state.fn.value]

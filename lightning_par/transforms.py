@@ -15,6 +15,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import private, shares
+from lightning_par.aliases import innermost
+from lightning_par.recorder import Recorder
+from lightning_par.rules.alias import Alias
 from lightning_par.rules.table import announce_gather, moves, sharded_again
 from lightning_par.view import ShardedTensor
 
@@ -33,20 +36,28 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
     """``entry``, at which ``public`` begins, given whole tensors."""
     ends = public.__name__ != "flex_attention"  # what the others return is what the user gets
 
+    run = _unhooked(entry) if ends else entry
+
     @functools.wraps(entry)
     def call(*args: Any, **kwargs: Any) -> Any:
         from lightning_par.pipeline.located import Run
 
         if ends and Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
             return Run.current.__torch_function__(call, (), args, kwargs)
-        views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+        recorder = private.innermost_mode()
+        if isinstance(recorder, Recorder):
+            recorder.took_by(public, (args, kwargs))
+        given = tree_leaves((args, kwargs))
+        views = [x for x in given if isinstance(x, ShardedTensor)]
+        if any(isinstance(x, Alias) for x in given):
+            args, kwargs = tree_map(lambda x: innermost(x) if isinstance(x, Alias) else x, (args, kwargs))
         if not views:
-            return entry(*args, **kwargs)
+            return run(*args, **kwargs)
         announce_gather(public, views)
         with private.outside_transforms():
             wholes = {id(x): x.full_tensor() for x in views}
         args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
-        result = entry(*args, **kwargs)
+        result = run(*args, **kwargs)
         again = ends and any(map(moves, views)) and not private.in_functorch()
         # A function that vjp returns takes whole gradients of the whole result.
         return sharded_again(result, views) if again and not any(map(callable, tree_leaves(result))) else result
@@ -54,6 +65,16 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
     if ends:
         TRANSFORMS.add(call)
     return call
+
+
+def _unhooked(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """``entry``, which refuses to run where something is done to what is saved for backward."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with private.without_saved_tensors_hooks():
+            return entry(*args, **kwargs)
+
+    return run
 
 
 def _unshared(entry: Callable[..., Any], public: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_par import comm, stale
+from lightning_par import aliases, comm, private
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 
@@ -60,6 +60,7 @@ class ShardedTensor(torch.Tensor):
     _dim: int
     _positions: Positions
     _axis: Axis
+    _strides: Any = None  # on one device, or what tells them, where the part's don't
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
@@ -79,6 +80,11 @@ class ShardedTensor(torch.Tensor):
         return self._local
 
     @property
+    def _innermost(self) -> Tensor:
+        """The plain tensor that holds this rank's part; its part, where it is sharded over two axes."""
+        return aliases.innermost(self._local)  # type: ignore[no-any-return]
+
+    @property
     def sharded_dim(self) -> int:
         return self._dim
 
@@ -92,12 +98,27 @@ class ShardedTensor(torch.Tensor):
 
     def with_local(self, local: Tensor) -> ShardedTensor:
         """The same sharding of another local tensor of the same shape."""
-        return ShardedTensor(local, self._dim, self._positions, self._axis)
+        x = ShardedTensor(local, self._dim, self._positions, self._axis)
+        x._strides = self._strides
+        return x
+
+    def twin(self, local: Tensor | None = None) -> ShardedTensor:
+        """Another object of the same, or of its part ``local``: what this one becomes later does not matter to it."""
+        return self.with_local(self._local if local is None else local)
+
+    def as_gathered(self) -> Tensor:
+        """The whole tensor as functions use it, whatever it shares memory with."""
+        return aliases.gathered(self)  # type: ignore[no-any-return]
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """What of ``whole``, as functions use it, this rank holds."""
+        return self.part_of(whole)
 
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor, plain, on every rank along the axis. All of them must call it."""
         self._axis.about_to_gather("full_tensor", self)
-        self.refuse_lost_writes("full_tensor")
+        if aliases.is_any():
+            aliases.settle(self._innermost, "full_tensor")
         return comm.gather(self._local, self._dim, self._positions, self._axis, purpose)
 
     @classmethod
@@ -161,7 +182,13 @@ class ShardedTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         with torch._C.DisableTorchFunction():
-            self._local.data = self.part_of(value).detach()
+            part = self.part_of(value).detach()
+            plain = aliases.innermost(value)
+            apart = isinstance(value, ShardedTensor)
+            shares = not apart and private.storage_of(aliases.innermost(part)) is private.storage_of(plain)
+            self._local.data = part.clone() if shares else part
+        if not apart:
+            aliases.link(self, plain)
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -197,27 +224,6 @@ class ShardedTensor(torch.Tensor):
         local_hook.of_user = hook  # type: ignore[attr-defined]
         return self._local.register_post_accumulate_grad_hook(local_hook)
 
-    def refuse_lost_writes(self, name: str, value: Any = None) -> None:
-        """Called before ``name`` uses this tensor, to put the plain ``value`` into it, if any.
-
-        Raises:
-            RuntimeError: a copy that stands for a view of it was written to in place.
-        """
-        if not stale.is_any():
-            return
-        maker = stale.written(_innermost(self), value)
-        if maker is None:
-            return
-        from lightning_par.rules.report import user_line
-
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = tuple(self.shape)
-        raise RuntimeError(
-            f"`{name}` at {user_line()} uses a sharded tensor {shape} of which `{maker}` made a copy, where one device "
-            "has a view, and something was written into that in place: it would be lost. Assign it by an index, as "
-            "`x[:, 0] = value`, or write `y = y.clone()` first, or use the function that returns a new tensor."
-        )
-
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of ``value``, sharded as this tensor is; ``value`` is replicated or sharded alike."""
         if isinstance(value, ShardedTensor):
@@ -249,15 +255,9 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-def _innermost(x: Tensor) -> Tensor:
-    while isinstance(x, ShardedTensor):
-        x = x._local
-    return x
-
-
 def _note_part(local: Tensor, axis: Axis) -> None:
     """What is a part has a part of the gradient, where a whole tensor may have a share of it."""
-    local = _innermost(local)
+    local = aliases.innermost(local)
     known = parts_along(local)
     if all(axis is not other for other in known):
         local._part_along = (*known, axis)  # type: ignore[attr-defined]  # no weak reference: it may be swapped
@@ -287,6 +287,11 @@ def full(value: Tensor) -> Tensor:
     while isinstance(value, ShardedTensor):  # it may be sharded over two axes
         value = value.full_tensor()
     return value
+
+
+def axes_of(x: Tensor) -> tuple[Axis, ...]:
+    """The axes over which ``x`` is sharded, the outer one first."""
+    return (x._axis, *axes_of(x._local)) if isinstance(x, ShardedTensor) else ()
 
 
 def moves(x: ShardedTensor) -> bool:

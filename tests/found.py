@@ -530,7 +530,102 @@ FOUND: dict[str, type[Base]] = {
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
                  FactorsFromASize, ClipsFromANorm, SharesOut, SkipsABatch, ObjectAsArgument, HandsOn, WritesIntoOutput,
-                 ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally, UsedLate, Transformed)
+                 ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
+                 UsedLate, Transformed)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}
+
+
+class Written(Base):
+    """Its layers are wide enough to be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.d = nn.Linear(C, 2 * C), nn.Linear(2 * C, C)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.u(self.b(self.a(x))).relu())
+
+
+class ViewsOfWritten(Written):
+    """Views taken before a write in place into what they are views of, or written to themselves."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]) * 1
+        first, some = h[:, 0], h.transpose(1, 2)[:, 2:6].unsqueeze(0)[0, 1:3]
+        h.mul_(0.5)
+        some[..., 1] = 2.0
+        z = self.u(h) * 1
+        even, column, part = z[..., ::2], z.view(4, 6, 4, -1)[..., 1], z.narrow(-1, 3, 9)
+        z.mul_(0.5)
+        z[z > 0.25] = 0.125
+        column.data.add_(1)
+        loss = F.mse_loss(self.d(z.relu()), batch[0]) + F.cross_entropy(first, batch[1])
+        return loss + even.pow(2).mean() + part.pow(3).mean() + some.pow(2).mean()
+
+
+class WrittenThroughData(Written):
+    """Writes that no version shows, before and after uses that gather."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]) * 1
+        ranks = h.sort(1).values
+        h.data.mul_(2)
+        again = h.sort(1).values
+        again.add_(1)
+        target = torch.zeros_like(h)
+        target.data = h.detach()
+        target[:, 0] = 1
+        return F.mse_loss(self.d(self.u(h)), ranks + target.detach()) + again.pow(2).mean()
+
+
+class ShapeOfBatch(Written):
+    """The shape of a tensor of the batch is a tuple of its own kind; the batch is written to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        first, (b, t, c) = x[:, 0], x.shape
+        x.mul_(0.5)
+        return self(x.view(b, t, c)).pow(2).sum() / x.shape.numel() + self.a(first).pow(2).mean()
+
+
+class Rewound(Written):
+    """Weights lie in memory of the copies that they are put back from, as pruning to a lottery ticket has them."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if not self.kept:
+            self.kept = [p.detach().clone() for p in self.parameters()]
+        for p, kept in zip(self.parameters(), self.kept, strict=True):
+            p.data = kept.data
+            p.data.mul_(0.9)
+
+
+class DataOfWeights(Written):
+    """A tensor takes a weight's memory, and the weight another's; both are written to."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        w = self.u.weight
+        if not self.kept:
+            self.kept = [torch.zeros_like(w), torch.zeros_like(self.d.weight)]
+        self.kept[0].data = w.data
+        self.kept[0].mul_(0.5)
+        self.kept[1].data = self.d.weight.data * 2
+        self.d.weight.data = self.kept[1].data
+        self.kept[1].mul_(0.25)
+
+
+class OneVector(Written):
+    """All weights lie in one vector, of which an optimizer's step writes all parts at once."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters())
+        nn.utils.vector_to_parameters(vector.detach() * 0.9, self.parameters())
+
+
+MEMORY: dict[str, type[Base]] = {
+    kind.__name__: kind
+    for kind in (ViewsOfWritten, WrittenThroughData, ShapeOfBatch, Rewound, DataOfWeights, OneVector)
+}
+"""Of what a tensor shares memory with: where one device has a view, a rank may have a copy."""

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
-from tests.found import FOUND, C
+from tests.found import FOUND, MEMORY, C
 from tests.pool import Pool
 
 STEPS = 3
@@ -23,6 +23,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},
     "placement": {"placement": {"a": 0, "b": 1}},
     "tensor": {"tensor_parallel_size": 2},
+}
+MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    "residual": {"tensor_parallel_size": 2, "shard_residual": True},
+    "sequence": {"sequence_parallel_size": 2, "sequence_dim": 1},
+    "fsdp x sequence": {"data_parallel": "fsdp", "sequence_parallel_size": 2, "sequence_dim": 1},
 }
 
 
@@ -55,7 +61,7 @@ def _batches() -> list[Any]:
 def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
-    module, losses = FOUND[name](), _Losses()
+    module, losses = (FOUND | MEMORY)[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
@@ -97,17 +103,27 @@ def _differences(one: Any, other: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
-    names = list(FOUND)
+def _wrong(pool: Pool, names: list[str], layout: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What differs from one device, or was refused, by name; and what each rank found."""
     (reference,) = pool.run(1, _fit_all, names, None)
-    results = pool.run(2, _fit_all, names, LAYOUTS[layout])
+    results = pool.run(2, _fit_all, names, layout)
     wrong = {
         name: result[name] if isinstance(result[name], str) else found
         for result in results
         for name in names
         if isinstance(result[name], str) or (found := _differences(reference[name], result[name]))
     }
+    return wrong, results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
+    wrong, results = _wrong(pool, list(FOUND), LAYOUTS[layout])
     assert not wrong
     if layout == "pipeline":
         assert [name for name in CUT if results[0][name][3] == 1] == []
+
+
+@pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
+def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
+    assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -276,6 +277,41 @@ def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")
+def test_a_memory_is_one_object_that_lives_as_long_as_a_tensor_lies_in_it() -> None:
+    x = torch.zeros(4)
+    memory = private.storage_of(x)
+    assert memory is private.storage_of(x[1:]) and private.storage_of(torch.eye(2).to_sparse()) is None
+    memory.note = "kept"  # type: ignore[union-attr]
+    gone = weakref.ref(memory)  # type: ignore[arg-type]
+    del memory
+    assert private.storage_of(x.view(2, 2)).note == "kept"  # type: ignore[union-attr]
+    del x
+    assert gone() is None
+
+
+def test_setting_the_data_of_a_tensor_asks_first() -> None:
+    plain, x, asked = torch.Tensor.__dict__.get("data"), torch.zeros(2), []
+
+    def takes(x: torch.Tensor, value: object, set_data: Callable[..., None]) -> bool:
+        asked.append(value)
+        if value == "ones":
+            set_data(x, torch.ones(2))
+        return value == "ones"
+
+    try:
+        private.replace_data_setter(takes)
+        x.data = "ones"  # type: ignore[assignment]
+        assert x.tolist() == [1, 1]
+        x.data = torch.full((2,), 3.0)
+        assert x.data.tolist() == [3, 3] and len(asked) == 2
+        assert torch.Tensor.data.__get__.__self__.__name__ == "data"  # type: ignore[attr-defined]
+    finally:
+        if plain is None:
+            del torch.Tensor.data
+        else:
+            torch.Tensor.data = plain  # type: ignore[assignment,method-assign]
+
+
 def test_memory_is_handed_back() -> None:
     def kept(addresses: list[int]) -> int:
         """In how many blocks there still is what was written: pages that were handed back read as zeros."""
@@ -361,6 +397,24 @@ def test_outside_transforms_what_is_closed_over_is_plain() -> None:
 
     assert torch.vmap(torch.vmap(function))(torch.ones(2, 2)).tolist() == [[1, 1], [1, 1]]
     assert (inside, outside) == ([True], [False])
+
+
+def test_tensors_of_a_transform_are_known_and_it_runs_where_what_is_saved_passes_hooks() -> None:
+    met: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        met.append(private.is_wrapped(x))
+        return x.sin().sum()
+
+    x = torch.ones(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            torch.func.grad(function)(x)
+        with private.without_saved_tensors_hooks():
+            torch.func.grad(function)(x)
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):  # they are back
+            torch.func.grad(function)(x)
+    assert all(met) and met and not private.is_wrapped(x)
 
 
 def _private_imports(source: Path) -> list[str]:

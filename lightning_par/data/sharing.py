@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from lightning_par import intercept, private
+from lightning_par import aliases, intercept, private
 from lightning_par.data.stored import StorageAxis, Stored, dim_of
 from lightning_par.data.using import about_to_write, gathered, keep_after_calls, let_go, let_go_after_calls
 from lightning_par.identity import become, swappable
 from lightning_par.layout import Groups
+from lightning_par.overlaps import overlapping
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.rules import stored
 from lightning_par.table import bytes_text
@@ -31,25 +35,30 @@ class Storing:
         self.all = StorageAxis(groups.stage, copies)
         self.groups = groups
         self.reshard = reshard
+        self.whole: dict[str, str] = {}  # weights that stay whole, and what they share memory with
 
     @property
     def throughout(self) -> bool:
         """Whether weights are gathered once for all microbatches of a step."""
         return not self.reshard and self.groups.pipeline.size > 1
 
-    def apply(self, module: nn.Module) -> None:
+    def apply(self, module: nn.Module, holders: Iterable[Any] = ()) -> None:
         """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
 
         All ranks must hold the same weights, whole or split over the tensor axis.
 
         Args:
             module: what this rank's stage uses of it.
+            holders: what else may hold tensors that share memory with weights, as callbacks.
         """
         intercept.install()
         stored.gather, stored.about_to_write = gathered, about_to_write
+        self.whole = overlapping(module, holders)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
-                if not is_elsewhere(parameter) and dim_of(parameter, self.peers.size) is not None:
+                if name in self.whole or is_elsewhere(parameter):
+                    continue
+                if dim_of(parameter, self.peers.size) is not None:
                     _refuse_hooks(leaf(parameter), name)
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if self.reshard:
@@ -78,9 +87,14 @@ class Storing:
                 held = leaf(p)
                 size += held.numel() * held.element_size()
                 used += (p.shape.numel() if isinstance(p, Stored) else held.numel()) * held.element_size()
+        whole = "".join(f" {name} stays whole: it shares memory with {other}." for name, other in self.whole.items())
         return (
-            f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
-            f"{bytes_text(used)}; gathered where they are used."
+            whole.lstrip()
+            + " " * bool(whole)
+            + (
+                f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
+                f"{bytes_text(used)}; gathered where they are used."
+            )
         )
 
 
@@ -91,6 +105,8 @@ def unstore(module: nn.Module) -> None:
     with swappable(module.modules()):
         for name, parameter in module.named_parameters():
             if isinstance(parameter, Stored):
+                if aliases.is_any():
+                    aliases.look([parameter._innermost])
                 become(parameter, parameter.unstored(), name)
 
 

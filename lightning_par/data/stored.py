@@ -94,16 +94,26 @@ class Stored(ShardedTensor):
         own = gradient.to(self._local.dtype)
         return comm.sum_scatter(own, self._dim, self._inner, self._peers, PURPOSE) / self._peers.copies
 
+    def as_gathered(self) -> Tensor:
+        return self.held(self._local.dtype)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        return comm._own_part(whole, self._dim, self._inner, self._peers)
+
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole weight, plain, on every rank. All of them must call it."""
         if self._local.requires_grad and torch.is_grad_enabled():
             return full(self.gathered())  # whose backward averages
         return super().full_tensor(purpose)
 
+    def as_used(self, held: Tensor) -> Tensor:
+        """A tensor that lies as what all peers hold of it, as the user's code sees it."""
+        return held if self.split_over is None else ShardedTensor(held, self._dim, *self.split_over)
+
     def used(self, held: Tensor) -> Tensor:
         """What all peers hold of it, as the step uses it."""
         held._is_param = True  # type: ignore[attr-defined]  # to the rules it is no part of a batch
-        return held if self.split_over is None else ShardedTensor(held, self._dim, *self.split_over)
+        return self.as_used(held)
 
     def held_like(self) -> Tensor:
         """Zeros of the shape of what all peers hold of it."""
@@ -123,17 +133,22 @@ class Stored(ShardedTensor):
             used._is_param = True  # type: ignore[attr-defined]
         return used
 
+    def twin(self, local: Tensor | None = None) -> Stored:
+        x = Stored(self._local if local is None else local, self._dim, self._positions, self._axis)
+        x._peers, x._inner, x.split_over = self._peers, self._inner, self.split_over
+        return x
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) not in memo:
-            plain = super().__deepcopy__(memo)
-            copied = Stored(plain._local, self._dim, self._positions, self._axis)
-            copied._peers, copied._inner, copied.split_over = self._peers, self._inner, self.split_over
+            copied = self.twin(super().__deepcopy__(memo)._local)
             copied._is_param = True  # type: ignore[attr-defined]
             memo[id(self)] = copied
         return memo[id(self)]
 
 
 class _Gathered(torch.autograd.Function):
+    gathers_a_weight = True
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, whole: Callable[[], Tensor], part: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.part = part

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private, stale
+from lightning_par import private
+from lightning_par.optim import lost
 from lightning_par.optim.functions import Function, Kind, function_of
 from lightning_par.optim.wholes import Wholes
 from lightning_par.rules import table
 from lightning_par.rules.report import on_gather
-from lightning_par.rules.write import refuse_lost_writes
 from lightning_par.view import ShardedTensor, moves
 
 _LISTS = (list, tuple)
@@ -100,8 +100,7 @@ class Following(TorchFunctionMode):
         if function.kind is Kind.METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if stale.is_any():
-            refuse_lost_writes(func, args, kwargs)
+        lost.refuse(func, args, kwargs)
         if torch.is_grad_enabled() and _wants_gradient((args, kwargs)):
             self.wholes.cut()
             return table.dispatch(func, args, kwargs)  # as in the user's own step, whose gradients reach the parts

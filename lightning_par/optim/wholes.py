@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_par import private, stale
+from lightning_par import private
+from lightning_par.optim import lost
 from lightning_par.view import ShardedTensor
 
 
@@ -98,7 +99,7 @@ class Wholes:
             for name, reference in made.views:
                 x = reference()
                 if x is not None:
-                    stale.note(name, made.part, x)
+                    lost.note(name, made.part, x)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

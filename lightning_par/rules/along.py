@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import comm, stale
+from lightning_par import aliases, comm
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
+from lightning_par.rules.alias import shown
+from lightning_par.rules.strides import strides_of
 from lightning_par.rules.table import moves, view
-from lightning_par.view import ShardedTensor, full
+from lightning_par.view import ShardedTensor, axes_of, full
 
 
 def one_index(x: ShardedTensor, index: int) -> Any:
@@ -22,10 +24,21 @@ def one_index(x: ShardedTensor, index: int) -> Any:
     index %= size
     positions: Positions = x._positions
     mine = positions.owner[index] == axis.rank
-    place = int(positions.indices(axis.rank).searchsorted(index))
-    # Where it isn't, a sum over nothing: zeros that are still part of the graph, as on the owner.
-    part = x._local.narrow(dim, place if mine else 0, int(mine)).sum(dim)
-    return stale.note("select", x._local, comm.leave(part, axis).to(x.dtype))
+    place = int(positions.indices(axis.rank).searchsorted(index)) if mine else 0
+
+    def make(x: ShardedTensor) -> Tensor:
+        # Where it isn't, a sum over nothing: zeros that are still part of the graph, as on the owner.
+        part = x._local.narrow(dim, place, int(mine)).sum(dim)
+        return comm.leave(part, axis).to(x.dtype)
+
+    def put(x: ShardedTensor, token: Tensor) -> None:
+        # On all ranks: in backward they sum up what the token gets.
+        x._local.narrow(dim, place, int(mine)).copy_(token.unsqueeze(dim).narrow(dim, 0, int(mine)))
+
+    token = make(x)
+    token._strides = tuple(s for d, s in enumerate(strides_of(x)) if d != dim)  # type: ignore[attr-defined]
+    aliases.note("select", x.twin(), token, make, put, axes_of(x))
+    return shown(token, {})
 
 
 def one_index_a_row(x: ShardedTensor, key: Any) -> Any:

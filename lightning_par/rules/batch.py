@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.rules.reduce import every_rank_has_some
+from lightning_par.rules.strides import follows
 from lightning_par.rules.table import aligned, enter, rule, view
 from lightning_par.view import ShardedTensor
 
@@ -126,6 +127,7 @@ def one_hot(func: Any, ids: Tensor, num_classes: int = -1) -> Any:
 
 
 @rule("unfold")
+@follows
 def unfold(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """`F.unfold` of images, or `Tensor.unfold` along another dim."""
     if func is F.unfold:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.rules.table import refuse_lost_write, rule
+from lightning_par.rules.table import rule
 from lightning_par.view import ShardedTensor
 
 _OF_LISTS = """
@@ -28,10 +28,6 @@ def foreach(func: Any, tensors: Any, *others: Any, **kwargs: Any) -> Any:
     if not isinstance(tensors, (list, tuple)) or any(isinstance(x, ShardedTensor) for x in (*others, *kwargs.values())):
         return NotImplemented
     in_place = func.__name__.endswith("_")
-    if in_place:
-        for t in tensors:
-            if isinstance(t, ShardedTensor):
-                refuse_lost_write(func, t)
     others = tuple(_cut(tensors, other) for other in others)
     kwargs = {name: _cut(tensors, other) for name, other in kwargs.items()}
     if any(other is None for other in (*others, *kwargs.values())):

@@ -39,6 +39,10 @@ class Carrier(torch.Tensor):
         return self
 
     @property
+    def _innermost(self) -> torch.Tensor:
+        return self._held._innermost
+
+    @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         return self._held.requires_grad
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.random import sharded_draw, streams
-from lightning_par.rules.table import refuse_lost_write, rule
+from lightning_par.rules.table import rule
 from lightning_par.view import ShardedTensor
 
 
@@ -24,7 +24,6 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if func.__name__.endswith("_"):
         if getattr(x, "_is_param", False):
             return NotImplemented  # a weight drawn anew is one device's
-        refuse_lost_write(func, x)
     with contextlib.nullcontext() if off else sharded_draw(x._axis.rank, x.device):
         local = func(x._local, *args, **kwargs)
     return x if local is x._local else x.with_local(local)

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_par import aliases
 from lightning_par.positions import Positions, fold_group
 from lightning_par.rules.along import join_along, one_index, one_index_a_row
 from lightning_par.rules.pick import fill_flagged, own_rows, picked_beside
-from lightning_par.rules.table import aligned, copied, refuse_lost_write, rule, view
+from lightning_par.rules.strides import follows, follows_or_copies, sliced
+from lightning_par.rules.table import aligned, rule, view
 from lightning_par.view import ShardedTensor
 
 
@@ -20,7 +22,8 @@ def _sizes(args: tuple[Any, ...]) -> list[int]:
     return list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) else list(args)
 
 
-@rule("view", "reshape")
+@rule("reshape")
+@follows_or_copies
 def reshape(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], torch.dtype) or kwargs.get("dtype") is not None:
         return NotImplemented
@@ -38,6 +41,9 @@ def reshape(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     local = list(new)
     local[dim] = positions.count(x._axis.rank)
     return view(func(x._local, local), dim, positions, x._axis)
+
+
+rule("view")(follows(reshape.__wrapped__))  # type: ignore[attr-defined]
 
 
 @rule("flatten")
@@ -65,6 +71,7 @@ def view_as(func: Any, x: Tensor, other: Tensor) -> Any:
 
 
 @rule("transpose", "swapaxes", "swapdims")
+@follows
 def transpose(func: Any, x: ShardedTensor, dim0: int, dim1: int) -> Any:
     a, b = dim0 % x.ndim, dim1 % x.ndim
     return view(func(x._local, a, b), {a: b, b: a}.get(x._dim, x._dim), x._positions, x._axis)
@@ -76,6 +83,7 @@ def t(func: Any, x: ShardedTensor) -> Any:
 
 
 @rule("permute")
+@follows
 def permute(func: Any, x: ShardedTensor, *dims: Any, **kwargs: Any) -> Any:
     order = [d % x.ndim for d in (_sizes(dims) if dims else kwargs["dims"])]
     return view(x._local.permute(order), order.index(x._dim), x._positions, x._axis)
@@ -89,12 +97,14 @@ def movedim(func: Any, x: ShardedTensor, source: Any, destination: Any) -> Any:
 
 
 @rule("unsqueeze")
+@follows
 def unsqueeze(func: Any, x: ShardedTensor, dim: int) -> Any:
     dim %= x.ndim + 1
     return view(func(x._local, dim), x._dim + (dim <= x._dim), x._positions, x._axis)
 
 
 @rule("squeeze")
+@follows
 def squeeze(func: Any, x: ShardedTensor, dim: Any = None) -> Any:
     dims = range(x.ndim) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
     gone = sorted(d for d in dims if x.shape[d] == 1)
@@ -105,6 +115,7 @@ def squeeze(func: Any, x: ShardedTensor, dim: Any = None) -> Any:
 
 
 @rule("expand", "broadcast_to")
+@follows
 def expand(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args) if args else list(kwargs["size"])
     dim = x._dim + len(sizes) - x.ndim
@@ -134,10 +145,18 @@ def _narrowed(x: ShardedTensor, start: int, stop: int, step: int = 1) -> Sharded
     places = x._positions.places(x._axis.size, x._axis.rank, start, stop, step)
     positions = x._positions.take(slice(start, stop, step))
     if isinstance(places, tuple):
-        local = x._local.narrow(x._dim, *places)
-    else:
-        local = copied(x._local.index_select(x._dim, torch.from_numpy(places).to(x._local.device)))
-    return view(local, x._dim, positions, x._axis)
+        return sliced(x, view(x._local.narrow(x._dim, *places), x._dim, positions, x._axis), step)
+    dim, index = x._dim, torch.from_numpy(places).to(x._local.device)
+
+    def make(x: ShardedTensor) -> Tensor:
+        return x._local.index_select(dim, index)
+
+    def put(x: ShardedTensor, part: Tensor) -> None:
+        x._local.index_copy_(dim, index, part.clone())  # torch keeps the source for backward
+
+    local = make(x)
+    aliases.note("slice", x.twin(), local, make, put)
+    return sliced(x, view(local, dim, positions, x._axis), step)
 
 
 def _pieces(x: ShardedTensor, sizes: list[int]) -> tuple[ShardedTensor, ...]:
@@ -146,6 +165,7 @@ def _pieces(x: ShardedTensor, sizes: list[int]) -> tuple[ShardedTensor, ...]:
 
 
 @rule("split", "split_with_sizes")
+@follows
 def split(func: Any, x: ShardedTensor, split_size: Any, dim: int = 0) -> Any:
     dim %= x.ndim
     if dim != x._dim:
@@ -157,6 +177,7 @@ def split(func: Any, x: ShardedTensor, split_size: Any, dim: int = 0) -> Any:
 
 
 @rule("chunk", "tensor_split")
+@follows
 def chunk(func: Any, x: ShardedTensor, chunks: Any, dim: int = 0) -> Any:
     dim %= x.ndim
     if not isinstance(chunks, int):
@@ -164,10 +185,11 @@ def chunk(func: Any, x: ShardedTensor, chunks: Any, dim: int = 0) -> Any:
     sizes = [part.shape[0] for part in func(torch.empty(x.shape[dim], device="meta"), chunks)]
     if dim == x._dim:
         return _pieces(x, sizes)
-    return tuple(view(part, x._dim, x._positions, x._axis) for part in torch.split(x._local, sizes, dim))
+    return tuple(view(part, x._dim, x._positions, x._axis) for part in func(x._local, chunks, dim))
 
 
 @rule("unbind")
+@follows
 def unbind(func: Any, x: ShardedTensor, dim: int = 0) -> Any:
     dim %= x.ndim
     if dim == x._dim:
@@ -177,6 +199,7 @@ def unbind(func: Any, x: ShardedTensor, dim: int = 0) -> Any:
 
 
 @rule("select")
+@follows
 def select(func: Any, x: ShardedTensor, dim: int, index: int) -> Any:
     dim %= x.ndim
     if dim == x._dim:
@@ -185,6 +208,7 @@ def select(func: Any, x: ShardedTensor, dim: int, index: int) -> Any:
 
 
 @rule("narrow")
+@follows
 def narrow(func: Any, x: ShardedTensor, dim: int, start: Any, length: int) -> Any:
     dim %= x.ndim
     if isinstance(start, Tensor) or (start % max(x.shape[dim], 1)) + length > x.shape[dim]:
@@ -212,6 +236,7 @@ def _basic(x: ShardedTensor, key: Any) -> tuple[list[Any], int, slice] | None:
 
 
 @rule("__getitem__")
+@follows
 def getitem(func: Any, x: Any, key: Any) -> Any:
     if not isinstance(x, ShardedTensor):
         return NotImplemented
@@ -222,7 +247,9 @@ def getitem(func: Any, x: Any, key: Any) -> Any:
     items, place, item = found
     start, stop, step = item.indices(x.shape[x._dim])
     if (start, stop, step) != (0, x.shape[x._dim], 1):
-        x = _narrowed(x, start, max(start, stop), step)
+        items[place] = slice(None)
+        part = _narrowed(x, start, max(start, stop), step)
+        return part if all(type(other) is slice and other == slice(None) for other in items) else part[tuple(items)]
     items[place] = slice(None)
     dim = sum(not isinstance(other, int) for other in items[:place])
     return view(x._local[tuple(items)], dim, x._positions, x._axis)
@@ -249,12 +276,10 @@ def setitem(func: Any, x: Any, key: Any, value: Any) -> Any:
     if not isinstance(x, ShardedTensor):
         return NotImplemented
     if isinstance(key, Tensor) and key.dtype == torch.bool and key.ndim > x._dim:
-        refuse_lost_write(func, x)
         return fill_flagged(x, key, value)
     found = _basic(x, key)
     if found is None or found[2] != slice(None):
         return NotImplemented
-    refuse_lost_write(func, x)
     items, place, _ = found
     target = x._local[tuple(items)]
     dim = sum(not isinstance(other, int) for other in items[:place]) - target.ndim
@@ -264,6 +289,24 @@ def setitem(func: Any, x: Any, key: Any, value: Any) -> Any:
             return NotImplemented
     x._local[tuple(items)] = value
     return None
+
+
+@rule("contiguous")
+@follows_or_copies
+def contiguous(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    return view(x._local.contiguous(*args, **kwargs), x._dim, x._positions, x._axis)
+
+
+@rule("detach")
+@follows
+def detach(func: Any, x: ShardedTensor) -> Any:
+    return view(func(x._local), x._dim, x._positions, x._axis)
+
+
+@rule("detach_")
+def detach_(func: Any, x: ShardedTensor) -> Any:
+    func(x._local)
+    return x
 
 
 @rule("cat", "concat", "concatenate")

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import comm, private, stale
+from lightning_par import aliases, comm, private
+from lightning_par.aliases import Memory
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.rules import mixed, stored
+from lightning_par.rules.alias import kept, shown
 from lightning_par.rules.report import gathers as gathers
 from lightning_par.rules.report import on_gather as on_gather
 from lightning_par.rules.report import user_line as user_line
@@ -20,15 +22,13 @@ from lightning_par.rules.whole import announce_gather as announce_gather
 from lightning_par.rules.whole import run_in_transform
 from lightning_par.rules.whole import run_whole as run_whole
 from lightning_par.rules.whole import sharded_again as sharded_again
-from lightning_par.rules.write import copied as copied
-from lightning_par.rules.write import refuse_lost_write as refuse_lost_write
-from lightning_par.rules.write import refuse_lost_writes
 from lightning_par.rules.write import writes as writes
 from lightning_par.view import ShardedTensor, moves
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 _resolved: dict[Any, Rule | None] = {}
+_writers: set[Any] = set()  # functions that write in place
 _keywords: dict[Rule, tuple[frozenset[str], bool]] = {}  # a rule's parameters, and whether it takes any others
 
 # Names that torch knows for one parameter, and the rules' name for it.
@@ -56,14 +56,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
     if _rule_of(func) is _metadata:
         return _metadata(func, *args, **kwargs)
+    if func in _writers:
+        aliases.count_write(args)
+    if Memory.count:
+        return kept(_dispatched, func, args, kwargs)
+    result = _dispatched(func, args, kwargs)
+    return shown(result, {}) if Memory.count else result
+
+
+def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if stored.gather is not None and not private.in_functorch():
-        whole = stored.with_whole(func, args, kwargs)
-        if whole is not None:
-            return func(*whole[0], **whole[1])
+        call = stored.with_whole(func, args, kwargs)
+        if call is not None:
+            return call.run()
     if mixed.possible and mixed.needed(args, kwargs):
         return mixed.by_axis(func, args, kwargs)
-    if stale.is_any():
-        refuse_lost_writes(func, args, kwargs)
     return by_rule(func, args, kwargs)
 
 
@@ -92,6 +99,8 @@ def _rule_of(func: Any) -> Rule | None:
         return _resolved[func]
     except KeyError:
         found = _resolved[func] = _resolve(func)
+        if writes(getattr(func, "__name__", "")):
+            _writers.add(func)
         return found
 
 
@@ -133,6 +142,8 @@ def _attribute(name: str) -> Rule:
         return lambda func, x: x._local._base
     if name in ("real", "imag"):
         return lambda func, x: x.with_local(getattr(x._local, name))
+    if name == "data":
+        return lambda func, x: x.data
     return _metadata
 
 

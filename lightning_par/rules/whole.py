@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_par import comm, private, stale
+from lightning_par import aliases, comm, private
 from lightning_par.rules.report import name_of, on_gather, user_line
-from lightning_par.rules.write import refuse_lost_write, writes
-from lightning_par.view import ShardedTensor, full, moves
+from lightning_par.rules.strides import viewed
+from lightning_par.rules.write import targets
+from lightning_par.view import ShardedTensor, axes_of, full, moves
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,9 +28,6 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     announce_gather(func, views)
-    targets = written(func, args, kwargs)
-    for target in targets:
-        refuse_lost_write(func, target)
     wholes: dict[int, Tensor] = {}  # a tensor given twice is one tensor, which a write shows
 
     def to_whole(x: Any) -> Any:
@@ -39,30 +38,87 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wholes[id(x)]
 
     whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs))
+    before = {key: _version(whole) for key, whole in wholes.items()}
     result = func(*whole_args, **whole_kwargs)
-    for target in targets:
+    into = [x for x in views if before[id(x)] != _version(wholes[id(x)])] or written(func, args, kwargs)
+    for target in {id(x): x for x in into}.values():
         _write_back(func, target, wholes[id(target)])
-    if targets:
-        return tree_map(lambda x: next((t for t in targets if x is wholes[id(t)]), x), result)
-    memories = {private.memory_of(wholes[id(t)]): t for t in views if moves(t) and t.axis.size > 1}
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-
-    def finished(x: Any) -> Any:
-        if not isinstance(x, Tensor) or isinstance(x, ShardedTensor) or any(x is other for other in given):
-            return x  # what was written into stays what it is
-        source = memories.get(private.memory_of(x))
-        again = sharded_again(x, views)
-        return again if source is None else _noted_copy(func, source, again)
-
-    return tree_map(finished, result)
+    if into:
+        return tree_map(lambda x: next((t for t in into if x is wholes[id(t)]), x), result)
+    call = Call(func, args, kwargs, views)
+    return call.cut(result, wholes)
 
 
-def _noted_copy(func: Any, source: ShardedTensor, copy: Tensor) -> Tensor:
-    """``copy``, of which one device has a view: a write into it would be lost."""
-    name = name_of(func)
-    if isinstance(copy, ShardedTensor):
-        return copy.with_local(stale.note(name, source._local, copy._local))
-    return stale.note(name, source._local, copy)
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that is called with whole tensors in place of sharded ones.
+
+    Attributes:
+        func: the function.
+        args: its arguments.
+        kwargs: its arguments by name.
+        views: the sharded ones of them.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    views: list[ShardedTensor]
+
+    def cut(self, result: Any, wholes: dict[int, Tensor]) -> Any:
+        """Its ``result``, sharded again where it can be; views of the ``wholes``, by their ids, are noted as copies."""
+        memories = {private.memory_of(wholes[id(x)]): x for x in self.views if x.axis.size > 1}
+        given = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+        leaves, spec = tree_flatten(result)
+        for number, x in enumerate(leaves):
+            if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and all(x is not other for other in given):
+                source = memories.get(private.memory_of(x))
+                leaves[number] = again = sharded_again(x, self.views)
+                if source is not None and self._is_view(number, source, again):
+                    self._note(number, source, wholes[id(source)], again)
+        return tree_unflatten(leaves, spec)
+
+    def _is_view(self, number: int, source: ShardedTensor, again: Any) -> bool:
+        """Whether it is one on one device, too, whose tensor may lie otherwise than the gathered one."""
+        first = bool(self.args) and self.args[0] is source
+        strides = viewed(self.func, source, self.args[1:], self.kwargs) if first else None
+        if strides is None or number >= len(strides):
+            return True
+        again._strides = strides[number]
+        return strides[number] is not None
+
+    def _note(self, number: int, source: ShardedTensor, whole: Tensor, again: Tensor) -> None:
+        """``again`` is a copy, of which one device has a view; unless ``whole`` is the memory that all see."""
+        name, axes = name_of(self.func), axes_of(source)
+        if isinstance(again, ShardedTensor):
+
+            def make(x: ShardedTensor) -> Any:
+                return sharded_again(self._run(source, aliases.gathered(x))[number], self.views)
+
+            def put(x: ShardedTensor, part: ShardedTensor) -> None:
+                new = aliases.gathered(x)
+                self._run(source, new)[number].copy_(aliases.gathered(part))
+                if new is not x._innermost:
+                    _put_whole(x, new)
+
+            aliases.note(name, source.twin(), again, make, put, axes)
+        elif moves(source):
+            aliases.note(name, source.twin(), again, aliases.gathered, _put_whole, axes, root=whole)
+
+    def _run(self, source: ShardedTensor, whole: Tensor) -> list[Any]:
+        """The leaves of its result, ``source`` being ``whole``."""
+        args, kwargs = tree_map(
+            lambda x: whole if x is source else full(x) if isinstance(x, ShardedTensor) else x, (self.args, self.kwargs)
+        )
+        return tree_leaves(self.func(*args, **kwargs))
+
+
+def _put_whole(x: ShardedTensor, whole: Tensor) -> None:
+    x._local.copy_(x.part_of(whole))
 
 
 def run_in_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,20 +163,20 @@ def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:
     if positions is None:
         return x
     part = comm.scatter(x, dim, positions, lead.axis)
-    # Of one sample it is a view, which nobody could write into.
-    return ShardedTensor(part if x.shape[0] > 1 else part.clone(), dim, positions, lead.axis)
+    # What lies in one piece is cut as a view, which nobody could write into.
+    shares = private.memory_of(aliases.innermost(part)) == private.memory_of(aliases.innermost(x))
+    return ShardedTensor(part.clone() if shares else part, dim, positions, lead.axis)
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
-    """The sharded tensors that ``func`` writes into."""
-    into = [kwargs.get("out")]
-    if writes(getattr(func, "__name__", "")):
-        into.append(args[0] if args else next(iter(kwargs.values()), None))
-    return [x for x in tree_leaves(into) if isinstance(x, ShardedTensor)]
+    """The sharded tensors that ``func`` is told to write into."""
+    return [x for x in targets(func, args, kwargs) if isinstance(x, ShardedTensor)]
 
 
 def _write_back(func: Any, target: ShardedTensor, whole: Tensor) -> None:
     """Into the same memory, which other views of it see, and under autograd, as one device's write is."""
+    if whole is target._innermost:
+        return
     name = name_of(func)
     if whole.shape != target.shape:
         raise RuntimeError(f"`{name}` at {user_line()} changes the shape of a sharded tensor in place, which it can't.")

@@ -1,44 +1,43 @@
-"""Writes into sharded tensors, which must reach all that one device's would."""
+"""Which functions write into their arguments."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.rules.report import user_line
-from lightning_par.view import ShardedTensor
-
-
-def copied(x: Tensor) -> Tensor:
-    """Mark a local tensor that is a copy where torch promises a view."""
-    x._stands_for_view = True  # type: ignore[attr-defined]
-    return x
-
-
-def refuse_lost_write(func: Any, x: ShardedTensor) -> None:
-    base = x._local if x._local._base is None else x._local._base
-    if getattr(base, "_stands_for_view", False):
-        raise RuntimeError(
-            f"`{getattr(func, '__name__', func)}` at {user_line()} writes in place into a slice of a sharded tensor "
-            "that had to be copied, so the write would be lost. Write `y = y.clone()` before it, or use the function "
-            "that returns a new tensor."
-        )
+_IN_PLACE_DUNDERS = {
+    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")
+}
+_WRITE_NOTHING = {"requires_grad_", "detach_", "rename_", "share_memory_"}
+_inplace: dict[Any, int | None] = {}
 
 
 def writes(name: str) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 
-_IN_PLACE_DUNDERS = {
-    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")
-}
+def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that ``func`` is told to write into: by its name, by ``out=``, by ``inplace=True``."""
+    into = [kwargs.get("out")]
+    name = getattr(func, "__name__", "")
+    if (writes(name) and name not in _WRITE_NOTHING) or _told_to(func, args, kwargs):
+        into.append(args[0] if args else next(iter(kwargs.values()), None))
+    return [x for x in tree_leaves(into) if isinstance(x, Tensor)]
 
 
-def refuse_lost_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Called before ``func`` uses sharded tensors, of which there may be copies that were written to."""
-    name = getattr(func, "__name__", str(func))
-    for x in tree_leaves((args, kwargs)):
-        if type(x) is ShardedTensor:
-            x.refuse_lost_writes(name, args[2] if name == "__setitem__" else None)
+def _told_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function has a parameter ``inplace``, and it is true."""
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    if len(args) < 2:
+        return False
+    if func not in _inplace:
+        try:
+            _inplace[func] = list(inspect.signature(func).parameters).index("inplace")
+        except (TypeError, ValueError):  # a builtin function, or one that has none
+            _inplace[func] = None
+    place = _inplace[func]
+    return place is not None and len(args) > place and bool(args[place])

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import comm, private
+from lightning_par import aliases, comm, private
 from lightning_par.positions import Positions
+from lightning_par.rules.alias import kept
 from lightning_par.rules.table import RULES, dispatch, run_whole, writes
+from lightning_par.rules.write import targets
 from lightning_par.sequence.axis import SequenceAxis
-from lightning_par.view import ShardedTensor
+from lightning_par.view import ShardedTensor, full
 
 _SLICES = {"__getitem__", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "select"}
 _NOT_TENSORS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -43,7 +45,7 @@ class BatchTensor(ShardedTensor):
     """
 
     _whole: Tensor
-    _cut: tuple[int, Tensor] | None
+    _cut: tuple[Any, Tensor] | None
 
     @staticmethod
     def __new__(cls, whole: Tensor, dim: int, positions: Positions, axis: Any) -> BatchTensor:
@@ -58,9 +60,25 @@ class BatchTensor(ShardedTensor):
         whole = self._whole
         if whole.requires_grad:
             return comm.scatter(whole, self._dim, self._positions, self._axis)
-        if self._cut is None or self._cut[0] != whole._version:
-            self._cut = whole._version, comm._own_part(whole, self._dim, self._positions, self._axis)
+        version = None if whole.is_inference() else whole._version, aliases.writes_into(whole)
+        if self._cut is None or self._cut[0] != version:
+            self._cut = version, comm._own_part(whole, self._dim, self._positions, self._axis)
         return self._cut[1]
+
+    @property
+    def _innermost(self) -> Tensor:
+        return self._whole
+
+    def twin(self, local: Tensor | None = None) -> BatchTensor:
+        return BatchTensor(self._whole, self._dim, self._positions, self._axis)
+
+    @property
+    def data(self) -> Tensor:
+        return BatchTensor(self._whole.data, self._dim, self._positions, self._axis)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._whole.data = full(value).detach()
 
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor; no communication."""
@@ -118,12 +136,21 @@ class BatchTensor(ShardedTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name != "grad" and all(map(_of_batch, tree_leaves((args, kwargs)))):
-            return _computed_whole(func, args, kwargs)
-        if writes(name) and args and isinstance(args[0], BatchTensor):
-            return run_whole(func, args, kwargs)  # a rule would write into a part that was cut for it
-        return dispatch(func, args, kwargs)
+        if aliases.is_any():
+            return kept(_run, func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "")
+    if name != "grad" and all(map(_of_batch, tree_leaves((args, kwargs)))):
+        aliases.count_write(targets(func, args, kwargs))
+        return _computed_whole(func, args, kwargs)
+    into = [x for x in targets(func, args, kwargs) if isinstance(x, BatchTensor)]
+    if into:
+        aliases.count_write(into)
+        return run_whole(func, args, kwargs)  # a rule would write into a part that was cut for it
+    return dispatch(func, args, kwargs)
 
 
 def _of_batch(x: Any) -> bool:
@@ -137,7 +164,7 @@ def _computed_whole(func: Any, args: Any, kwargs: Any) -> Any:
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, BatchTensor)]
     whole_args, whole_kwargs = tree_map(lambda x: x._whole if isinstance(x, BatchTensor) else x, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    if private.in_functorch() or not isinstance(result, Tensor | tuple | list):
+    if private.in_functorch() or not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size):
         return result
     outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     known = {id(x._whole): x for x in given}

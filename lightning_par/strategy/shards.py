@@ -78,7 +78,8 @@ class ShardsMixin(RanksMixin):
         """Called when this rank holds what its stage uses: keep a part of it."""
         if self._storing is not None:
             assert self.lightning_module is not None
-            self._storing.apply(self.lightning_module)
+            trainer: Any = self.lightning_module.trainer
+            self._storing.apply(self.lightning_module, trainer.callbacks)
             if self.groups.world.rank == 0:
                 print(self._storing.line(self.lightning_module), flush=True)
 

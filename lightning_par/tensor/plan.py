@@ -118,8 +118,15 @@ def styles_for(module: nn.Module, wishes: Mapping[str, str] | None) -> dict[str,
     return styles
 
 
-def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None = None) -> TensorPlan:
+def make_plan(
+    recording: Recording,
+    ranks: int,
+    styles: Mapping[str, str] | None = None,
+    shared: Mapping[str, str] | None = None,
+) -> TensorPlan:
     """Infer how to split the parameters of ``recording`` over ``ranks``, keeping to ``styles`` (by first name).
+
+    Those that lie in memory of others, too, stay whole; see `lightning_par.overlaps`.
 
     Raises:
         ValueError: a parameter can't be split as ``styles`` says.
@@ -128,7 +135,9 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
     by_id = {id(fake): names for names, fake in recording.parameters.items()}
     wishes = {key: styles[names[0]] for key, names in by_id.items() if names[0] in styles}
     wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
-    search, units = _searched(recording, ranks, wishes)
+    stay = {key: names[0] for key, names in by_id.items() if names[0] in (shared or {})}
+    whole_for = {key: f"it shares memory with {(shared or {})[name]}" for key, name in stay.items()}
+    search, units = _searched(recording, ranks, wishes, whole_for)
     _check_wishes(search, wishes, by_id, ranks, units)
     owner_of_unit: dict[int, int] = {}
     splits, whole = [], []
@@ -143,16 +152,16 @@ def make_plan(recording: Recording, ranks: int, styles: Mapping[str, str] | None
     return TensorPlan(ranks, tuple(splits), tuple(whole), dict(Counter(search.gathered.values())), recording.stopped)
 
 
-def _searched(recording: Recording, ranks: int, wishes: dict[int, str]) -> tuple[Search, Array]:
+def _searched(recording: Recording, ranks: int, wishes: dict[int, str], whole: dict[int, str]) -> tuple[Search, Array]:
     """The islands, if possible without norms over split features: those are allowed where they save much."""
     if ranks == 1:
-        return Search(recording, ranks=ranks, styles=wishes), np.arange(0)
+        return Search(recording, ranks=ranks, styles=wishes, whole=dict(whole)), np.arange(0)
     asked = any(style != "replicate" for style in wishes.values())
-    search = Search(recording, ranks=ranks, styles=wishes, norms=asked)
+    search = Search(recording, ranks=ranks, styles=wishes, whole=dict(whole), norms=asked)
     units = search.run()
     if not search.stopped_at_norm:
         return search, units
-    other = Search(recording, ranks=ranks, styles=wishes)
+    other = Search(recording, ranks=ranks, styles=wishes, whole=dict(whole))
     others = other.run()
     saves = _split_elements(other) - _split_elements(search)
     return (other, others) if saves > WORTH_NORMS * search.elements else (search, units)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par import comm
+from lightning_par import aliases, comm
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 from lightning_par.random import streams
@@ -36,7 +36,7 @@ class ResidualAxis(SequenceAxis):
     def __init__(self, tensor: Axis) -> None:
         super().__init__(tensor.name, tensor.ranks, tensor.rank, tensor.group)
         self.lengths: set[int] = set()  # of the sequences met so far
-        self._opened: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._opened: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], Tensor]] = {}
 
     def spread(self, size: int) -> Positions | None:
         positions = super().spread(size)
@@ -47,14 +47,15 @@ class ResidualAxis(SequenceAxis):
     def opened(self, x: ShardedTensor) -> Tensor:
         """All tokens of ``x``, for an island. What reads the same tensor shares one all-gather, and one sum back."""
         local = x._local
+        version = local._version, aliases.writes_into(aliases.innermost(local))
         known = self._opened.get(id(local))
-        if known is not None and known[0]() is local and known[1] == local._version:
+        if known is not None and known[0]() is local and known[1] == version:
             return known[2]
         whole = comm.gather(local, x._dim, x._positions, self, "enter") if type(x) is ShardedTensor else x.full_tensor()
         if local.requires_grad:
             key = id(local)
             reference = weakref.ref(local, lambda _: self._opened.pop(key, None))
-            self._opened[key] = reference, local._version, whole
+            self._opened[key] = reference, version, whole
         return whole
 
     def closed(self, partial: Tensor, purpose: str) -> Any:

@@ -1,7 +1,7 @@
-"""Copies that stand where one device has a view: what is written into one is lost to the tensor it was taken of.
+"""Copies that an optimizer holds where one device has a view: what is written into one is lost to its parameter.
 
-A token of a sharded sequence lies on one rank, a diagonal on several; what all of them get is a copy. Nothing is lost
-as long as nobody writes into it in place; if somebody did, the next use of the sharded tensor is refused.
+A view of a parameter that stood whole for one step becomes a copy when the step ends. Nothing is lost as long as nobody
+writes into it in place; if somebody did, the next use of the parameter in a step is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
+from lightning_par.rules.report import name_of, user_line
+from lightning_par.view import ShardedTensor
 
 
 @dataclass
@@ -69,3 +72,25 @@ def written(source: Tensor, value: Any = None) -> str | None:
     if value is not None:
         copies[:] = [copy for copy in copies if copy.tensor() is not value]
     return next((copy.name for copy in copies if copy.counter._version != copy.version), None)
+
+
+def refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Called before ``func`` uses sharded tensors in an optimizer's step.
+
+    Raises:
+        RuntimeError: a copy that stands for a view of one was written to in place.
+    """
+    for x in tree_leaves((args, kwargs)) if _copies else ():
+        maker = written(x._innermost, args[2] if name_of(func) == "__setitem__" else None) if _is_part(x) else None
+        if maker is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                shape = tuple(x.shape)
+            raise RuntimeError(
+                f"`{name_of(func)}` at {user_line()} uses a sharded tensor {shape} of which `{maker}` made a copy, "
+                "where one device has a view, and something was written into that in place: it would be lost. Make "
+                "the view anew in each step."
+            )
+
+
+def _is_part(x: Any) -> bool:
+    return type(x) is ShardedTensor
