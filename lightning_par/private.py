@@ -173,6 +173,15 @@ def is_of_package(node: Any) -> bool:
     return function is not None and function.__module__.startswith("lightning_par.")
 
 
+def gathers(node: Any) -> Tensor | None:
+    """The part of a stored weight of which a node of a graph is the gathered whole, or None."""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None or not getattr(function, "gathers_a_weight", False):
+        return None
+    part: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return part
+
+
 BackwardHook = torch.utils.hooks.BackwardHook
 """What a module makes of its full backward hooks at each call."""
 

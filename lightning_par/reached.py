@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lightning_par import comm, private
 from lightning_par.comm import Axis
@@ -32,11 +33,13 @@ class Reached:
         leaves: that get gradients, in an order that is the same on all ranks.
         kept: tensors on the way there that keep their gradients.
         talks: whether ranks talk on the way.
+        uses: of a weight that is stored in parts, where its gathered wholes are, by the id of the part.
     """
 
     leaves: tuple[Tensor, ...]
     kept: tuple[Tensor, ...]
     talks: bool
+    uses: dict[int, tuple[Any, ...]]
 
     @property
     def is_synced(self) -> bool:
@@ -55,9 +58,13 @@ def behind(roots: Sequence[Tensor]) -> Reached:
     leaves = {id(x): x for x in roots if x.requires_grad and x.grad_fn is None}
     stack: list[Any] = [x.grad_fn for x in roots if x.grad_fn is not None]
     seen, talks = set(stack), False
+    uses: dict[int, tuple[Any, ...]] = {}
     while stack:
         node = stack.pop()
         talks = talks or private.is_of_package(node)
+        part = private.gathers(node)
+        if part is not None:
+            uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, 0))
         for following, _ in node.next_functions:
             if following is None or following in seen:
                 continue
@@ -67,7 +74,7 @@ def behind(roots: Sequence[Tensor]) -> Reached:
             else:
                 stack.append(following)
     kept = tuple(x for step, x in _retained if step == streams.step and x.grad_fn in seen)
-    return Reached(tuple(leaves.values()), kept, talks)
+    return Reached(tuple(leaves.values()), kept, talks, uses)
 
 
 def retain(x: Tensor) -> None:
@@ -113,7 +120,11 @@ def whole_in_hooks(leaves: Sequence[Tensor], axes: Axes) -> Iterator[None]:
 
 def sharing(x: Tensor, axes: Axes) -> Axes:
     """The ``axes`` whose ranks have shares of the gradient of ``x``: not those along which it is a part."""
-    parts = parts_along(x)
+    return beside(axes, parts_along(x))
+
+
+def beside(axes: Axes, parts: Axes) -> Axes:
+    """Those of ``axes`` that are none of ``parts``."""
     return tuple(axis for axis in axes if not any(_lies_along(axis, other) for other in parts)) if parts else axes
 
 

@@ -12,14 +12,16 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_par import reached
+from lightning_par.aliases import innermost
 from lightning_par.comm import Axis
-from lightning_par.view import ShardedTensor, full
+from lightning_par.view import ShardedTensor, axes_of, full, parts_along
 
 Axes = tuple[Axis, ...]
 _axes: Axes = ()
@@ -116,16 +118,28 @@ def _sharing_backward(plain: Any) -> Any:
 def _sharing_grad(plain: Any) -> Any:
     @functools.wraps(plain)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not (_axes or _around) or _within or not (_all_tensors(outputs) and _all_tensors(inputs)):
+        def usual() -> Any:
             return plain(outputs, inputs, grad_outputs, *args, **kwargs)
-        roots, given = [end(x) for x in _listed(outputs)], _listed(inputs)
-        axes = _axes or (_around if reached.behind(roots).talks else ())
-        if not axes:
-            return plain(outputs, inputs, grad_outputs, *args, **kwargs)
-        seeds, ends = _seeds(_listed(outputs), grad_outputs, axes), [end(x) for x in given]
-        with unshared(axes), reached.whole_in_hooks([x for x in ends if x.is_leaf], axes):
-            found = plain(roots, ends, seeds, *args, **kwargs)
-        return tuple(_whole(x, g, axes) for x, g in zip(given, found, strict=True))
+
+        tensors = _all_tensors(outputs) and _all_tensors(inputs)
+        shared, is_stored = (_axes or _around) and not _within, tensors and any(map(_is_stored, _listed(inputs)))
+        if not tensors or not (shared or is_stored):
+            return usual()
+        roots = [end(x) for x in _listed(outputs)]
+        behind = reached.behind(roots)
+        axes = (_axes or (_around if behind.talks else ())) if shared else ()
+        if not axes and not is_stored:
+            return usual()
+        given = [_Input.of(x, behind) for x in _listed(inputs)]
+        ends = [one for x in given for one in x.ends]
+        if axes:
+            seeds = _seeds(_listed(outputs), grad_outputs, axes)
+            leaves = [x for x in ends if isinstance(x, Tensor) and x.is_leaf]
+            with unshared(axes), reached.whole_in_hooks(leaves, axes):
+                found = iter(plain(roots, ends, seeds, *args, **kwargs))
+        else:
+            found = iter(plain(outputs, ends, grad_outputs, *args, **kwargs))
+        return tuple(x.whole([next(found) for _ in x.ends], axes) for x in given)
 
     return grad
 
@@ -173,6 +187,44 @@ def _found_again(plain: Any) -> Any:
     return retain_grad
 
 
+@dataclass(frozen=True)
+class _Input:
+    """What a gradient is asked of.
+
+    Attributes:
+        x: the tensor.
+        ends: where in the graph its gradient arrives; a weight that is stored in parts may be gathered several times.
+        parts: the axes along which what is at the ends is a part.
+    """
+
+    x: Any
+    ends: tuple[Any, ...]
+    parts: Axes
+
+    @classmethod
+    def of(cls, x: Any, behind: reached.Reached) -> _Input:
+        if _is_stored(x):
+            split = () if x.split_over is None else (x.split_over[1],)
+            return cls(x, behind.uses.get(id(x.local), ()) or (x.local,), split)
+        place = end(x)
+        return cls(x, (place,), (*axes_of(x), *parts_along(place)) if type(x) is ShardedTensor else parts_along(place))
+
+    def whole(self, gradients: list[Tensor | None], axes: Axes) -> Any:
+        """The gradient as the user's code sees the tensor, of this rank's shares."""
+        there = [g for g in gradients if g is not None]
+        if not there:
+            return None
+        total = reached.leave(sum(there[1:], there[0]), reached.beside(axes, self.parts))
+        if _is_stored(self.x):
+            return self.x.as_used(total)
+        return self.x.with_local(total) if type(self.x) is ShardedTensor else total
+
+
+def _is_stored(x: Any) -> bool:
+    """Whether ``x`` is a weight that is stored in parts."""
+    return isinstance(x, ShardedTensor) and hasattr(x, "split_over")
+
+
 def _all_tensors(value: Any) -> bool:
     return all(isinstance(x, Tensor) for x in _listed(value))
 
@@ -183,9 +235,7 @@ def _listed(value: Any) -> list[Any]:
 
 def end(x: Any) -> Any:
     """Where the graph of ``x`` is on this rank."""
-    if not isinstance(x, ShardedTensor):
-        return x
-    return end(x._local if type(x) is ShardedTensor else x.full_tensor())
+    return innermost(x)
 
 
 def _seeds(outputs: list[Tensor], given: Any, axes: Axes) -> list[Tensor | None]:
@@ -198,9 +248,3 @@ def _seeds(outputs: list[Tensor], given: Any, axes: Axes) -> list[Tensor | None]
         else:
             seeds.append(None if seed is None else full(seed) / reached.ranks(axes))
     return seeds
-
-
-def _whole(x: Tensor, gradient: Tensor | None, axes: Axes) -> Tensor | None:
-    if gradient is None:
-        return None
-    return x.with_local(gradient) if type(x) is ShardedTensor else reached.leave(gradient, axes)

@@ -591,6 +591,15 @@ class ShapeOfBatch(Written):
         return self(x.view(b, t, c)).pow(2).sum() / x.shape.numel() + self.a(first).pow(2).mean()
 
 
+class AsksForGradients(Written):
+    """Gradients of weights within the step, to be differentiated again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[0])
+        found = torch.autograd.grad(loss, [self.a.weight, self.u.weight, self.d.weight], create_graph=True)
+        return loss + sum(g.pow(2).sum() for g in found)
+
+
 class Rewound(Written):
     """Weights lie in memory of the copies that they are put back from, as pruning to a lottery ticket has them."""
 
@@ -626,6 +635,6 @@ class OneVector(Written):
 
 MEMORY: dict[str, type[Base]] = {
     kind.__name__: kind
-    for kind in (ViewsOfWritten, WrittenThroughData, ShapeOfBatch, Rewound, DataOfWeights, OneVector)
+    for kind in (ViewsOfWritten, WrittenThroughData, ShapeOfBatch, AsksForGradients, Rewound, DataOfWeights, OneVector)
 }
 """Of what a tensor shares memory with: where one device has a view, a rank may have a copy."""

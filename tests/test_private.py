@@ -417,6 +417,19 @@ def test_tensors_of_a_transform_are_known_and_it_runs_where_what_is_saved_passes
     assert all(met) and met and not private.is_wrapped(x)
 
 
+def test_a_node_that_gathered_a_weight_leads_to_its_part() -> None:
+    class Gathers(torch.autograd.Function):
+        gathers_a_weight = True
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x * 2
+
+    part = torch.ones(2, requires_grad=True)
+    assert private.gathers(Gathers.apply(part).grad_fn) is part
+    assert private.gathers(part.sin().grad_fn) is None
+
+
 def _private_imports(source: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source.read_text())):
