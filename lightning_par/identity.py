@@ -23,6 +23,7 @@ _OWN = {
     "_inner",
     "split_over",
     "_strides",
+    "_name",
 }  # what makes a tensor of ours what it is
 
 

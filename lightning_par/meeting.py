@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 
-from lightning_par import private
+from lightning_par import naming, private
 from lightning_par.comm import Axis
 
 PATIENCE = timedelta(seconds=60)
@@ -47,17 +47,28 @@ class Meeting:
     def step(self) -> Iterator[None]:
         """Inside, all ranks run the same code."""
         self._steps += 1
+        before, naming.outside = naming.outside, False
         try:
             yield
         finally:
             self._steps -= 1
+            naming.outside = before
 
-    def __call__(self, doing: str = CALLED, advice: str = ADVICE) -> None:
+    def about_to_talk(self) -> None:
+        """Called before sharded tensors talk: outside a step, the peers must come for the same one; raises as a call.
+
+        Over a set of names each process goes in another order, and parts of different tensors would be joined.
+        """
+        if not self._steps:
+            self(about=naming.current)
+
+    def __call__(self, doing: str = CALLED, advice: str = ADVICE, about: str = "") -> None:
         """Wait for the peers, outside a step.
 
         Args:
             doing: what this rank is about to do, in the past tense; the peers must do the same.
             advice: how to do it on all ranks.
+            about: the name of the tensor that it is done to, the same on all ranks.
 
         Raises:
             RuntimeError: a peer did not come in time, or came for something else.
@@ -69,7 +80,7 @@ class Meeting:
         ranks = self.axis.ranks
         keys = {rank: self._key(rank, self._met) for rank in ranks}
         me = ranks[self.axis.rank]
-        store.set(keys[me], doing)
+        store.set(keys[me], f"{doing}\n{about}")
         others = {rank: key for rank, key in keys.items() if rank != me}
         patience = min(self.timeout or PATIENCE, PATIENCE)
         try:
@@ -82,7 +93,9 @@ class Meeting:
                 f"{', '.join(map(str, ranks))}. {advice}"
             ) from None
         for rank, key in others.items():
-            told = store.get(key).decode()
+            told, _, of = store.get(key).decode().partition("\n")
+            if told == doing and of != about:
+                raise RuntimeError(_other_order(me, about, rank, of))
             if told != doing:
                 raise RuntimeError(f"Rank {me} {doing}, while rank {rank} {told}. All must do the same. {advice}")
         if self._met > 1:
@@ -90,3 +103,13 @@ class Meeting:
 
     def _key(self, rank: int, number: int) -> str:
         return f"lightning_par/{self.axis.ranks}/{self.name}/{number}/{rank}"
+
+
+def _other_order(me: int, about: str, rank: int, of: str) -> str:
+    from lightning_par.rules.report import user_line
+
+    return (
+        f"At {user_line()} rank {me} comes to {about or 'a tensor without a name'}, while rank {rank} comes to "
+        f"{of or 'one without a name'}: ranks must come to sharded tensors in one order, and over a set, for one, each "
+        "process has its own. Write `for name in sorted(names)`, or go through `self.named_parameters()`."
+    )

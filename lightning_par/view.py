@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_par import aliases, comm, private
+from lightning_par import aliases, comm, naming, private
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
 
@@ -60,6 +60,7 @@ class ShardedTensor(torch.Tensor):
     _dim: int
     _positions: Positions
     _axis: Axis
+    _name: str = ""  # see `lightning_par.naming`
     _strides: Any = None  # on one device, or what tells them, where the part's don't
 
     @staticmethod
@@ -70,6 +71,8 @@ class ShardedTensor(torch.Tensor):
             self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
             is_leaf = local.requires_grad and local.is_leaf
         self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
+        if naming.outside:
+            self._name = naming.current
         if is_leaf:
             _note_part(local, axis)
         return self
@@ -117,6 +120,8 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor, plain, on every rank along the axis. All of them must call it."""
         self._axis.about_to_gather("full_tensor", self)
+        if naming.outside:
+            naming.current = self._name or naming.current
         if aliases.is_any():
             aliases.settle(self._innermost, "full_tensor")
         return comm.gather(self._local, self._dim, self._positions, self._axis, purpose)
@@ -168,7 +173,12 @@ class ShardedTensor(torch.Tensor):
     def own_grad(self) -> Tensor | None:
         """The gradient, of which this rank holds a part."""
         grad = self._local.grad
-        return None if grad is None else self.with_local(grad)
+        if grad is None:
+            return None
+        found = self.with_local(grad)
+        if naming.outside and self._name:
+            found._name = f"the gradient of {self._name}"
+        return found
 
     def set_own_grad(self, value: Tensor | None) -> None:
         """Let ``value`` be the gradient, here and on the other ranks along the axis."""

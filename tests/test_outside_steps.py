@@ -65,6 +65,38 @@ def test_a_call_on_one_rank_alone_names_the_ranks_that_did_not_come(pool: Pool) 
     assert "Call it on all of them" in report
 
 
+class InOtherOrder(Net):
+    """Comes to its layers in another order on each rank, as over a set of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        named = sorted(self.named_parameters(), reverse=self.trainer.global_rank > 0)
+        for _, p in named:
+            self.outside.append(p.detach().flatten().sort().values.pow(2).cumsum(0))
+
+
+def _other_order() -> str:
+    trainer = L.Trainer(
+        strategy=TensorParallelStrategy(), accelerator="cpu", devices=2, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = InOtherOrder()
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(3, 4), batch_size=3))
+    assert module.outside == []  # no rank took one for the other
+    return str(raised.value)
+
+
+def test_weights_in_another_order_on_each_rank_are_named_and_none_is_taken_for_another(pool: Pool) -> None:
+    for rank, message in enumerate(pool.run(2, _other_order)):
+        first, last = ("net.0.weight", "net.3.weight")[:: -1 if rank else 1]
+        assert f"rank {rank} comes to {first}, while rank {1 - rank} comes to {last}" in message
+        assert "test_outside_steps.py" in message and "sorted(names)" in message
+
+
 class Encoder(L.LightningModule):
     def __init__(self, norm: bool) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import aliases, comm, private
+from lightning_par import aliases, comm, naming, private
 from lightning_par.aliases import Memory
 from lightning_par.comm import Axis
 from lightning_par.positions import Positions
@@ -58,6 +58,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _metadata(func, *args, **kwargs)
     if func in _writers:
         aliases.count_write(args)
+    if naming.outside:
+        return _named(func, args, kwargs)
+    return _shared(func, args, kwargs)
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `dispatch`, outside of steps: what is made of a weight has its name."""
+    before = naming.current
+    naming.current = naming.name_of((*args, *kwargs.values())) or before
+    try:
+        return _shared(func, args, kwargs)
+    finally:
+        naming.current = before
+
+
+def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `dispatch`; what shares memory on one device is the same before and after it."""
     if Memory.count:
         return kept(_dispatched, func, args, kwargs)
     result = _dispatched(func, args, kwargs)

@@ -6,7 +6,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-from lightning_par import state
+from lightning_par import naming, state
 from lightning_par.comm import Axis
 from lightning_par.data.sharing import Storing, unstore
 from lightning_par.meeting import Meeting
@@ -51,7 +51,8 @@ class ShardsMixin(RanksMixin):
             among = split[0] if len(split) == 1 else groups.stage_of_replica
             self._meeting = Meeting(among if self._storing is None else groups.stage, self.timeout)
             for axis in self._talking():
-                axis.guard = self._meeting
+                axis.guard = self._meeting.about_to_talk
+            naming.name_weights(self.lightning_module)
         if self._planning is not None:
             refuse_partial_hooks(self.lightning_module)
             shared_around((groups.sequence, groups.tensor))
@@ -80,6 +81,8 @@ class ShardsMixin(RanksMixin):
             assert self.lightning_module is not None
             trainer: Any = self.lightning_module.trainer
             self._storing.apply(self.lightning_module, trainer.callbacks)
+            if naming.outside:
+                naming.name_weights(self.lightning_module)
             if self.groups.world.rank == 0:
                 print(self._storing.line(self.lightning_module), flush=True)
 
@@ -88,6 +91,7 @@ class ShardsMixin(RanksMixin):
             for axis in self._talking():
                 axis.guard = None
         self._meeting = None
+        naming.end()
         shared_around(())
 
     def _unshard_model(self) -> None:
