@@ -1,11 +1,9 @@
-"""Whose question a property answers: that of user code which makes data, optimizers or values, or another's.
-
-Ranks that share a model are one device to that code: as one, they take the same share of the data.
-"""
+"""Numbers of ranks as user code gets them where they go into results: ranks that share a model are one device to it."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from lightning_par.namespace import Namespace
 
@@ -17,6 +15,70 @@ setup configure_model configure_optimizers train_dataloader val_dataloader test_
 on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
 """.split()
 )
+
+
+class Count(int):
+    """A rank or a number of ranks: compared and printed it is that of processes, computed with that of replicas.
+
+    So code that shares out data, as ``x[rank::world_size]``, or scales a learning rate gives one device's results, and
+    one that acts on a certain process alone, as ``if rank == 0``, still does.
+
+    Args:
+        replicas: the number to compute with.
+        processes: the number to compare with.
+
+    Example::
+
+        rank, world_size = Count(0, processes=1), Count(1, processes=2)
+        assert rank == 1 and world_size == 2
+        assert [3, 4, 5][rank::world_size] == [3, 4, 5] and 0.1 * world_size == 0.1
+    """
+
+    processes: int
+
+    def __new__(cls, replicas: int, processes: int) -> Count:
+        self = super().__new__(cls, replicas)
+        self.processes = processes
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self.processes == _processes(other)
+
+    def __ne__(self, other: object) -> bool:
+        return self.processes != _processes(other)
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.processes < _processes(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.processes <= _processes(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.processes > _processes(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.processes >= _processes(other))
+
+    def __hash__(self) -> int:
+        return hash(self.processes)
+
+    def __bool__(self) -> bool:
+        return bool(self.processes)
+
+    def __repr__(self) -> str:
+        return repr(self.processes)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.processes, spec)
+
+    def __reduce__(self) -> Any:
+        return int, (self.processes,)
+
+
+def _processes(value: Any) -> Any:
+    return value.processes if isinstance(value, Count) else value
 
 
 def in_users_hook(namespace: Namespace) -> bool:

@@ -37,7 +37,7 @@ class _Losses(Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]) if outputs else 0.0)
+        self.losses.append(float(outputs["loss"]))
 
 
 class Batches:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par import generators, launch, private, state
-from lightning_par.callers import in_users_hook
+from lightning_par.callers import Count, in_users_hook
 from lightning_par.comm import Axis
 from lightning_par.data.sharing import Storing
 from lightning_par.gradients import GradientSync
@@ -111,16 +111,17 @@ class RanksMixin(_Base):
 
     @property
     def global_rank(self) -> int:
-        """This process's number; that of its replica to hooks in which it goes into results (`callers.HOOKS`)."""
-        return self.groups.data.rank if self._replicas_are_meant else super().global_rank
+        """This process's number; in hooks where it goes into results, see `callers.Count`."""
+        rank = super().global_rank
+        return Count(self.groups.data.rank, rank) if self._are_replicas_meant() else rank
 
     @property
     def world_size(self) -> int:
-        """How many processes there are; how many replicas to hooks in which it goes into results."""
-        return self.groups.data.size if self._replicas_are_meant else super().world_size
+        """How many processes there are; in hooks where it goes into results, see `callers.Count`."""
+        size = super().world_size
+        return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
-    @property
-    def _replicas_are_meant(self) -> bool:
+    def _are_replicas_meant(self) -> bool:
         return self._groups is not None and self._groups.replica.size > 1 and in_users_hook(self.namespace)
 
     @property
