@@ -200,7 +200,7 @@ class StageRun(RecordedRun):
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]
         if not self.tells and record is not None:
-            return twin(record.result, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+            return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
         return original(*self._present(args), **self._present(kwargs))
 
     def _from_before(self, index: int, record: Event) -> Any:
@@ -217,7 +217,7 @@ class StageRun(RecordedRun):
             self.got[key] = self.receive(key)
             return self.got[key]
 
-        return twin(record.result, value)
+        return map_tensors(value, twin(record.result))
 
     def _present(self, value: Any) -> Any:
         """``value`` with what has been received in place of absent tensors."""
