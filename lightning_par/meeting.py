@@ -28,7 +28,7 @@ class Meeting:
     Args:
         axis: the axis whose ranks must come together.
         timeout: the process group's; a rank waits for its peers no longer than that, nor than `PATIENCE`.
-        name: no other meeting of these ranks has it; what an earlier one left in the store is then not mistaken.
+        name: of what meets; it goes into keys of the store.
 
     Example::
 
@@ -38,7 +38,7 @@ class Meeting:
 
     def __init__(self, axis: Axis, timeout: timedelta | None, name: str = "") -> None:
         self.axis = axis
-        self.name = name
+        self.name = f"{name} {_number_of(axis, name)}"  # what an earlier meeting left in the store is not mistaken
         self.timeout = timeout
         self._steps = 0  # steps that run, one within the other
         self._met = 0
@@ -103,6 +103,14 @@ class Meeting:
 
     def _key(self, rank: int, number: int) -> str:
         return f"lightning_par/{self.axis.ranks}/{self.name}/{number}/{rank}"
+
+
+def _number_of(axis: Axis, name: str) -> int:
+    """Of the meetings of this name: all ranks of the axis make as many."""
+    if axis.size == 1:
+        return 0
+    me = axis.ranks[axis.rank]
+    return int(private.default_store().add(f"lightning_par/meetings/{axis.ranks}/{name}/{me}", 1))
 
 
 def _other_order(me: int, about: str, rank: int, of: str) -> str:

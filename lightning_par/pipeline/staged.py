@@ -98,7 +98,7 @@ class StagedMixin(StrategyMixin):
             if self._storing is not None and not self._storing.throughout:
                 self._engine.agree = self._storing.agree
             axis = self.groups.pipeline
-            meeting = Meeting(axis, self.timeout, f"pipeline {self._run}")
+            meeting = Meeting(axis, self.timeout, "pipeline")
             self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
 
     def _holding(self) -> Stages | None:
