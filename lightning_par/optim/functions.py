@@ -22,6 +22,7 @@ view reshape view_as reshape_as expand expand_as flatten unflatten ravel squeeze
 swapdims movedim moveaxis permute adjoint __getitem__ narrow select chunk split tensor_split unbind diagonal
 broadcast_to T mT H mH
 """.split()
+_EACH = "contiguous detach detach_".split()
 _FUSED = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 
@@ -86,7 +87,7 @@ def _kind(func: Any, name: str) -> Kind:
     rule = table.RULES.get(name)
     if rule in (table._metadata, table.is_contiguous, table.is_same_size) or name == "requires_grad_":
         return Kind.METADATA
-    if rule in (pointwise.pointwise, pointwise.to, pointwise.type_as, pointwise.copy_):
+    if rule in (pointwise.pointwise, pointwise.to, pointwise.type_as, pointwise.copy_) or name in _EACH:
         return Kind.BY_ELEMENT
     if rule is pointwise.new:
         return Kind.NEW
