@@ -142,6 +142,45 @@ class CarriesState(Scaled):
         return x + y
 
 
+class Recurrent(Scaled):
+    """Carries a state of the batch's size from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.state = nn.LSTM(C, C, batch_first=True), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.lstm(x, self.state)
+        self.state = tuple(each.detach() for each in state)
+        return x + y
+
+
+class WholeTable(Scaled):
+    """A table with a row for each sample, which its first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(24.0).view(4, 6, 1).to(x)
+        return x + self.layer(x) * self.table
+
+
+class FirstSamples(Scaled):
+    """Keeps the samples of its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = x.detach()
+        return x + self.layer(x) * self.first
+
+
 class HooksGradient(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         z = self.layer(x)
@@ -530,7 +569,8 @@ FOUND: dict[str, type[Base]] = {
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed)
 }  # fmt: skip
-UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing)
+UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
+         FirstSamples)  # fmt: skip
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}
 
 

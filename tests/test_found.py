@@ -35,9 +35,11 @@ MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
 class _Losses(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.microbatches = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
+        self.microbatches = getattr(getattr(trainer.strategy, "_spread", None), "microbatches", 0)
 
 
 class Batches:
@@ -75,11 +77,10 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, Batches())  # type: ignore[arg-type]
-    spread = getattr(trainer.strategy, "_spread", None)
     metrics = {key: value.detach().double() for key, value in trainer.callback_metrics.items()}
     metrics |= {"python": torch.tensor(random.random()), "numpy": torch.tensor(np.random.random())}
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
-    return losses.losses, weights, metrics, getattr(spread, "microbatches", 0)
+    return losses.losses, weights, metrics, losses.microbatches
 
 
 def _fit_all(names: list[str], layout: dict[str, Any] | None) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
     wrong, results = _wrong(pool, list(FOUND), LAYOUTS[layout])
     assert not wrong
     if layout == "pipeline":
-        assert [name for name in CUT if results[0][name][3] == 1] == []
+        assert [name for name in CUT if results[0][name][3] < 2] == []
 
 
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)

@@ -100,8 +100,10 @@ class Trace:
                 return False
             if len(call.made) != len(other.made):
                 return False
-            for n, ((shape, _), (others, _)) in enumerate(zip(call.made, other.made)):
+            for n, ((shape, cut), (others, _)) in enumerate(zip(call.made, other.made)):
                 if shape != others:
+                    if cut:  # beside what has the whole batch's rows, such as a table that was made of its first
+                        return False
                     rows.add(("made", number, n))
             if not rows.isdisjoint(call.given) and not call.keeps_rows_apart and not all(cut for _, cut in call.made):
                 return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_par.pipeline.expected import expected_gradients, refuse_others
 from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
 from lightning_par.pipeline.located import Key, Program, StageDoneError
 from lightning_par.pipeline.messages import Messenger
+from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
 from lightning_par.pipeline.prepare import Part, Prepared, Programs, call_step
 from lightning_par.pipeline.runs import StageRun
@@ -181,7 +182,8 @@ class Engine:
                 crossing.expect(near)
             began = self.messenger.clock() - self.messenger.waited
             if action.op == "F":
-                run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
+                with _whole_batches_advised():
+                    run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
                     told[action.microbatch] = without_graphs(effects) if len(ready.parts) > 1 else effects
                     if ready.cut and not self._joins(ready, schedule):
@@ -291,6 +293,16 @@ class Engine:
         run = StageRun(program, part.memo, program.stages, None, whole.__getitem__, True, key)
         with torch.no_grad():
             return self._step(part, run, True)[1]
+
+
+@contextmanager
+def _whole_batches_advised() -> Iterator[None]:
+    try:
+        yield
+    except SamplesMixError as error:
+        raise ValueError(
+            f"Samples of this batch need one another, which none of the first batch did: {error}. Write microbatches=1."
+        ) from error
 
 
 def _with_loss(result: Any, loss: Tensor) -> Any:

@@ -48,45 +48,65 @@ def acts_plainly(
         result = call(*args, **kwargs)
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     after = Snapshot(modules, hooks=False)
+    for held in after.tensors.values():
+        if isinstance(held.tensor, ShardedTensor) and held.tensor.axis is lead.axis:
+            cell, key = held.slots[0]
+            raise _mixed(path, f"{cell.place(key)} keeps samples from one call of {path!r} to the next")
+
+    def called(*given: Any) -> Trace:
+        with tracing(run, tensors_in(given)) as trace:
+            call(*given[0], **given[1])
+        return trace
 
     def plainly() -> Trace | None:
-        return _traced(run, call, *twin(given, of_microbatch))
+        try:
+            return called(*twin(given, of_microbatch))
+        except Exception:  # user code that wants the whole batch's size; it will see that
+            return None
+
+    def as_views() -> Trace:
+        try:
+            return called(*twin(given))
+        except Exception as error:
+            raise _mixed(path, f"{path!r} can't be called with what its last call left: {error}") from error
 
     try:
         with _aside(run):
-            first = plainly()
-            between = Snapshot(modules, hooks=False)
-            second = plainly()
-            if first is None or second is None:
-                return result, False
-            if second.calls != first.calls:
-                raise _mixed(path, f"what {path!r} computes depends on its last call")
-            for cell in between.cells.values():
-                place = _counted(cell, cell.change_unlent())
-                if place is not None:
-                    raise _mixed(path, f"{place} changes at each call of {path!r}")
-            if not viewed.agrees(first, samples, own):  # the first call of all may do more
-                args, kwargs = twin(given)
-                with tracing(run, tensors_in((args, kwargs))) as viewed:
-                    call(*args, **kwargs)
+            first = _again(path, modules, plainly)
+            plain = first is not None and viewed.agrees(first, samples, own)
+            if not plain:  # it will see views; and the first call of all may have done more
+                after.restore()
+                again = _again(path, modules, as_views)
+                plain = first is not None and again is not None and again.agrees(first, samples, own)
     finally:
         after.restore()
-    return result, viewed.agrees(first, samples, own)
+    return result, plain
+
+
+def _again(path: str, modules: list[tuple[str, nn.Module]], call: Callable[[], Trace | None]) -> Trace | None:
+    """Call a unit twice; returns what the first of the two calls did, if it could be called.
+
+    Raises:
+        SamplesMixError: the second call did something else, or something is left behind.
+    """
+    first = call()
+    between = Snapshot(modules, hooks=False)
+    second = None if first is None else call()
+    if first is None or second is None:
+        return None
+    if second.calls != first.calls:
+        raise _mixed(path, f"what {path!r} computes depends on its last call")
+    for cell in between.cells.values():
+        place = _counted(cell, cell.change_unlent())
+        if place is not None:
+            raise _mixed(path, f"{place} changes at each call of {path!r}")
+    return first
 
 
 def _mixed(path: str, reason: str) -> SamplesMixError:
     error = SamplesMixError(reason)
     error.unit = path
     return error
-
-
-def _traced(run: Analysis, call: Callable[..., Any], args: Any, kwargs: Any) -> Trace | None:
-    try:
-        with tracing(run, tensors_in((args, kwargs))) as trace:
-            call(*args, **kwargs)
-    except Exception:  # user code that wants the whole batch's size; it will see that
-        return None
-    return trace
 
 
 @contextmanager
