@@ -29,9 +29,12 @@ def step_arguments(function: Callable[..., Any], loaders: int = 1) -> tuple[int,
     return (0,) * (counts + (loaders > 1))
 
 
-def fetches_itself(function: Callable[..., Any]) -> bool:
-    """Whether a step takes ``dataloader_iter``, of which it fetches its batches itself."""
-    return "dataloader_iter" in _positional(function)[0]
+def fetches_itself(function: Callable[..., Any] | None) -> bool:
+    """Whether a step takes ``dataloader_iter``, of which it fetches its batches itself.
+
+    To Lightning, ``validation_step = None`` is a module without that step.
+    """
+    return function is not None and "dataloader_iter" in _positional(function)[0]
 
 
 class Repeated(Iterator[tuple[Any, int, int]]):

@@ -480,6 +480,17 @@ def test_steps_that_branch(pool: Pool) -> None:
     check(pool, _branches)
 
 
+def _no_validation() -> Any:
+    module, t = Watched(), trainer(max_epochs=1)
+    module.validation_step = None  # Lightning takes it as a module that has none
+    t.fit(module, loader(), loader(8, 1))
+    return metrics(t), weights(module)
+
+
+def test_a_step_that_is_set_to_none(pool: Pool) -> None:
+    check(pool, _no_validation)
+
+
 class Twice(Watched):
     """Evaluates the model twice a step, in another order than it trains; values are logged before the last module."""
 
