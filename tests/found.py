@@ -393,6 +393,28 @@ class ParameterOfAnother(Base):
         self.a, self.b = _Against([self.table]), _Against([self.table])  # type: ignore[assignment]
 
 
+class _NormAct(nn.BatchNorm1d):
+    """Normalizes by its own code and calls a module then, as timm's do."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(
+            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1)
+        )
+
+
+class NormAndAct(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = _NormAct()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
 class SharesOut(Base):
     """Shares out data and work by the numbers of its Trainer, as under DDP."""
 
@@ -565,7 +587,7 @@ FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
-                 FactorsFromASize, ClipsFromANorm, SharesOut, ObjectAsArgument, HandsOn, WritesIntoOutput,
+                 FactorsFromASize, ClipsFromANorm, SharesOut, NormAndAct, ObjectAsArgument, HandsOn, WritesIntoOutput,
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed)
 }  # fmt: skip

@@ -21,7 +21,8 @@ class Closing(NamedTuple):
     Attributes:
         why: in words.
         children: calls in it before that showed.
-        calls: of modules with parameters in the step before that showed; infinite where those outside don't matter.
+        calls: of modules with parameters in the step before that showed; infinite where those outside don't matter,
+            -1 where none need follow.
     """
 
     why: str

@@ -46,7 +46,7 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, name in _mutable(func):
+        for place, name in _mutable(func) if _writes(func, args, kwargs) else ():
             value = args[place] if place < len(args) else kwargs.get(name)
             for x in tensors_in(value):
                 self.note_write(x)
@@ -79,8 +79,27 @@ class Memory(TorchDispatchMode):
         return now
 
 
+_STATISTICS = ("running_mean", "running_var")
+
+
 @cache
 def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that a function writes into, by place and name."""
-    arguments = enumerate(func._schema.arguments)
+    arguments = list(enumerate(func._schema.arguments))
+    if func._schema.name.endswith("_batch_norm") and any(a.name == "training" for _, a in arguments):
+        return tuple((place, a.name) for place, a in arguments if a.name in _STATISTICS)  # which no schema says
     return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it does so in this call: batch norm in training alone."""
+    place = _flag(func)
+    return place is None or bool(args[place] if place < len(args) else kwargs.get("training"))
+
+
+@cache
+def _flag(func: Any) -> int | None:
+    norm = _mutable(func) and _mutable(func)[0][1] in _STATISTICS
+    return (
+        next((place for place, a in enumerate(func._schema.arguments) if a.name == "training"), None) if norm else None
+    )

@@ -24,6 +24,10 @@ class SharedWriteError(UnitError):
     """A step writes into a tensor that several ranks hold."""
 
 
+class OutsideWriteError(UnitError):
+    """A function writes into a buffer that is in no unit, as batch norm's in an opened one: one rank alone would."""
+
+
 def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts) -> Program:
     cut = run.stretches.cut(run, microbatches)
     _refuse_reads(run, cut.starts[-1])
@@ -64,10 +68,18 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
 
     Raises:
         SharedWriteError: one is on several.
+        OutsideWriteError: it is a buffer, and in no unit.
     """
-    tensors = dict((*step.module.named_parameters(), *step.module.named_buffers()))
+    buffers = dict(step.module.named_buffers())
+    tensors = {**dict(step.module.named_parameters()), **buffers}
     for name in {name for name, _ in run.overwritten}:
         units = [path for path in run.homes if any(tensors[name] is x for x in _held(step.module.get_submodule(path)))]
+        if not units and run.homes and name in buffers:
+            raise OutsideWriteError(
+                f"{run.memory.places[name]}: the step writes into {name!r} outside of the modules that are placed, "
+                "where each rank has a copy of it. Call the layer that does so as a module.",
+                None,
+            )
         ranks = {rank for path in units for rank in run.stages.holders(path)}
         used = [(path, index) for path, index in (*run.overwritten, *run.direct) if path == name]
         ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}

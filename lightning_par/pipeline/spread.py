@@ -21,6 +21,7 @@ from lightning_par.pipeline.located import Program, Run, intercept_units, releas
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
 from lightning_par.pipeline.prepare import Programs
+from lightning_par.pipeline.program import OutsideWriteError
 from lightning_par.pipeline.step import Step, step_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.study import study, survey
@@ -173,8 +174,10 @@ class Spread:
             again, again_stages = self.plan(step.module, root, opened)
             if again == plan:
                 break
-            plan, stages = again, again_stages
-            program, reason = self._try(step, stages, wanted)
+            program, said = self._try(step, again_stages, wanted)
+            if isinstance(said, OutsideWriteError):  # it must stay a unit
+                break
+            plan, stages, reason = again, again_stages, said
         if program is None and isinstance(reason, SamplesMixError):
             self._take_one(step, reason)
             program, reason = self._try(step, stages, 1)

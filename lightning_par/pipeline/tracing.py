@@ -81,6 +81,8 @@ class FakeRun(Run):
                 result = self._run_on_ones(func, args, kwargs)
             except Exception:
                 raise error from None
+        if getattr(func, "__name__", "") == "batch_norm" and any(id(x) in self.buffers for x in args):
+            self.frames[-1].closing = Closing("its own code updates running statistics", 0, -1)
         self.frames[-1].flops += flops_of(func, args, kwargs, result)
         if self.axis is None:
             self.frames[-1].nbytes += nbytes_of(args, kwargs, result)
