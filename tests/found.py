@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -197,6 +198,64 @@ class LaterMixing(Scaled):
         return x + (z - z.mean(0) if self.warm else z)
 
 
+WARM = {"now": False}
+
+
+class LaterByGlobal(LaterMixing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm = False  # a run before may have left it
+
+    @property
+    def warm(self) -> bool:  # type: ignore[override]
+        return WARM["now"]
+
+    @warm.setter
+    def warm(self, value: bool) -> None:
+        WARM["now"] = value
+
+
+class LaterByNested(LaterMixing):
+    """Goes by what lies deep in a plain object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(parts=[{"warm": False}])
+
+    @property
+    def warm(self) -> bool:  # type: ignore[override]
+        return self.config.parts[0]["warm"]
+
+    @warm.setter
+    def warm(self, value: bool) -> None:
+        self.config.parts[0]["warm"] = value
+
+
+class LaterByClosure(LaterMixing):
+    def __init__(self) -> None:
+        super().__init__()
+        warmth = 0.0
+
+        def change(by: float) -> float:
+            nonlocal warmth
+            warmth += by
+            return warmth
+
+        self.change = change
+
+    @property
+    def warm(self) -> bool:  # type: ignore[override]
+        return self.change(0.0) > 0.5
+
+    @warm.setter
+    def warm(self, value: bool) -> None:
+        self.change(value - self.change(0.0))
+
+
+class SetByStep(LaterMixing):
+    """As `LaterMixing`, by what the step sets before it calls the module."""
+
+
 def of_units(kind: type[Scaled]) -> type[Base]:
     """A module whose two stages are of ``kind``."""
 
@@ -206,8 +265,13 @@ def of_units(kind: type[Scaled]) -> type[Base]:
             self.a, self.b = kind(), kind()  # type: ignore[assignment]
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if isinstance(self.a, LaterMixing):
+            if isinstance(self.a, LaterMixing) and kind is not SetByStep:
                 self.a.warm = batch_idx >= 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if kind is SetByStep:
+                self.a.warm = batch_idx >= 1  # type: ignore[assignment]
+            return super().training_step(batch, batch_idx)
 
     return Units
 
@@ -592,7 +656,7 @@ FOUND: dict[str, type[Base]] = {
                  UsedLate, Transformed)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
-         FirstSamples)  # fmt: skip
+         FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}
 
 

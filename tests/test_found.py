@@ -120,7 +120,7 @@ def _wrong(pool: Pool, names: list[str], layout: dict[str, Any]) -> tuple[dict[s
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
     wrong, results = _wrong(pool, list(FOUND), LAYOUTS[layout])
-    assert not wrong
+    assert not wrong, list(wrong)
     if layout == "pipeline":
         assert [name for name in CUT if results[0][name][3] < 2] == []
 

@@ -1,4 +1,4 @@
-"""What may lead the code within units another way than the batch does: plain values on its modules, and the trainer's.
+"""What may lead the code within units another way than the batch does: plain values that it reaches, and the trainer's.
 
 A step that is cut into microbatches was found to treat each sample by itself. What it does outside units is checked at
 every step; within units it may begin to mix samples when someone sets a flag, or at some epoch.
@@ -6,18 +6,23 @@ every step; within units it may begin to mix samples when someone sets a flag, o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from operator import is_
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-_ATOMS = (bool, int, float, str, type(None))
+from lightning_par.watch.cells import BodyCell, Cell, SetCell, TupleCell
+from lightning_par.watch.reach import ATOMS, Reach
+from lightning_par.watch.users import packages_of
+
+_PLAIN = (bool, int, float, str, type(None))
 _INNER = ("torch.", "lightning_par.", "builtins")
+_KNOWN = ATOMS | {Tensor, nn.Parameter}  # nothing is in them that could be set
 
 
 class Attributes:
-    """Plain values on the modules of units, their classes and configurations, as user code sets them between steps.
+    """Plain values that units reach, as code outside units sets them: on modules, in classes, globals, closures.
 
     What a unit sets itself does not count: other ranks would not know.
 
@@ -33,88 +38,127 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module, units: Collection[str]) -> None:
-        self._holders = dict(_holders(module, units))
-        self._before = {name: dict(values) for name, values in self._holders.items()}
+        self._module, self._units = module, units
         self._changed: dict[str, Any] = {}
-        self._of_classes: set[str] = set()  # whose numbers can't be watched in a trial run
+        self._look()
+        # Whether something goes by other numbers, no trial run shows.
+        self._watched = {place for cell in self._cells if watches_numbers(cell) for place, _ in _values(cell)}
 
     def changed_since(self, deciding: Collection[str]) -> tuple[tuple[str, Any], ...]:
-        """What was set between two steps since the run began; numbers that are no counts only if ``deciding``."""
-        for holder, values in self._holders.items():
-            before = self._before[holder]
-            if len(values) == len(before) and all(map(is_, values.values(), before.values())):
-                continue
-            for name, value in values.items():
-                if isinstance(value, _ATOMS) and (name not in before or before[name] != value):
-                    self._changed[f"{holder}.{name}"] = value
-                    if not isinstance(values, dict):
-                        self._of_classes.add(f"{holder}.{name}")
-            self._before[holder] = dict(values)
+        """What was set outside units since the run began; numbers that are no counts only if ``deciding``."""
+        self._changed.update(self._renewed())
         return tuple(
-            (name, value)
-            for name, value in self._changed.items()
-            if type(value) is not float or name in deciding or name in self._of_classes
+            (place, value)
+            for place, value in self._changed.items()
+            if type(value) is not float or place in deciding or place not in self._watched
         )
 
     def settle(self) -> None:
         """A step has run: what it set is known."""
-        for holder, values in self._holders.items():
-            before = self._before[holder]
-            if len(values) != len(before) or not all(map(is_, values.values(), before.values())):
-                self._before[holder] = dict(values)
+        self._renewed()
+
+    def _renewed(self) -> dict[str, Any]:
+        """What was set since the last look, by place; None where something is gone."""
+        moved = [cell for cell in self._cells if cell.moved()]
+        if not moved:
+            return {}
+        before = self._values
+        if all(cell.renew(_KNOWN) for cell in moved):
+            self._values = {place: value for cell in self._cells for place, value in _values(cell)}
+        else:
+            self._look()
+        set_now = {p: x for p, x in self._values.items() if p not in before or before[p] != x}
+        return {**set_now, **dict.fromkeys(sorted(before.keys() - self._values.keys()))}
+
+    def _look(self) -> None:
+        self._cells = _cells(self._module, self._units)
+        self._values = {place: value for cell in self._cells for place, value in _values(cell)}
 
 
 class Number(float):
-    """A number on a module in a trial run, which notes in ``noted`` that something was decided by it."""
+    """A number on a module in a trial run, which notes in ``noted`` that something was decided by it.
 
-    name = ""
-    noted: Any = None
+    What is computed of it is one, too.
+    """
 
-    def _decides(self) -> None:
-        if self.noted is not None:
-            self.noted.add(self.name)
+    names: frozenset[str] = frozenset()
+    noted: set[str] | None = None
+
+    @classmethod
+    def of(cls, value: float, names: frozenset[str], noted: set[str] | None) -> Number:
+        """``value``, which depends on the numbers called ``names``."""
+        number = cls(value)
+        number.names, number.noted = names, noted
+        return number
 
 
 def _deciding(name: str) -> Any:
     def method(self: Number, *others: Any) -> Any:
-        self._decides()
+        if self.noted is not None:
+            self.noted.update(self.names)
         return getattr(float, name)(self, *others)
 
     return method
 
 
-for _name in ("lt le gt ge eq ne bool int floor ceil round").split():
+def _computing(name: str) -> Any:
+    def method(self: Number, *others: Any) -> Any:
+        result = getattr(float, name)(self, *others)
+        if type(result) is not float:
+            return result
+        names = (x.names for x in others if isinstance(x, Number))
+        return Number.of(result, self.names.union(*names), self.noted)
+
+    return method
+
+
+for _name in "lt le gt ge eq ne bool int floor ceil round".split():
     setattr(Number, f"__{_name}__", _deciding(f"__{_name}__"))
+for _name in "add radd sub rsub mul rmul truediv rtruediv mod rmod pow rpow neg pos abs".split():
+    setattr(Number, f"__{_name}__", _computing(f"__{_name}__"))
 Number.__hash__ = float.__hash__  # type: ignore[method-assign]
 
 
-def watch_numbers(copy: nn.Module, units: Collection[str], noted: set[str]) -> None:
-    """Let the numbers on the units of ``copy`` note in ``noted``, by name, that something is decided by them."""
-    for holder, values in _holders(copy, units):
-        for name, value in list(values.items()):
-            if not isinstance(values, dict):
-                break
+@contextmanager
+def watched_numbers(copy: nn.Module, units: Collection[str], noted: set[str]) -> Iterator[None]:
+    """Inside, numbers that the units of ``copy`` reach note in ``noted``, by place, that something goes by them."""
+    lent: list[tuple[Cell, Any, float, Number]] = []
+    for cell in _cells(copy, units):
+        for key, value in list(cell.items()) if watches_numbers(cell) else ():
             if type(value) is float:
-                number = Number(value)
-                number.name, number.noted = f"{holder}.{name}", noted
-                values[name] = number
+                number = Number.of(value, frozenset({cell.place(key)}), noted)
+                cell.lend(key, number)
+                lent.append((cell, key, value, number))
+    try:
+        yield
+    finally:
+        for cell, key, value, number in lent:  # a global is no copy's
+            number.noted = None
+            cell.keep(key, value, [number])
 
 
-def _holders(module: nn.Module, units: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The namespaces of users' modules within units, of their classes, and of plain objects that they hold."""
-    seen: set[int] = set()
-    for unit in units:
-        for path, child in module.get_submodule(unit).named_modules(prefix=unit):
-            if type(child).__module__.startswith(_INNER) or id(child) in seen:
-                continue
-            seen.add(id(child))
-            yield path, vars(child)
-            for kind in type(child).__mro__:
-                if not kind.__module__.startswith(_INNER) and id(kind) not in seen:
-                    seen.add(id(kind))
-                    yield f"{kind.__module__}.{kind.__qualname__}", vars(kind)
-            for name, value in vars(child).items():
-                plain = hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type))
-                if plain and not callable(value) and not name.startswith("_") and id(value) not in seen:
-                    seen.add(id(value))
-                    yield f"{path}.{name}", vars(value)
+def watches_numbers(cell: Cell) -> bool:
+    """Whether a `Number` can take a number's place there."""
+    return not isinstance(cell, (BodyCell, SetCell, TupleCell))
+
+
+def _values(cell: Cell) -> Iterator[tuple[str, Any]]:
+    """The plain values in a cell, by place."""
+    if isinstance(cell, SetCell):
+        yield cell.name, tuple(sorted(repr(x) for x in cell.before if isinstance(x, _PLAIN)))
+        return
+    yield from ((cell.place(key), x) for key, x in cell.items() if isinstance(x, _PLAIN))
+
+
+def _cells(module: nn.Module, units: Collection[str]) -> list[Cell]:
+    """What users' modules within units reach, but for what torch's modules hold."""
+    reach = Reach(packages_of(module))
+    named = [pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit)]
+    reach.add_modules((path, child) for path, child in named if not type(child).__module__.startswith(_INNER))
+    return [cell for cell in reach.cells.values() if not _is_torchs(cell)]
+
+
+def _is_torchs(cell: Cell) -> bool:
+    owner = cell.owner
+    inner = type(owner).__module__.startswith(_INNER) or getattr(cell, "mapping", None) is not vars(owner)
+    return isinstance(owner, nn.Module) and inner

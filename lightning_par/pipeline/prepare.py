@@ -110,6 +110,7 @@ class Programs:
             for program in known:
                 ready = self._dry(step, program, start)
                 if ready is not None:
+                    self.made.setdefault(self._signature(step, wanted), known)  # which it may have changed
                     known.remove(program)
                     known.insert(0, program)
                     return ready
@@ -124,6 +125,7 @@ class Programs:
             wanted = self._study(step, wanted, signature, known)
 
     _fresh: Program | None = None
+    _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
     _change = ""
 
     def prepare_apart(self, step: Step, microbatches: int) -> Prepared:
@@ -196,16 +198,20 @@ class Programs:
         run = DryRun(program, memo)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         try:
-            with self.watch.undone(step.batch, keep=True), torch.set_grad_enabled(step.grad), step.context(), run:
-                call_step(self.module, step)
+            with self.watch.undone(step.batch, keep=True), torch.set_grad_enabled(step.grad), step.context():
+                with run:
+                    call_step(self.module, step)
+                self._see_what_is_set(program)
             run.finish()
         except ChangedError as error:
+            self.attributes.changed_since(())  # some of it was undone
             self._change = str(error)
             with torch.no_grad():
                 for x, was in kept:  # a step that writes into its batch must not do so twice
                     x.copy_(was)
             return None
         self._fresh = None
+        self.attributes.changed_since(())
         before, count = (start[2], start[3]), program.microbatches
         memo.standing = before if is_standing(before) else None
         parts = [Part(step, program, memo, before)]
@@ -214,6 +220,20 @@ class Programs:
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
             parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
         return Prepared(parts, start, generators.global_state())
+
+    def _see_what_is_set(self, program: Program) -> None:
+        """A step may set what units go by before it calls them.
+
+        Raises:
+            ChangedError: it set something else than when ``program`` was made.
+        """
+        if program.microbatches == 1:
+            return
+        found = dict(self.attributes.changed_since(self.deciding))
+        _, known = self._set_within.setdefault(id(program), (program, found))
+        if found != known:
+            place = next(p for p in (*found, *known) if p not in found or p not in known or found[p] != known[p])
+            raise ChangedError(f"{place}, which the step sets")
 
 
 def call_step(module: nn.Module, step: Step) -> Any:

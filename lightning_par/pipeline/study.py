@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_par import generators, intercept, private
 from lightning_par.copying import TrainerView, stand_in
 from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.pipeline.analysis import Analysis, Layouts
-from lightning_par.pipeline.attributes import watch_numbers
+from lightning_par.pipeline.attributes import watched_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.draws import GlobalDrawError
 from lightning_par.pipeline.lent import memory_of
@@ -139,8 +140,8 @@ def _run(
     batch = map_tensors(cloned, step.batch)
     run = Analysis(mode, stages, step.grad, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
+    numbers = nullcontext() if axis is None else watched_numbers(copy, stages.homes, run.deciding)
     if axis is not None:
-        watch_numbers(copy, stages.homes, run.deciding)
         trainer = vars(copy).get("_trainer")
         if isinstance(trainer, TrainerView):
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
@@ -156,7 +157,7 @@ def _run(
     before = vars(streams).copy()
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, run:
+        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, run:
             streams.begin_step(0, 0)
             with standing_in(axis is not None, draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)
