@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -220,7 +221,7 @@ class LaterByNested(LaterMixing):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(parts=[{"warm": False}])
+        self.config = SimpleNamespace(parts=deque([{"warm": False}]))
 
     @property
     def warm(self) -> bool:  # type: ignore[override]

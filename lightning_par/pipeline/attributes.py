@@ -160,5 +160,6 @@ def _cells(module: nn.Module, units: Collection[str]) -> list[Cell]:
 
 def _is_torchs(cell: Cell) -> bool:
     owner = cell.owner
-    inner = type(owner).__module__.startswith(_INNER) or getattr(cell, "mapping", None) is not vars(owner)
-    return isinstance(owner, nn.Module) and inner
+    if not isinstance(owner, nn.Module):
+        return False
+    return type(owner).__module__.startswith(_INNER) or getattr(cell, "mapping", None) is not vars(owner)
