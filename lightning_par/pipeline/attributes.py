@@ -40,6 +40,7 @@ class Attributes:
     def __init__(self, module: nn.Module, units: Collection[str]) -> None:
         self._module, self._units = module, units
         self._changed: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._look()
         # Whether something goes by other numbers, no trial run shows.
         self._watched = {place for cell in self._cells if watches_numbers(cell) for place, _ in _values(cell)}
