@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import multiprocessing.connection
+import multiprocessing.managers
+import multiprocessing.queues
 import pickle
 import socket
 from collections.abc import Callable, Iterator
@@ -17,7 +20,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_par import generators
 from lightning_par.stream_copy import copy_of
 
-_FILES = (io.FileIO, io.BufferedReader, io.BufferedRandom, io.TextIOWrapper, socket.socket)
+_QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, multiprocessing.connection.Connection)
+_FILES = (
+    multiprocessing.managers.BaseProxy,
+    io.FileIO,
+    io.BufferedReader,
+    io.BufferedRandom,
+    io.TextIOWrapper,
+    socket.socket,
+)
 
 
 class NoBatchError(Exception):
@@ -137,6 +148,8 @@ def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) 
 
 
 def _first_of_workers_stream(loader: DataLoader[Any]) -> Any:
+    if generators.find([loader.dataset], _QUEUES):  # workers would take from them what the run is to get
+        raise UnrepeatableError(loader.dataset)
     batch = _first_through_workers(loader)
     if generators.find([loader.dataset], _FILES):  # all processes read on from the same place of an open file
         try:
