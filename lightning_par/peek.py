@@ -14,11 +14,14 @@ from torch.utils.data import DataLoader
 
 from lightning_par import generators, private
 from lightning_par.batch import broadcast_batch
+from lightning_par.copying import copied
 from lightning_par.loader import NoBatchError, Replaced, UnrepeatableError, first_batch
 from lightning_par.namespace import Namespace
 from lightning_par.steps import STEPS, fetches_itself
+from lightning_par.watch.snapshot import kept
 
 _log = logging.getLogger(__name__)
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def peek_batch(trainer: Any, module: Any) -> Any:
@@ -47,10 +50,21 @@ def peek_batch(trainer: Any, module: Any) -> Any:
         if isinstance(batch, _Refused):
             raise ValueError(batch.reason)
         if batch is not None and not fetches_itself(step):  # of which Lightning prepares nothing
-            batch = strategy.precision_plugin.convert_input(batch)
-            batch = private.before_batch_transfer(module, batch)
-            batch = strategy.batch_to_device(batch, dataloader_idx=0)
+            batch = _prepared(trainer, module, strategy.precision_plugin.convert_input(batch))
     return batch
+
+
+def _prepared(trainer: Any, module: Any, batch: Any) -> Any:
+    """``batch`` after the user's hooks around its transfer, of whose run nothing else is left."""
+    strategy = trainer.strategy
+    is_overridden = strategy.namespace.from_pytorch("utilities.model_helpers", "is_overridden")
+    theirs = [x for x in (trainer.datamodule, module) if any(is_overridden(hook, x) for hook in _HOOKS)]
+    if not theirs:
+        return strategy.batch_to_device(batch, dataloader_idx=0)
+    weights = {id(p) for p in module.parameters()}  # too much to be copied for hooks that are about batches
+    with kept(module, theirs, weights, is_copy=False):
+        batch = private.before_batch_transfer(module, copied(batch))
+        return strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def count_loaders(trainer: Any) -> int:

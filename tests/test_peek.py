@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import threading
@@ -354,7 +355,20 @@ class Queue(IterableDataset[Tensor]):
         return (row + next(_queue) for row in X)
 
 
+class Shared(IterableDataset[Tensor]):
+    """Its workers take from one queue what the run is to get."""
+
+    def __init__(self) -> None:
+        self.queue: Any = multiprocessing.Queue()
+        for row in X.tolist():
+            self.queue.put(row)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(self.queue.get(timeout=5)) for _ in X)
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
+    "Shared": lambda: DataLoader(Shared(), batch_size=4, num_workers=1),
     "Unseeded": lambda: DataLoader(Unseeded(), batch_size=4),
     "Queue": lambda: DataLoader(Queue(), batch_size=4),
     "Lines": lambda: DataLoader(Lines(), batch_size=4, num_workers=1),
@@ -379,6 +393,51 @@ def test_what_can_not_be_looked_at_is_refused_on_all_ranks(pool: Pool) -> None:
             assert f"{name} can't be looked at before the run" in message
             assert "Write an IterableDataset whose `__iter__` draws from torch's" in message
             assert steps == 0
+
+
+_transfers: list[int] = []
+
+
+class CountsTransfers(Recorder):
+    """Its hooks around the transfer of a batch count, and each batch is scaled by how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.register_buffer("mean", torch.zeros(2))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        _transfers.append(self.count)
+        self.count += 1
+        return batch.mul_(self.count)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.mean.mul_(0.9).add_(batch.mean(0), alpha=0.1)
+        return batch - self.mean
+
+
+class CountsInData(pl.LightningDataModule):
+    count = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(X.clone(), batch_size=None)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += 1
+        return batch.mul_(self.count)
+
+
+def _transferred(peek: bool, in_data: bool) -> Any:
+    _transfers.clear()
+    strategy, module, data = Peeking(), CountsTransfers(), CountsInData()
+    strategy.peek = peek
+    _trainer(strategy).fit(module, data if in_data else DataLoader(X.clone(), batch_size=None))
+    return _plain(module.seen), module.count, module.mean.tolist(), list(_transfers), data.count
+
+
+@pytest.mark.parametrize("in_data", [False, True])
+def test_hooks_around_the_transfer_leave_nothing_behind(pool: Pool, in_data: bool) -> None:
+    assert pool.run(1, _transferred, True, in_data) == pool.run(1, _transferred, False, in_data)
 
 
 def _large(shuffle: bool) -> tuple[Any, int]:

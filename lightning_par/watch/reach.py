@@ -43,7 +43,8 @@ _OWN = frozenset(vars(nn.Module())) - {"training"}
 _LIGHTNING = frozenset("_trainer _fabric _fabric_optimizers _device_mesh _compiler_ctx _metric_attributes".split())
 _METRIC = frozenset("_defaults _reductions _persistent _update_signature update compute forward dist_sync_fn".split())
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_STEPS = frozenset("training_step validation_step test_step predict_step forward".split())
+_STEPS = frozenset("training_step validation_step test_step predict_step forward on_before_batch_transfer "
+                   "transfer_batch_to_device on_after_batch_transfer".split())  # fmt: skip
 _ANY_NAME = frozenset("getattr setattr delattr vars eval exec globals attrgetter methodcaller __dict__".split())
 ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice,
                     range, type(...), type(NotImplemented), types.ModuleType, np.dtype, types.GetSetDescriptorType,

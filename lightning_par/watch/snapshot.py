@@ -138,13 +138,14 @@ class Snapshot(Reach):
 
 
 @contextlib.contextmanager
-def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = ()) -> Iterator[None]:
+def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_copy: bool = True) -> Iterator[None]:
     """Whatever a trial run of a copy of ``module`` does to Python's state, nothing is left of it.
 
     Args:
         module: what its copy shares with it, and what its code names, is put back.
         batch: put back, too.
-        as_is: ids of tensors of the batch that the trial may change.
+        as_is: ids of tensors that the trial may change.
+        is_copy: False where the trial runs ``module`` itself, whose tensors are put back, too.
 
     Example::
 
@@ -154,7 +155,7 @@ def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = ()) -> I
     modules = [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()]
     state = Snapshot(modules, packages_of(module))
     state.add("batch", batch)
-    state.lend(Spares(), as_is, modules=False)
+    state.lend(Spares(), as_is, modules=not is_copy)
     try:
         with reading(state.locked()):
             yield
