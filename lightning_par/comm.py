@@ -142,6 +142,10 @@ class Axis:
         """Where tokens are sharded between islands along a tensor axis; see `lightning_par.tensor.residual`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
+        return self
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -480,6 +480,35 @@ def test_steps_that_branch(pool: Pool) -> None:
     check(pool, _branches)
 
 
+class CopiesTrainer(Callback):
+    """As one does that keeps the state of all callbacks: a progress bar leads to the trainer."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.copies: list[tuple[int, int]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.on_train_batch_end(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        copied = copy.deepcopy(trainer)
+        assert copied.lightning_module is not trainer.lightning_module
+        self.copies.append((copied.global_step, next(c for c in copied.callbacks if isinstance(c, type(self))).batches))
+        self.batches += 1
+
+
+def _copied_trainer(make: Any) -> Any:
+    module, callback = Watched(), CopiesTrainer()
+    t = make([callback], max_epochs=1)
+    t.fit(module, loader())
+    return callback.copies, metrics(t), weights(module)
+
+
+@pytest.mark.parametrize("make", [trainer, surface.trainer], ids=["pipeline", "tensor"])
+def test_a_trainer_is_copied_within_a_run(pool: Pool, make: Any) -> None:
+    check(pool, _copied_trainer, make)
+
+
 def _no_validation() -> Any:
     module, t = Watched(), trainer(max_epochs=1)
     module.validation_step = None  # Lightning takes it as a module that has none

@@ -62,6 +62,9 @@ class Engine:
     verify: bool = True
     coupled: bool = False  # whether a training step's microbatches are batches of their own
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Engine:
+        return self  # of the run, which is not copied with a trainer
+
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
         self._traffic: dict[tuple[int, ...], Traffic] = {}

@@ -51,6 +51,9 @@ class JointGradients:
         gradients.close()
     """
 
+    def __deepcopy__(self, memo: dict[int, object]) -> JointGradients:
+        return self  # of the run, which is not copied with a trainer
+
     def __init__(self, module: nn.Module, placement: Placement, axis: Axis, meeting: Meeting) -> None:
         self.axis, self.meeting = axis, meeting
         self.sources: dict[str, int] = {}  # of spread parameters: who sends the gradient

@@ -61,6 +61,9 @@ class Outside:
         outside.close()
     """
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Outside:
+        return self  # of the run, which is not copied with a trainer
+
     def __init__(
         self, module: nn.Module, placement: Placement, axis: Axis, device: torch.device, meeting: Meeting
     ) -> None:
