@@ -146,6 +146,10 @@ class Axis:
         """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A trainer that is saved as a whole has no groups: each run makes its own."""
+        return {**vars(self), "group": None, "links": None, "guard": None, "_entries": {}}
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -501,7 +501,10 @@ def _copied_trainer(make: Any) -> Any:
     module, callback = Watched(), CopiesTrainer()
     t = make([callback], max_epochs=1)
     t.fit(module, loader())
-    return callback.copies, metrics(t), weights(module)
+    torch.save(t, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return callback.copies, metrics(t), weights(module), loaded.global_step, weights(loaded.lightning_module)
 
 
 @pytest.mark.parametrize("make", [trainer, surface.trainer], ids=["pipeline", "tensor"])
