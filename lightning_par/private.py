@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -206,6 +207,7 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 
 _uncompiled: list[Any] = []  # one for each context that is entered, of whatever thread
+_stance = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -215,13 +217,15 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    with _stance:
+        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        stance = _uncompiled.pop()
-        if not _uncompiled:
-            stance.__exit__(None, None, None)
+        with _stance:
+            stance = _uncompiled.pop()
+            if not _uncompiled:
+                stance.__exit__(None, None, None)
 
 
 def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:
