@@ -73,8 +73,8 @@ class Count(int):
     def __format__(self, spec: str) -> str:
         return format(self.processes, spec)
 
-    def __reduce__(self) -> Any:
-        return int, (self.processes,)
+    def __reduce__(self) -> Any:  # a dataset that has it is copied, and travels to workers
+        return Count, (int(self), self.processes)
 
 
 def _processes(value: Any) -> Any:

@@ -501,3 +501,8 @@ def remote_reader() -> type:
     from torch.distributed.checkpoint import _fsspec_filesystem
 
     return _fsspec_filesystem.FsspecReader
+
+
+def parameter_of_pickle() -> Callable[..., Any]:
+    """What a pickled `nn.Parameter` calls: torch has no other way to pickle one whose values come only then."""
+    return torch._utils._rebuild_parameter

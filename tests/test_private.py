@@ -509,3 +509,10 @@ def test_a_strategy_is_given_to_one_trainer_after_another(kind: Any) -> None:
         trainers.append(Trainer(accelerator="cpu", devices=1, precision="64-true", strategy=strategy, logger=False))
         assert trainers[-1].strategy is strategy and trainers[-1].accelerator is strategy.accelerator
         assert strategy.precision_plugin is trainers[-1].precision_plugin
+
+
+def test_a_parameter_is_pickled_by_a_function_of_tensor_flag_and_hooks() -> None:
+    made, given, *_ = nn.Parameter(torch.ones(2), requires_grad=False).__reduce_ex__(2)
+    assert made is private.parameter_of_pickle()
+    again = made(*given)
+    assert type(again) is nn.Parameter and again.sum() == 2 and not again.requires_grad

@@ -7,8 +7,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from lightning_par import private
 
 _KEY = "tensors of modules, by where they are"
 _DICTS = ("_parameters", "_buffers")
@@ -21,7 +22,7 @@ class _Parameter:
         self.tensor, self.requires_grad = tensor, requires_grad
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return torch._utils._rebuild_parameter, (self.tensor, self.requires_grad, OrderedDict())
+        return private.parameter_of_pickle(), (self.tensor, self.requires_grad, OrderedDict())
 
 
 def with_modules_apart(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +64,10 @@ def _module_apart(module: nn.Module, path: str, tensors: dict[str, Tensor], made
     for name in _DICTS:
         vars(new)[name] = own = dict(vars(module)[name])
         tensors.update((f"{path}.{key}", x) for key, x in own.items() if isinstance(x, Tensor))
-    children = {name: _module_apart(x, f"{path}.{name}", tensors, made) for name, x in module._modules.items() if x}
-    vars(new)["_modules"] = {**module._modules, **children}
+    vars(new)["_modules"] = {
+        name: None if x is None else _module_apart(x, f"{path}.{name}", tensors, made)
+        for name, x in module._modules.items()
+    }
     return new
 
 

@@ -9,10 +9,12 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par import generators
+from lightning_par.callers import Count
 from lightning_par.checkpoint.background import Background, background_group
 from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.inventory import Inventory
@@ -114,6 +116,9 @@ class SavingMixin(RanksMixin):
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups, self.stores_parts)
         self._background.finish()
+        for key in [key for key in checkpoint if key.endswith("hyper_parameters")]:
+            # Any torch can read a file that has plain numbers in it.
+            checkpoint[key] = apply_to_collection(checkpoint[key], Count, lambda count: count.processes)
         checkpoint = with_modules_apart(checkpoint)
         if self.groups.pipeline.size > 1:  # callbacks may have added copies, plain on the ranks that hold them
             checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
