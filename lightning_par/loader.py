@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par import generators
 from lightning_par.stream_copy import copy_of
+from lightning_par.watch.snapshot import Snapshot
+from lightning_par.watch.spares import Spares
 
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, multiprocessing.connection.Connection)
 _FILES = (
@@ -133,10 +135,21 @@ def _first_of_map(loader: DataLoader[Any]) -> Any:
 def _fetch(loader: DataLoader[Any], index: Any) -> Any:
     dataset: Any = _shallow(loader.dataset)
     if loader.batch_sampler is None:
-        return loader.collate_fn(dataset[index])
+        return _collated(loader, dataset[index])
     if getattr(dataset, "__getitems__", None):
-        return loader.collate_fn(dataset.__getitems__(index))
-    return loader.collate_fn([dataset[i] for i in index])
+        return _collated(loader, dataset.__getitems__(index))
+    return _collated(loader, [dataset[i] for i in index])
+
+
+def _collated(loader: DataLoader[Any], items: Any) -> Any:
+    """As the loader does. What its function changes is put back: the run calls it again for this batch."""
+    state = Snapshot([])
+    state.add("collate_fn", loader.collate_fn)
+    state.lend(Spares())
+    try:
+        return loader.collate_fn(items)
+    finally:
+        state.restore()
 
 
 def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) -> Any:
@@ -144,7 +157,7 @@ def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) 
     items = _take(loader.dataset, size or 1, may_begin, begun)
     if size is not None and loader.drop_last and len(items) < size:
         raise NoBatchError
-    return loader.collate_fn(items[0] if size is None else items)
+    return _collated(loader, items[0] if size is None else items)
 
 
 def _first_of_workers_stream(loader: DataLoader[Any]) -> Any:

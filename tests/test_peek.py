@@ -440,6 +440,30 @@ def test_hooks_around_the_transfer_leave_nothing_behind(pool: Pool, in_data: boo
     assert pool.run(1, _transferred, True, in_data) == pool.run(1, _transferred, False, in_data)
 
 
+class Collates(Recorder):
+    """Collates its own batches, which it counts."""
+
+    def __init__(self, stream: bool) -> None:
+        super().__init__(lambda: DataLoader(Stream() if stream else X, batch_size=4, collate_fn=self.collate))
+        self.collated: list[int] = []
+
+    def collate(self, items: list[Tensor]) -> Tensor:
+        self.collated.append(len(items))
+        return torch.stack(items) * len(self.collated)
+
+
+def _collated(peek: bool, stream: bool) -> Any:
+    strategy, module = Peeking(), Collates(stream)
+    strategy.peek = peek
+    _trainer(strategy).fit(module)
+    return _plain(module.seen), module.collated
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_that_collates_leaves_nothing_behind(pool: Pool, stream: bool) -> None:
+    assert pool.run(1, _collated, True, stream) == pool.run(1, _collated, False, stream)
+
+
 def _large(shuffle: bool) -> tuple[Any, int]:
     class Large(IterableDataset[Tensor]):
         def __init__(self) -> None:
