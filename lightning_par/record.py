@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import generators
+from lightning_par import generators, private
 from lightning_par.copying import copied, stand_in
 from lightning_par.deferred.tensor import Deferred, fake_of
 from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explore
@@ -114,9 +113,7 @@ def _record(
     own_batch = copied(batch)
     result, stopped, refused = None, None, None
     # Compiled code would read the memory that fake tensors don't have.
-    compiled = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-    with generators.kept(), quiet(), eager, recorder, context():
+    with generators.kept(), quiet(), private.uncompiled(), recorder, context():
         try:
             function = getattr(copy, step)
             given = own_batch if prepare is None else prepare(own_batch)

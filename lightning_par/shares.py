@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import reached
+from lightning_par import private, reached
 from lightning_par.aliases import innermost
 from lightning_par.comm import Axis
 from lightning_par.view import ShardedTensor, axes_of, full, parts_along
@@ -40,17 +39,11 @@ def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     global _axes
     before, _axes = _axes, _shared(axes)
     try:
-        with _uncompiled() if _axes else contextlib.nullcontext():
+        # Compiled submodules run as written: a graph would take in what ranks say to each other, hidden from rules.
+        with private.uncompiled() if _axes else contextlib.nullcontext():
             yield
     finally:
         _axes = before
-
-
-def _uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Compiled submodules run as written: a graph would take in what ranks say to each other, hidden from rules."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def shared_around(axes: Sequence[Axis]) -> None:
