@@ -648,13 +648,34 @@ class ClipsFromANorm(Base):
         return Clipped(self.parameters())
 
 
+class StoredAsWritten(Base):
+    """Keeps for the epoch's end what it wrote into tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]).tanh()
+        z = self.b(h)
+        counts, early = torch.zeros(4, C, dtype=z.dtype), torch.zeros((), dtype=z.dtype)
+        counts[0] = z[0, 0].detach()
+        early.copy_(h.detach().sum())
+        self.outputs.append({"counts": counts, "early": early})
+        return z.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("counts", torch.stack([x["counts"].sum() + x["early"] for x in self.outputs]).sum())
+        self.outputs.clear()
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
                  FactorsFromASize, ClipsFromANorm, SharesOut, NormAndAct, ObjectAsArgument, HandsOn, WritesIntoOutput,
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
-                 UsedLate, Transformed)
+                 UsedLate, Transformed, StoredAsWritten)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
          FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-import lightning_par
 from lightning_par.comm import Axis
 from lightning_par.pipeline.effects import Effects, apply, merged
 from lightning_par.pipeline.watch import Watch
@@ -367,33 +366,3 @@ def test_microbatches_are_merged() -> None:
     whole.logs.clear()
     apply(whole, module, watch, None, show=False)
     assert module.outputs[-1]["x"].tolist() == [1, 1, 0] and module.outputs[-1]["n"] == 1
-
-
-class Counted(pl.LightningModule):
-    """Keeps for the epoch's end what it wrote into tensors of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.outputs: list[Any] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        h = torch.relu(self.a(batch))
-        z = self.b(h)
-        counts, early = torch.zeros(4, 3, dtype=z.dtype), torch.zeros((), dtype=z.dtype)
-        counts[0] = z[0].detach()
-        early.copy_(h.detach().sum())
-        self.outputs.append({"counts": counts, "early": early})
-        return z.square().mean()
-
-    def on_train_epoch_end(self) -> None:
-        self.log("counts", torch.stack([x["counts"].sum() + x["early"] for x in self.outputs]).sum())
-        self.outputs.clear()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_what_is_stored_is_what_was_written() -> None:
-    verdict = lightning_par.check(Counted, torch.randn(4, 4), ["pipeline_parallel"])
-    assert verdict, str(verdict)

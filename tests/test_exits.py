@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("fits", [6, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fits", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_fits_exit_with_code_0(fits: int) -> None:
     command = [sys.executable, "-m", "tests.exits", str(fits)]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)

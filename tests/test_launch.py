@@ -57,7 +57,7 @@ if __name__ == "__main__":
 """
 
 
-PATIENCE = 100.0  # seconds for what would else take the process group's 30 minutes
+PATIENCE = 250.0  # seconds for what would else take the process group's 30 minutes
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone")
 Runs = Callable[[str], tuple[int, str]]
 RUNS: dict[str, tuple[tuple[str, ...], str]] = {
