@@ -669,13 +669,35 @@ class StoredAsWritten(Base):
         self.outputs.clear()
 
 
+class GrowingMemory(Base):
+    """Compares with all batches so far; its own checks look at the shapes of what grows at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64, C))
+        self.register_buffer("labels", torch.zeros(64, dtype=torch.long))
+        self.filled = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        z = self(x).mean(1)
+        self.seen[self.filled : self.filled + len(z)] = z.detach()
+        self.labels[self.filled : self.filled + len(y)] = y
+        self.filled += len(z)
+        seen, labels = self.seen[: self.filled], self.labels[: self.filled]
+        if len(seen) != len(labels):
+            raise ValueError(f"{len(seen)} vectors, {len(labels)} labels")
+        return torch.where(y[:, None] == labels, -1.0, 1.0).mul(z @ seen.T).mean()
+
+
 FOUND: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (MetricAsLoss, MaskedByBatch, Teacher, SetGradEnabled, Item, FloatOfValue, NumpyMatching, TypeAs,
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
                  FactorsFromASize, ClipsFromANorm, SharesOut, NormAndAct, ObjectAsArgument, HandsOn, WritesIntoOutput,
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
-                 UsedLate, Transformed, StoredAsWritten)
+                 UsedLate, Transformed, StoredAsWritten,
+                 GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
          FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

@@ -203,7 +203,10 @@ class Programs:
                     call_step(self.module, step)
                 self._see_what_is_set(program)
             run.finish()
-        except ChangedError as error:
+        except Exception as error:
+            # Shapes of another step may well be what the user's code raises at; if not, it will when it is studied.
+            if not isinstance(error, ChangedError) and program is self._fresh:
+                raise
             self.attributes.changed_since(())  # some of it was undone
             self._change = str(error)
             with torch.no_grad():
