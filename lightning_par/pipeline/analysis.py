@@ -237,7 +237,7 @@ class Analysis(FakeRun):
 
     def _located(self, x: Tensor) -> Tensor:
         """A function may hand a tensor of the batch alone back as it is: where the others are, there it is now, too."""
-        return x if is_located(x) else self.mode.from_tensor(x.detach())
+        return x if is_located(x) else linked(self.mode.from_tensor(x.detach()), [x])
 
     def _write_target(self, name: str, args: Any) -> Tensor | None:
         """The tensor of the batch alone that a located value is written into, where the function does so."""
