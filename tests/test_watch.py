@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from lightning_par import generators
 from lightning_par.pipeline.effects import apply
 from lightning_par.pipeline.watch import Watch
+from lightning_par.watch.cells import SequenceCell
 from lightning_par.watch.snapshot import kept
 
 COUNT, SEEN = 0, []  # globals that steps change
@@ -350,3 +351,17 @@ def test_state_of_every_kind_moves_once_a_step(name: str) -> None:
     _reset()
     assert _run(Model(CASES[name]), [None] * 4, watched=True) == plain
     assert len({float(x) for x in plain}) > 1 or name in ("OrderedDict", "an iterator that ends")
+
+
+@pytest.mark.parametrize(
+    "step", [lambda x: x.append(7), lambda x: x.clear(), lambda x: x.__setitem__(slice(None), [7])]
+)
+def test_a_list_of_which_another_rank_has_more_keeps_it(step: Callable[[list[Any]], Any]) -> None:
+    """As what a hook or an ``if trainer.is_global_zero:`` put there on the first rank alone."""
+    here, there = [1, 2], [1, 2, 3]
+    told, heard = SequenceCell("seen", here), SequenceCell("seen", there)
+    step(here)
+    heard.apply(told.change())
+    expected = [1, 2, 3]
+    step(expected)
+    assert there == expected

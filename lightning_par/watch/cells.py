@@ -355,7 +355,10 @@ class SequenceCell(Cell):
             kept += 1
         if kept == len(now) == len(self.before) and not inplace:
             return None
-        return SequenceChange(start, start + kept, now[kept:], inplace)
+        if self.before and not kept:
+            return SequenceChange(0, 0, now, inplace)
+        stop = None if start + kept == len(self.before) else start + kept  # another rank's may have another length
+        return SequenceChange(start, stop, now[kept:], inplace)
 
     def restore(self) -> None:
         self.lent = {}
@@ -370,7 +373,7 @@ class SequenceCell(Cell):
     def apply(self, change: SequenceChange) -> None:
         for index, value in change.inplace.items():
             _overwrite(self.before[index], value)
-        if change.start == 0 and change.stop == len(self.before):
+        if change.start == 0 and change.stop is None:
             self.owner.extend(change.rest)
         else:
             self.owner.clear()

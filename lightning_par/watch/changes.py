@@ -22,10 +22,11 @@ class MappingChange:
 
 @dataclass
 class SequenceChange:
-    """``before[start:stop]``, then ``rest``; and tensors changed in place, by their index before."""
+    """``before[start:stop]``, to its end without a ``stop``, then ``rest``; and tensors changed in place, by their
+    index before."""
 
     start: int
-    stop: int
+    stop: int | None
     rest: list[Any]
     inplace: dict[int, Tensor] = field(default_factory=dict)
 
