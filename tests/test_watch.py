@@ -27,6 +27,7 @@ from lightning_par import generators
 from lightning_par.pipeline.effects import apply
 from lightning_par.pipeline.watch import Watch
 from lightning_par.watch.cells import SequenceCell
+from lightning_par.watch.reach import Reach
 from lightning_par.watch.snapshot import kept
 
 COUNT, SEEN = 0, []  # globals that steps change
@@ -365,3 +366,12 @@ def test_a_list_of_which_another_rank_has_more_keeps_it(step: Callable[[list[Any
     expected = [1, 2, 3]
     step(expected)
     assert there == expected
+
+
+def test_an_object_has_one_name_whatever_attribute_came_first() -> None:
+    """Attributes may be set in the order of a set of names, which is another one on each rank."""
+    one: list[Any] = []
+    names = [Reach() for _ in range(2)]
+    for reach, order in zip(names, (("a", "b"), ("b", "a"))):
+        reach.add("self", Object(**dict.fromkeys(order, one)))
+    assert [reach.names[id(one)] for reach in names] == ["self.a"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -176,6 +177,8 @@ class Reach:
 
     def _inside(self, cell: Cell, fixed: str | None = None, buffers: bool = False) -> None:
         items = [(key, x) for key, x in cell.items() if type(x) not in ATOMS]
+        if all(type(key) is str for key, _ in items):  # names that are equal on all ranks, whatever came first
+            items.sort(key=operator.itemgetter(0))
         if len(items) > _ITEMS and not buffers and not isinstance(cell, (BodyCell, NamesCell)):
             for key, x in items:
                 if type(x) is Tensor:
