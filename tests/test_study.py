@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.draws import GlobalDrawError
 from lightning_par.pipeline.located import Program
+from lightning_par.pipeline.spread import _as_the_loop_will_run
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Row
 from lightning_par.pipeline.study import study
@@ -80,3 +82,20 @@ class Reshapes(Base):
 def test_data_of_another_shape_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="gives a parameter another shape"):
         _studied(Reshapes())
+
+
+def test_the_users_own_eval_is_not_called_for_a_trial() -> None:
+    """It may do what is done once, as merging weights."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def train(self, mode: bool = True) -> Any:
+            self.calls += 1
+            return super().train(mode)
+
+    module = nn.Sequential(Counting(2, 2), nn.Dropout())
+    step = SimpleNamespace(grad=False)
+    with _as_the_loop_will_run(module, step):  # type: ignore[arg-type]
+        assert not any(m.training for m in module.modules())
+    assert module[0].calls == 0 and all(m.training for m in module.modules())

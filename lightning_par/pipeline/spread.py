@@ -233,7 +233,8 @@ class Spread:
 def _as_the_loop_will_run(module: nn.Module, step: Step) -> Iterator[None]:
     training = {m: m.training for m in module.modules()}
     if not step.grad:
-        module.eval()
+        for m in training:  # `eval` and `train` may be the user's
+            m.training = False
     try:
         yield
     finally:
