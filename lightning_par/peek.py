@@ -17,8 +17,10 @@ from lightning_par.batch import broadcast_batch
 from lightning_par.copying import copied
 from lightning_par.loader import NoBatchError, Replaced, UnrepeatableError, first_batch
 from lightning_par.namespace import Namespace
+from lightning_par.settings_read import read_by
 from lightning_par.steps import STEPS, fetches_itself
-from lightning_par.watch.snapshot import kept
+from lightning_par.watch.snapshot import Snapshot, kept
+from lightning_par.watch.users import is_library, packages_of
 
 _log = logging.getLogger(__name__)
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -30,7 +32,8 @@ def peek_batch(trainer: Any, module: Any) -> Any:
     All ranks must call it, and all get the first rank's batch. No sample is consumed and no generator of random
     numbers moves: a map-style loader is sampled beside its iterator; of iterables copies are begun; one that can't be
     copied begins, and the run goes on with it. ``train_dataloader()`` and the like are called once, unless they draw
-    random numbers or a checkpoint is resumed, whose state they may read: then Lightning calls them again in its time.
+    random numbers, a checkpoint is resumed, whose state they may read, or a setting that they read has changed when
+    Lightning asks for its loader: then they are called again in its time, and what they did here is undone.
 
     Args:
         trainer: in an entry point, its ``strategy.setup_environment()`` done.
@@ -57,14 +60,20 @@ def peek_batch(trainer: Any, module: Any) -> Any:
 def _prepared(trainer: Any, module: Any, batch: Any) -> Any:
     """``batch`` after the user's hooks around its transfer, of whose run nothing else is left."""
     strategy = trainer.strategy
-    is_overridden = strategy.namespace.from_pytorch("utilities.model_helpers", "is_overridden")
-    theirs = [x for x in (trainer.datamodule, module) if any(is_overridden(hook, x) for hook in _HOOKS)]
+    owners = (x for x in (trainer.datamodule, module) if x is not None)
+    theirs = [x for x in owners if any(_is_users(x, hook) for hook in _HOOKS)]
     if not theirs:
         return strategy.batch_to_device(batch, dataloader_idx=0)
     weights = {id(p) for p in module.parameters()}  # too much to be copied for hooks that are about batches
     with kept(module, theirs, weights, is_copy=False):
         batch = private.before_batch_transfer(module, copied(batch))
         return strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _is_users(owner: Any, hook: str) -> bool:
+    """Whether ``hook`` is other than Lightning's own: of the user's class, or put on the object."""
+    method = getattr(owner, hook, None)
+    return not is_library(getattr(getattr(method, "__func__", None), "__module__", None) or "")
 
 
 def count_loaders(trainer: Any) -> int:
@@ -77,12 +86,16 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _P
     """Ask the user's hook for the loader; arrange what Lightning gets when it asks, later."""
     if not source.is_defined() or _skips(trainer, module):
         return None
-    before = generators.global_state()
+    before, state = generators.global_state(), _state(module, source)
     try:
         loader = private.request_loader(namespace, source)
     except Exception:
+        state.restore()
         return None  # a hook may need what exists only once the run has begun; there it raises again, or not
     fixed = generators.same_global_state(before) and not private.resumes(trainer)
+    if not fixed:
+        state.restore()
+    read = read_by(source)
     peeked = _Peeked()
     if trainer.strategy.global_rank == 0:
         with generators.kept([loader]):
@@ -90,10 +103,21 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _P
 
     def request_again() -> Any:
         vars(source).pop("dataloader", None)
-        return peeked.put_back(loader if fixed else source.dataloader())
+        return peeked.put_back(loader if fixed and read == read_by(source) else source.dataloader())
 
     source.dataloader = _Again(request_again, _count(loader, trainer.state.fn.value, namespace))
     return peeked
+
+
+def _state(module: Any, source: Any) -> Snapshot:
+    """What the user's hook may change, which is put back where the hook is called again."""
+    if not source.is_module():
+        return Snapshot([])
+    state = Snapshot(
+        [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()], packages_of(module)
+    )
+    state.add("data", source.instance)
+    return state
 
 
 @dataclass(frozen=True)

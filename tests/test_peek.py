@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -507,7 +508,73 @@ def _split(peek: bool) -> Any:
 def test_a_hook_that_draws_random_numbers_is_called_again_in_its_time(pool: Pool) -> None:
     (peeked, peeked_calls), (plain, plain_calls) = (pool.run(1, _split, peek)[0] for peek in (True, False))
     assert peeked == plain
-    assert (peeked_calls, plain_calls) == (2, 1)
+    assert (peeked_calls, plain_calls) == (1, 1)  # what the first call did is undone
+
+
+class Resized(pl.LightningModule):
+    """Sets its batch size when the run has started, by itself or in its hyperparameters."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.size, self.weight, self.seen = size, nn.Parameter(torch.zeros(())), list[int]()
+
+    def on_fit_start(self) -> None:
+        self.size = self.hparams["size"] = 4
+
+    def _loader(self) -> Any:
+        return DataLoader(X, batch_size=self.size)
+
+    def train_dataloader(self) -> Any:
+        return self._loader()
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.seen.append(len(batch))
+        return self.weight * 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class ResizedByHyperparameters(Resized):
+    def _loader(self) -> Any:
+        return DataLoader(X, batch_size=self.hparams["size"])
+
+
+def _resized(kind: type[Resized]) -> list[int]:
+    _trainer(Peeking()).fit(module := kind())
+    return module.seen
+
+
+@pytest.mark.parametrize("kind", [Resized, ResizedByHyperparameters])
+def test_a_hook_whose_settings_have_changed_is_called_again(pool: Pool, kind: type[Resized]) -> None:
+    assert pool.run(1, _resized, kind) == [[4] * 3 * 2]
+
+
+class Wrapped(Recorder):
+    """Its hooks are wrapped where they stand, as by tools that trace calls."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: DataLoader(X[torch.randperm(12)], batch_size=4))
+        self.calls: list[str] = []
+        for name in ("train_dataloader", "transfer_batch_to_device", "on_before_batch_transfer", "on_fit_start"):
+            setattr(self, name, functools.partial(self._call, name, getattr(self, name)))
+
+    def _call(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
+        result = hook(*args)
+        self.calls.append(name)
+        return result
+
+
+def _wrapped(peek: bool) -> Any:
+    strategy, module = Peeking(), Wrapped()
+    strategy.peek = peek
+    _trainer(strategy).fit(module)
+    return module.calls, module.asked
+
+
+def test_hooks_are_called_in_order(pool: Pool) -> None:
+    assert pool.run(1, _wrapped, True) == pool.run(1, _wrapped, False)
 
 
 def _rank_dependent() -> Any:
