@@ -506,3 +506,8 @@ def remote_reader() -> type:
 def parameter_of_pickle() -> Callable[..., Any]:
     """What a pickled `nn.Parameter` calls: torch has no other way to pickle one whose values come only then."""
     return torch._utils._rebuild_parameter
+
+
+def throughputs(monitor: Any) -> list[Any]:
+    """What a ``ThroughputMonitor`` counts with, by stage; it makes them itself and hands none out."""
+    return list(monitor._throughputs.values())

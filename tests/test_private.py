@@ -521,3 +521,13 @@ def test_a_parameter_is_pickled_by_a_function_of_tensor_flag_and_hooks() -> None
     assert made is private.parameter_of_pickle()
     again = made(*given)
     assert type(again) is nn.Parameter and again.sum() == 2 and not again.requires_grad
+
+
+@both
+def test_a_throughput_monitor_counts_by_ranks_and_flops(namespace: Namespace) -> None:
+    monitor = namespace.from_pytorch("callbacks", "ThroughputMonitor")(batch_size_fn=len)
+    trainer = namespace.from_pytorch("trainer", "Trainer")(accelerator="cpu", devices=1, logger=False)
+    trainer.state.stage = namespace.from_pytorch("trainer.states", "RunningStage").VALIDATING
+    monitor.setup(trainer, None, "validate")
+    (throughput,) = private.throughputs(monitor)
+    assert throughput.world_size == 1 and throughput.available_flops is None

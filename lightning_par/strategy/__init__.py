@@ -24,6 +24,7 @@ from lightning_par.strategy.saving import SavingMixin
 from lightning_par.strategy.shards import ShardsMixin
 from lightning_par.strategy.steps import StepsMixin
 from lightning_par.tensor.held import make_held_whole
+from lightning_par.throughput import count_samples_once
 from lightning_par.weights import equalize
 from lightning_par.writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 
@@ -44,6 +45,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
+        count_samples_once(trainer.callbacks, self.groups.data, self.groups.replica, self.namespace)
         make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
         equalize(self.model, self.groups.world, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
