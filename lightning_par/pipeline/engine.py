@@ -183,7 +183,7 @@ class Engine:
         for place, action in enumerate(actions):
             for near in actions[place : place + 2]:
                 crossing.expect(near)
-            began = self.messenger.clock() - self.messenger.waited
+            began = self.messenger.clock() - self.messenger.waited if self.trace is not None else 0.0
             if action.op == "F":
                 with _whole_batches_advised():
                     run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
