@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import sys
 import weakref
 from collections import Counter, deque
 from pathlib import Path
@@ -20,6 +22,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par.comm import Axis
 from lightning_par.pipeline.effects import Effects, apply, merged
+from lightning_par.pipeline.outputs import Recorder
+from lightning_par.pipeline.speech import hearing, say
 from lightning_par.pipeline.watch import Watch
 from tests.pool import Pool, RanksFailedError
 
@@ -366,3 +370,19 @@ def test_microbatches_are_merged() -> None:
     whole.logs.clear()
     apply(whole, module, watch, None, show=False)
     assert module.outputs[-1]["x"].tolist() == [1, 1, 0] and module.outputs[-1]["n"] == 1
+
+
+def test_text_goes_where_the_step_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it does on one device."""
+    module = pl.LightningModule()
+    module.print = print  # type: ignore[method-assign]  # as without a progress bar
+    file, said = io.StringIO(), list[Any]()
+    with hearing(said.append):
+        recorder = Recorder(module, [], said, {})
+        recorder.print("out", end="")
+        recorder.print("error", file=sys.stderr)
+        recorder.print("kept", file=file)
+    assert capsys.readouterr() == ("", "") and file.getvalue() == "kept\n"
+    for one in said:
+        say(one, module)
+    assert capsys.readouterr() == ("out", "error\n")

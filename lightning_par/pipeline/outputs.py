@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_par.pipeline.located import no_events
-from lightning_par.pipeline.speech import Call, Printed, Said, hearing, hearing_loggers, hushed, printed
+from lightning_par.pipeline.speech import Call, Said, heard_of_module, hearing, hearing_loggers, hushed
 from lightning_par.pipeline.structure import map_tensors
 
 
@@ -53,7 +53,7 @@ class Recorder:
         self.logs.append(LogRecord(name, self._logged(name, value), args, kwargs))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        self.said.append(Printed(printed(*args, **kwargs), by_module=True))
+        heard_of_module(self.said.append, *args, **kwargs)
 
     def hear(self, said: Said) -> None:
         """Something is said, with values as they are now."""

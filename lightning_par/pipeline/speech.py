@@ -19,10 +19,12 @@ _ATOMS = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class Printed:
-    """Text for the standard output; ``by_module`` if with ``self.print``, which prints on the run's first rank only."""
+    """Text for the standard output; ``by_module`` if with ``self.print``, which prints on the run's first rank only;
+    then it may be for the standard ``stderr``."""
 
     text: str
     by_module: bool = False
+    stderr: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,16 @@ def printed(*args: Any, **kwargs: Any) -> str:
     return text.getvalue()
 
 
+def heard_of_module(hear: Hear, *args: Any, **kwargs: Any) -> None:
+    """``self.print(*args, **kwargs)``: heard, but what goes to a file of the user's, which is watched."""
+    file = kwargs.get("file")
+    stdout = sys.stdout.real if isinstance(sys.stdout, _StandardOutput) else sys.stdout
+    if file in (None, sys.stdout, stdout, sys.stderr):
+        hear(Printed(printed(*args, **kwargs), by_module=True, stderr=file is sys.stderr))
+    else:
+        _print(*args, **kwargs)
+
+
 def say(said: Said, module: Any) -> None:
     """Say what was heard in a step of ``module``."""
     if isinstance(said, Call):
@@ -162,10 +174,12 @@ def say(said: Said, module: Any) -> None:
         logging.getLogger(said.fields["name"]).handle(logging.makeLogRecord(said.fields))
     elif not said.by_module:
         _print(said.text, end="")
-    elif said.text.endswith("\n"):  # a progress bar adds its own line end
-        module.print(said.text[:-1])
     else:
-        module.print(said.text, end="")
+        file = {"file": sys.stderr} if said.stderr else {}
+        if said.text.endswith("\n"):  # a progress bar adds its own line end
+            module.print(said.text[:-1], **file)
+        else:
+            module.print(said.text, end="", **file)
 
 
 class _StandardOutput:
