@@ -31,13 +31,14 @@ def restore_writers(callbacks: Iterable[Any]) -> None:
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-def refuse_batch_size_finder(callbacks: Iterable[Any], world: Axis, namespace: Namespace) -> None:
+def refuse_batch_size_finder(trainer: Any, world: Axis, namespace: Namespace) -> None:
     """
     Raises:
-        ValueError: a ``BatchSizeFinder`` is among ``callbacks``, as `Tuner.scale_batch_size` puts it there.
+        ValueError: a ``BatchSizeFinder`` is among the callbacks, as `Tuner.scale_batch_size` puts it there, and will
+            run: Lightning skips it in a ``fast_dev_run``.
     """
     kind = namespace.from_pytorch("callbacks", "BatchSizeFinder")
-    if world.size > 1 and any(isinstance(callback, kind) for callback in callbacks):
+    if world.size > 1 and not trainer.fast_dev_run and any(isinstance(one, kind) for one in trainer.callbacks):
         raise ValueError(
             f"Tuner.scale_batch_size() and BatchSizeFinder run until memory is short, which one of the {world.size} "
             "ranks may meet alone while the others wait for it. Find the batch size with devices=1, or set it by hand."

@@ -43,7 +43,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         self._run, self._met_after_exception, self._evaluated = next(self.groups.runs), False, 0
         self._starting = True
         self.accelerator.setup(trainer)
-        refuse_batch_size_finder(trainer.callbacks, self.groups.world, self.namespace)
+        refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
         count_samples_once(trainer.callbacks, self.groups.data, self.groups.replica, self.namespace)
         make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
