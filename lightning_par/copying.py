@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par import private
+
+_LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
+            "predict_dataloaders": "predict"}  # fmt: skip
+
 
 def stand_in(
     module: nn.Module,
@@ -133,7 +138,12 @@ class TrainerView:
         noted = vars(self).get("_noted")
         if noted is not None:
             noted(name)
-        return getattr(vars(self)["_real"], name)
+        real = vars(self)["_real"]
+        value = getattr(real, name)
+        if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
+            # Lightning fills it only when its loops start.
+            return getattr(vars(private.data_source(real)).get("dataloader"), "given", None)
+        return value
 
 
 class Stand:

@@ -105,7 +105,8 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _P
         vars(source).pop("dataloader", None)
         return peeked.put_back(loader if fixed and read == read_by(source) else source.dataloader())
 
-    source.dataloader = _Again(request_again, _count(loader, trainer.state.fn.value, namespace))
+    combined = _combined(loader, trainer.state.fn.value, namespace)
+    source.dataloader = _Again(request_again, _count(combined), combined.iterables)
     return peeked
 
 
@@ -126,13 +127,13 @@ class _Again:
 
     request: Callable[[], Any]
     loaders: int
+    given: Any  # what the user's hook gave
 
     def __call__(self) -> Any:
         return self.request()
 
 
-def _count(loader: Any, entry: str, namespace: Namespace) -> int:
-    combined = _combined(loader, entry, namespace)
+def _count(combined: Any) -> int:
     return len(combined.flattened) if private.mode_of(combined) == "sequential" else 1
 
 

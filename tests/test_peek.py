@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lightning_par import TensorParallelStrategy
+from lightning_par.copying import TrainerView
 from lightning_par.peek import peek_batch
 from tests.pool import Pool
 
@@ -601,3 +602,20 @@ def _empty() -> Any:
 
 def test_an_empty_loader_gives_no_batch(pool: Pool) -> None:
     assert pool.run(1, _empty) == [None]
+
+
+class Measuring(Peeking):
+    def _shard_model(self, trainer: Any) -> None:
+        super()._shard_model(trainer)
+        self.length = len(TrainerView(trainer).train_dataloader)
+
+
+def _measured() -> int:
+    strategy = Measuring()
+    _trainer(strategy).fit(Recorder(lambda: DataLoader(X, batch_size=4)))
+    return strategy.length
+
+
+def test_a_trial_sees_the_loader_that_was_looked_at(pool: Pool) -> None:
+    """Steps ask how long it is, for what they anneal."""
+    assert pool.run(1, _measured) == [3]
