@@ -13,7 +13,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class _Packer(pickle.Pickler):
         return self._index[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and issubclass(obj, tuple) and hasattr(obj, "_fields") and not _is_importable(obj):
+        if isinstance(obj, type) and _is_named_tuple(obj) and not _is_importable(obj):
             defaults = tuple(getattr(obj, "_field_defaults", {}).items())
             return _named_tuple, (obj.__module__, obj.__name__, obj._fields, defaults)
         return NotImplemented
@@ -166,11 +166,29 @@ def _is_importable(kind: type) -> bool:
     return found is kind
 
 
+def _is_named_tuple(kind: type) -> bool:
+    """Whether a class is nothing but a named tuple: one that says more, or has other bases, can't be made anew."""
+    if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
+        return False
+    alike = namedtuple("alike", kind._fields, rename=True)  # held: a class that is let go loses what is in it
+    own, plain = vars(kind), vars(alike)
+    if own.keys() - plain.keys() - _OF_ANNOTATIONS - {*kind._fields}:
+        return False
+    functions = {name: x for name, x in plain.items() if isinstance(x, FunctionType)}
+    return all(getattr(own.get(name), "__code__", None) is x.__code__ for name, x in functions.items())
+
+
+_OF_ANNOTATIONS = frozenset("""
+__annotations__ __annotate__ __annotate_func__ __annotations_cache__ __orig_bases__ __firstlineno__
+__static_attributes__ __slotnames__
+""".split())  # fmt: skip
+
+
 @functools.cache
 def _named_tuple(module: str, name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]) -> type:
     """A class that a function made, and no module holds."""
     given = [value for _, value in defaults]
-    return namedtuple(name, fields, defaults=given, module=module)  # type: ignore[no-any-return]
+    return namedtuple(name, fields, rename=True, defaults=given, module=module)  # type: ignore[no-any-return]
 
 
 class Unpacker(pickle.Unpickler):

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -222,6 +222,32 @@ def made_here(m: Any) -> float:
     return float(m.kind(1.0).x + m.function(1) + next(m.items) + m.out.x.sum())
 
 
+class ByName:
+    """Gives a named tuple what dicts have."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else super().__getitem__(key)  # type: ignore[misc]
+
+
+def made_of_more(m: Any) -> float:
+    """Named tuples that say more than their names: a base and a subclass's method."""
+    if not hasattr(m, "kinds"):
+
+        class Pair(NamedTuple):
+            x: float
+            y: float
+
+            def total(self) -> float:
+                return self.x + self.y
+
+        class Out(ByName, Pair):  # type: ignore[misc]
+            pass
+
+        m.kinds = [Pair, Out]
+    m.n = getattr(m, "n", 0.0) + m.kinds[0](1.0, 2.0).total() + m.kinds[1](1.0, 2.0)["y"]
+    return float(m.n)
+
+
 class Case:
     def __init__(self, make: Callable[[], Any], step: Callable[[Any], Any]) -> None:
         self.make, self.step = make, step
@@ -291,6 +317,7 @@ CASES: dict[str, Case] = {
     "tensor that is kept for later": Case(lambda: {"q": torch.zeros(2)}, stored),
     "module in a list": of(lambda: [nn.BatchNorm1d(2)], lambda s: s[0](torch.ones(3, 2)).sum() + s[0].running_mean[0]),
     "what can't be sent": Case(lambda: None, made_here),
+    "a class that is more than a named tuple": Case(lambda: None, made_of_more),
 }  # fmt: skip
 
 
