@@ -402,3 +402,29 @@ def test_an_object_has_one_name_whatever_attribute_came_first() -> None:
     for reach, order in zip(names, (("a", "b"), ("b", "a"))):
         reach.add("self", Object(**dict.fromkeys(order, one)))
     assert [reach.names[id(one)] for reach in names] == ["self.a"] * 2
+
+
+class Table:
+    """Looks its names up by what it makes at the first look-up, which can't be pickled."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.cache = names, {}
+
+    def find(self, name: str) -> int:
+        if "find" not in self.cache:
+            self.cache["find"] = lambda wanted: self.names.index(wanted)
+        return self.cache["find"](name)
+
+
+class LooksUp(pl.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch["x"][:, batch["columns"].find("b")].sum()
+
+
+def test_what_a_batch_makes_for_itself_need_not_be_sent() -> None:
+    def batches() -> list[Any]:
+        return [{"x": torch.arange(4.0).view(2, 2) + i, "columns": Table("a", "b")} for i in range(2)]
+
+    given = batches()
+    assert _run(LooksUp(), given, watched=True) == _run(LooksUp(), batches(), watched=False)
+    assert all("find" in batch["columns"].cache for batch in given)

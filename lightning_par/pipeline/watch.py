@@ -81,11 +81,9 @@ class Watch:
             RuntimeError: the run changed something in place that is too large to be copied.
         """
         state = self.snapshot()
-        with self._lent(state, batch) as refused:
+        with self._lent(state, batch, keep=keep) as refused:
             with silent(self.lightning_module), calling(state.metrics, self.around, self._stand_ins.call):
                 yield
-            if keep:
-                self.made = _made(state.changes())
         if refused:
             raise RuntimeError(" ".join(refused))
 
@@ -106,7 +104,7 @@ class Watch:
 
     @contextlib.contextmanager
     def _lent(
-        self, state: Snapshot, batch: Any, effects: Effects | None = None, whole: bool = True
+        self, state: Snapshot, batch: Any, effects: Effects | None = None, whole: bool = True, keep: bool = False
     ) -> Iterator[list[str]]:
         """Inside a run may change all that ``state`` knows, and the batch; gives what it must not have done."""
         plain = type(batch) is Tensor or type(batch) is tuple and all(type(x) is Tensor for x in batch)
@@ -120,6 +118,8 @@ class Watch:
         try:
             with reading([name for x in held for name in x.locked()]):
                 yield refused
+            if keep:
+                self.made = _made([x.changes() for x in held])
             if effects is not None:
                 _tell(effects, state)
                 if given is not None and whole:
@@ -225,10 +225,10 @@ def _tell(effects: Effects, state: Snapshot) -> None:
     effects.kept.append((state, [cell.lent for cell in state.cells.values() if cell.lent]))
 
 
-def _made(changes: dict[str, Change]) -> dict[tuple[str, Any], Any]:
+def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:
     """What was stored anew, by the name of the object that holds it and where in it."""
     found: dict[tuple[str, Any], Any] = {}
-    for name, change in changes.items():
+    for name, change in ((name, change) for each in changes for name, change in each.items()):
         entries = getattr(change, "entries", None) or dict(enumerate(getattr(change, "rest", ())))
         found.update(((name, key), value) for key, value in entries.items())
     return found
