@@ -31,7 +31,7 @@ from lightning_par.pipeline.placeholders import read_placeholder
 from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
-from lightning_par.pipeline.structure import map_tensors, tensors_in, twin
+from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.pipeline.tracing import FakeRun
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
@@ -315,7 +315,7 @@ class Analysis(FakeRun):
         written = self.memory.settle(index)
         self._note_overwritten(index, written)
         self.lent.give((x for x in inputs if not is_located(x) and not self.is_state(x)), written)
-        for n, x in enumerate(tensors_in(result)):
+        for n, x in enumerate(returned_tensors(result)):
             if id(x) not in self.names:
                 self.keys[id(x)] = (index, n)
                 self.nodes[index, n] = x.grad_fn
@@ -401,7 +401,7 @@ class Analysis(FakeRun):
                 raise SamplesMixError(f"{path!r} sums over the samples of a batch")
             if self.axis.cuts > cuts and any(self._may_hold_samples(x) for x in tensors_in((args, kwargs))):
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
-        inner, result = result, map_tensors(self._from_unit, result)
+        inner, result = result, map_returned(self._from_unit, result)
         given = len(self._keys_of(inputs))
         inputs += self.handed.found.values()
         for x in inputs:
@@ -411,7 +411,7 @@ class Analysis(FakeRun):
         event = self._keep(path, "located", inputs, result)
         event.told, event.handed = told_to(path, args, kwargs), len(event.inputs) - given
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
-        outer = zip(tensors_in(inner), tensors_in(result))
+        outer = zip(returned_tensors(inner), returned_tensors(result))
         self.keys.update((id(x), self.keys[id(y)]) for x, y in outer if maker_of(x) == path and x is not y)
         self.kept.append(inner)
         self.tail = len(self.events)

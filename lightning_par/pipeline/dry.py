@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_par.pipeline.located import ChangedError, Event, Key, Program, RecordedRun, is_setting, told_to
 from lightning_par.pipeline.memo import Memo
-from lightning_par.pipeline.structure import tensors_in, twin
+from lightning_par.pipeline.structure import returned_tensors, tensors_in, twin
 from lightning_par.pipeline.values import written_into
 from lightning_par.rules.table import user_line
 
@@ -43,7 +43,7 @@ class DryRun(RecordedRun):
             if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
         if record.kind == "located" and record.itself is None:
-            names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
+            names.update((id(x), (index, n)) for n, x in enumerate(returned_tensors(record.result)))
         return index, record
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:

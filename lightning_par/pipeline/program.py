@@ -16,7 +16,7 @@ from lightning_par.pipeline.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.stretches import Cut
-from lightning_par.pipeline.structure import tensors_in
+from lightning_par.pipeline.structure import returned_tensors
 from lightning_par.view import ShardedTensor
 
 
@@ -35,7 +35,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
     for name, index in (*run.direct, *run.units):
         uses.setdefault(name, set()).add(stage_of(cut.starts, index))
     routes = _routes(run, cut.starts)
-    values = {key: tensors_in(run.events[key[0]].result)[key[1]] for key in routes.keys}
+    values = {key: returned_tensors(run.events[key[0]].result)[key[1]] for key in routes.keys}
     loss = loss_in(result)
     return Program(
         events=run.events,

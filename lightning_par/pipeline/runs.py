@@ -23,7 +23,7 @@ from lightning_par.pipeline.located import (
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
-from lightning_par.pipeline.structure import map_tensors, tensors_in, twin
+from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.pipeline.values import cut_to, local_shape, of_microbatch, share_of, written_into
 from lightning_par.rules.table import user_line
 from lightning_par.sequence.tokens import Tokens
@@ -207,7 +207,7 @@ class StageRun(RecordedRun):
         """A value from before this stage: received where it is needed, else absent."""
         if record.kind == "read":
             return record.result
-        numbers = iter(range(len(tensors_in(record.result))))
+        numbers = iter(range(len(returned_tensors(record.result))))
 
         def value(absent: Tensor) -> Tensor:
             key = (index, next(numbers))
@@ -217,7 +217,7 @@ class StageRun(RecordedRun):
             self.got[key] = self.receive(key)
             return self.got[key]
 
-        return map_tensors(value, twin(record.result))
+        return map_returned(value, twin(record.result))
 
     def _present(self, value: Any) -> Any:
         """``value`` with what has been received in place of absent tensors."""
@@ -271,7 +271,7 @@ class StageRun(RecordedRun):
         if self.axis is None:
             return result
         axis = self.axis
-        recorded = iter(tensors_in(record.result))
+        recorded = iter(returned_tensors(record.result))
 
         def wrap(x: Tensor) -> Tensor:
             model = next(recorded, None)
@@ -282,11 +282,11 @@ class StageRun(RecordedRun):
                 raise ElsewhereError(f"{path!r} returned {tuple(x.shape)} where {expected} was expected.")
             return ShardedTensor(x, model.sharded_dim, model.positions, axis)
 
-        return map_tensors(wrap, result)
+        return map_returned(wrap, result)
 
     def _made(self, index: int, result: Any, record: Event) -> Any:
-        for n, x in enumerate(tensors_in(result)):
+        for n, x in enumerate(returned_tensors(result)):
             self.got[index, n] = x
         if self.names:  # user code may still hold the absent tensor that was written into
-            self.names.update((id(x), (index, n)) for n, x in enumerate(tensors_in(record.result)))
+            self.names.update((id(x), (index, n)) for n, x in enumerate(returned_tensors(record.result)))
         return result

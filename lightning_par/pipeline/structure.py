@@ -11,6 +11,8 @@ from typing import Any
 from torch import Size, Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
+from lightning_par.watch.users import has_attributes, slots_of
+
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Size)  # pytree would make a tuple of a size
 
 
@@ -36,10 +38,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         items = {key: map_tensors(function, x) for key, x in value.items()}
         return value if all(items[key] is value[key] for key in items) else kind(items)
     if kind in SUPPORTED_NODES:
-        return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, value)
+        return tree_map(lambda x: map_tensors(function, x), value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         new = [map_tensors(function, x) for x in value]
-        return _unless_same(value, new, lambda items: kind(*items))
+        return _unless_same(value, new, lambda items: _named(value, items))
     if isinstance(value, defaultdict):
         return value
     if isinstance(value, Mapping):
@@ -74,6 +76,38 @@ def twin(value: Any, function: Callable[[Tensor], Any] | None = None) -> Any:
     return _twin(value, function or _same, {})
 
 
+def returned_tensors(value: Any) -> list[Tensor]:
+    """The tensors in what a function or a module returned: in objects, too, such as a ``torch.distributions.Normal``.
+
+    Example::
+
+        assert len(returned_tensors((torch.distributions.Normal(torch.zeros(2), torch.ones(2)),))) == 2
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    shallow, deep = tensors_in(value), _tensors_within(value)
+    return shallow if len(shallow) == len(deep) else deep
+
+
+def map_returned(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function(x)`` for each of its `returned_tensors`, in their order."""
+    if isinstance(value, Tensor):
+        return function(value)
+    deep = len(_tensors_within(value)) != len(tensors_in(value))
+    return twin(value, function) if deep else map_tensors(function, value)
+
+
+def _tensors_within(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    _twin(value, note, {})
+    return found
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -81,33 +115,85 @@ def _same(x: Tensor) -> Tensor:
 def _twin(value: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return tensor(value)
+    if isinstance(value, _PLAIN):
+        return value
     if id(value) in made:
         return made[id(value)]
     new: Any
     kind = type(value)
-    if kind in (list, set):
-        made[id(value)] = new = kind()
-        (new.extend if kind is list else new.update)(_twin(x, tensor, made) for x in value)
+    if kind is set:
+        new = set(value)  # of tensors it has no order that ranks share
     elif kind is tuple:
         new = tuple(_twin(x, tensor, made) for x in value)
-    elif kind in (dict, OrderedDict):
-        made[id(value)] = new = kind()
-        new.update((key, _twin(x, tensor, made)) for key, x in value.items())
-    elif kind in SUPPORTED_NODES:
+    elif kind in SUPPORTED_NODES and kind not in (list, dict, OrderedDict):
         new = tree_map(lambda x: _twin(x, tensor, made), value)
-    elif not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)) or callable(value):
-        new = map_tensors(tensor, value)
-    else:
+    elif isinstance(value, tuple):  # by no constructor of the user's
+        new = tuple.__new__(kind, [_twin(x, tensor, made) for x in value])
+        _twin_attributes(value, new, tensor, made)
+    elif isinstance(value, (list, dict)):
+        made[id(value)] = new = _emptied(value)
+        _twin_items(value, new, tensor, made)
+        _twin_attributes(value, new, tensor, made)
+    elif _is_plain_object(value):
         made[id(value)] = new = copy.copy(value)
-        for key, x in vars(value).items():
-            object.__setattr__(new, key, _twin(x, tensor, made))
-        new = map_tensors(tensor, new) if isinstance(new, (dict, tuple)) else new
+        _twin_attributes(value, new, tensor, made)
+    else:
+        new = map_tensors(tensor, value)
     made[id(value)] = new
     return new
 
 
+def _is_plain_object(value: Any) -> bool:
+    if isinstance(value, (type, nn.Module)):
+        return False
+    return has_attributes(value) or hasattr(value, "__dict__") and not callable(value)
+
+
+def _emptied(value: Any) -> Any:
+    """A list or dict of the class of ``value``, by no constructor of the user's."""
+    base = next(base for base in (OrderedDict, defaultdict, dict, list) if isinstance(value, base))
+    new = base.__new__(type(value))
+    if isinstance(value, defaultdict):
+        new.default_factory = value.default_factory
+    return new
+
+
+def _twin_items(value: Any, new: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> None:
+    if isinstance(value, list):
+        list.__setitem__(new, slice(None), [_twin(x, tensor, made) for x in list.__iter__(value)])
+        return
+    base = OrderedDict if isinstance(value, OrderedDict) else dict
+    for key in base.__iter__(value):
+        base.__setitem__(new, key, _twin(dict.__getitem__(value, key), tensor, made))
+
+
+def _twin_attributes(value: Any, new: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> None:
+    own = getattr(new, "__dict__", None)
+    if getattr(value, "__dict__", None) is value:  # a dict whose items are its attributes
+        new.__dict__ = new
+    elif isinstance(own, dict):
+        own.update((key, _twin(x, tensor, made)) for key, x in vars(value).items())
+    for name, slot in slots_of(type(value)).items():
+        if hasattr(value, name):
+            slot.__set__(new, _twin(slot.__get__(value), tensor, made))
+
+
 def _unless_same(old: Any, new: list[Any], make: Callable[[list[Any]], Any]) -> Any:
     return old if all(a is b for a, b in zip(old, new, strict=True)) else make(new)
+
+
+def _named(value: Any, items: list[Any]) -> Any:
+    """A named tuple of the class of ``value``, by no constructor of the user's."""
+    return _with_attributes(value, tuple.__new__(type(value), items))
+
+
+def _with_attributes(value: Any, new: Any) -> Any:
+    """``new``, which is empty but for its items, with the attributes of ``value``."""
+    if getattr(value, "__dict__", None) is value:  # a dict whose items are its attributes
+        new.__dict__ = new
+    elif hasattr(value, "__dict__"):
+        vars(new).update(vars(value))
+    return new
 
 
 def _mapping(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -115,6 +201,12 @@ def _mapping(function: Callable[[Tensor], Any], value: Any) -> Any:
     new = {key: map_tensors(function, x) for key, x in value.items()}
     if all(new[key] is value[key] for key in new):
         return value
+    if isinstance(value, dict):
+        copied = _emptied(value)
+        base = OrderedDict if isinstance(value, OrderedDict) else dict
+        for key, x in new.items():
+            base.__setitem__(copied, key, x)
+        return _with_attributes(value, copied)
     copied = copy.copy(value)
     if getattr(copied, "data", None) is getattr(value, "data", value) and isinstance(
         getattr(value, "data", None), dict
