@@ -129,6 +129,7 @@ class StagedMixin(StrategyMixin):
     def _unspread_model(self) -> None:
         if self._spread is not None and self.lightning_module is not None:
             trainer: Any = self.lightning_module.trainer
+            self._engine = None  # what it watches may hold weights, as the weak references of an LSTM of one's own
             self._spread.undo(self.lightning_module, trainer.callbacks)
         self._spread = self._engine = None
 
