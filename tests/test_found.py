@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_par import HybridParallelStrategy
 from tests.found import FOUND, MEMORY, C
 from tests.pool import Pool
+from tests.strange import STRANGE
 
 STEPS = 3
 CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs")
@@ -63,7 +64,7 @@ def _batches() -> list[Any]:
 def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
-    module, losses = (FOUND | MEMORY)[name](), _Losses()
+    module, losses = (FOUND | MEMORY | STRANGE)[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
@@ -123,6 +124,11 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
     assert not wrong, list(wrong)
     if layout == "pipeline":
         assert [name for name in CUT if results[0][name][3] < 2] == []
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "placement"])
+def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None:
+    assert not _wrong(pool, list(STRANGE), LAYOUTS[layout])[0]
 
 
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)

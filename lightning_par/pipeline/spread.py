@@ -167,11 +167,16 @@ class Spread:
         closed = {call.path for call in walk(root) if call.closed is not None}
         program, reason = self._try(step, stages, wanted)
         while reason is not None and (unit := reason.unit) is not None and unit not in opened:
-            # What the module does with the whole batch's masks may be harmless where it is seen.
-            if unit in closed or not any(True for _ in step.module.get_submodule(unit).children()):
+            # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps
+            # from one call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
+            mixes, inner = isinstance(reason, SamplesMixError), step.module.get_submodule(unit).children()
+            if unit in closed or mixes and next(inner, None) is None:
                 break  # it can't be seen, or there is nothing in it to see
             opened.append(unit)
-            again, again_stages = self.plan(step.module, root, opened)
+            try:
+                again, again_stages = self.plan(step.module, root, opened)
+            except ValueError:  # it is needed as a unit
+                break
             if again == plan:
                 break
             program, said = self._try(step, again_stages, wanted)
