@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ class Known:
         names: by the ids of the source's objects.
         objects: this rank's own, by name.
         module: its modules, parameters and buffers are known, too.
+        late: gives more of this rank's own by name, if they are asked for.
 
     Example::
 
@@ -39,9 +40,13 @@ class Known:
     """
 
     def __init__(
-        self, names: Mapping[int, str] = _EMPTY, objects: Mapping[str, Any] = _EMPTY, module: nn.Module | None = None
+        self,
+        names: Mapping[int, str] = _EMPTY,
+        objects: Mapping[str, Any] = _EMPTY,
+        module: nn.Module | None = None,
+        late: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self.names, self.objects = dict(names), dict(objects)
+        self.names, self.objects, self._late = dict(names), dict(objects), late
         self._module = module
         self._parts: dict[str, Any] = {}
         self._names_of_parts: dict[int, str] = {}
@@ -63,6 +68,8 @@ class Known:
         """This rank's object of a name."""
         if name not in self.objects:
             self._look()
+        if name not in self.objects and name not in self._parts:
+            self.objects = {**self._late(), **self.objects}
         return self.objects[name] if name in self.objects else self._parts[name]
 
     def _look(self) -> None:

@@ -59,7 +59,7 @@ class Effects:
 
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
-        made: Made = _NOTHING, module: nn.Module | None = None,
+        made: Made = _NOTHING, module: nn.Module | None = None, present: Callable[[], Made] = dict,
     ) -> Effects:  # fmt: skip
         """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
 
@@ -70,11 +70,16 @@ class Effects:
             objects: what all ranks have, by name: it does not travel, each rank goes on with its own.
             made: what this rank stored itself in a run of the same step without any values of the model.
             module: what it is made of does not travel, either.
+            present: what this rank has where another has made something: it had made that before.
 
         Raises:
             TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
         """
-        known = Known(self.names, {**objects, **{place_of_made(*key): x for key, x in made.items()}}, module)
+
+        def named(made: Made) -> dict[str, Any]:
+            return {place_of_made(*key): x for key, x in made.items()}
+
+        known = Known(self.names, {**objects, **named(made)}, module, lambda: named(present()))
         sent = replace(self, names={}, kept=[])
         if axis.rank == source and not self.refused and refusal(sent, device, known) is not None:
             for place, value in self._left_behind(device, known, made):

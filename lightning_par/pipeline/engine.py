@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,8 @@ class Engine:
         self.programs.attributes.settle()
         watch, batch = self.programs.watch, None if ready.coupled else step.batch
         source, known = ready.program.last_rank, watch.objects(batch)
-        effects = effects.travel(self.axis, source, self.device, known, watch.made, self.module)
+        present = partial(watch.present, batch)
+        effects = effects.travel(self.axis, source, self.device, known, watch.made, self.module, present)
         generators.set_global_state(ready.after)
         with step.context():  # numbers that are logged become tensors of the precision's dtype
             apply(effects, self.module, watch, batch, show=self.axis.rank == 0)

@@ -192,6 +192,10 @@ class Watch:
         given = self._of_batch(state, batch)
         return state.cells if given is None else {**state.cells, **given.cells}
 
+    def present(self, batch: Any = None) -> dict[tuple[str, Any], Any]:
+        """What is there now, by the name of the object that holds it and where in it."""
+        return {(name, key): value for name, cell in self.cells(batch).items() for key, value in cell.items()}
+
     def objects(self, batch: Any = None) -> dict[str, Any]:
         """Everything that has a name, the same on all ranks."""
         state = self.snapshot()
