@@ -113,6 +113,33 @@ def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(fake, result)
 
 
+def all_fake(mode: FakeTensorMode, args: Any, kwargs: Any, result: Any) -> Any:
+    """``result``, of a function of fakes, with fakes for values that it made for itself and wrote the fakes' into.
+
+    Such a value is real, though it depends on the fakes: ``pad_packed_sequence`` fills a tensor, then copies into it.
+
+    Example::
+
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            x = torch.empty(3)
+        assert is_fake(all_fake(mode, (x,), {}, torch.zeros(3)))
+    """
+    if isinstance(result, FakeTensor):
+        return result
+    made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and not is_fake(x) and not is_sharded(x)]
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)] if made else []
+    fakes, ids = [x for x in given if is_fake(x)], {id(x) for x in given}
+    if not fakes or any(map(is_sharded, given)):
+        return result
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_fake(x) or id(x) in ids or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return linked(mode.from_tensor(x.detach()), fakes) if x.requires_grad else mode.from_tensor(x)
+
+    return tree_map(fake, result)
+
+
 def _known(result: Any, again: Callable[[], Any]) -> dict[int, Tensor]:
     """By the ids of those in ``result``: integers that ones and zeros agree on, as the sizes of a packed batch."""
     integers = _integers(result)

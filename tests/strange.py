@@ -60,4 +60,92 @@ class KeptForTheLoss(Base):
         return F.mse_loss(y, batch[0]) + self.norm.mean.square().mean() * 0.1
 
 
-STRANGE: dict[str, type[Base]] = {kind.__name__: kind for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss)}
+class Padded(nn.Module):
+    """A recurrent layer that is told how long its sequences are, and where it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(C, C, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor, h: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, state = self.cells(packed, (h[None], h[None]))
+        return pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0], state
+
+
+class PadsWithin(Base):
+    """Packs within a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = Padded()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = self.a(x)
+        out, (hidden, _) = self.rnn(x, y + 1, h.mean(1))
+        return F.mse_loss(self.b(out), x) + hidden.square().mean()
+
+
+class PadsBetween(Base):
+    """Packs in the step itself; the same lengths in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(C, C, batch_first=True)
+
+    def lengths(self, y: Tensor) -> Tensor:
+        return torch.tensor([6, 2, 4, 3])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        packed = pack_padded_sequence(self.a(x), self.lengths(y), batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=6)
+        return F.mse_loss(self.b(out), x)
+
+
+class PadsByBatch(PadsBetween):
+    """Other lengths, and in all more or fewer, in each batch."""
+
+    def lengths(self, y: Tensor) -> Tensor:
+        return y.cpu() + 1
+
+
+class MaskedBetween(Base):
+    """A mask of the batch before the last layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keep = batch[0][..., 0] > 0
+        return F.mse_loss(self.b(self.a(batch[0])[keep].tanh()), batch[0][keep])
+
+
+class Penalised(nn.Module):
+    """Takes a gradient within itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        z = h.detach().requires_grad_(True)
+        (g,) = torch.autograd.grad(z.pow(3).sum(), z)
+        return h * (1 + g.tanh())
+
+
+class GradWithin(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(Penalised(), nn.Tanh())  # type: ignore[assignment]
+
+
+class Gaussian(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        return F.gaussian_nll_loss(h, batch[0], h.exp())
+
+
+STRANGE: dict[str, type[Base]] = {
+    kind.__name__: kind
+    for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian)
+}  # fmt: skip

@@ -89,7 +89,7 @@ def _fit_all(names: list[str], layout: dict[str, Any] | None) -> dict[str, Any]:
     for name in names:
         try:
             found[name] = _fit(name, layout)
-        except ValueError as error:  # a refusal before training, on all ranks
+        except (ValueError, NotImplementedError) as error:  # a refusal before training, on all ranks
             found[name] = str(error)
     return found
 
@@ -128,7 +128,7 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None:
-    assert not _wrong(pool, list(STRANGE), LAYOUTS[layout])[0]
+    assert _wrong(pool, list(STRANGE), LAYOUTS[layout])[0] == {}
 
 
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)

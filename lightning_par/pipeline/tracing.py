@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.fake_functions import UNRUN, is_fake, run_on_ones
+from lightning_par.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
 from lightning_par.guesses import READS, Guesses
 from lightning_par.pipeline.calls import Trace, tracing
 from lightning_par.pipeline.costs import Closing, Frame, flops_of, nbytes_of
@@ -68,7 +68,7 @@ class FakeRun(Run):
         if self.axis is not None and self.training and getattr(func, "__name__", "") in _HOOKED:
             self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
-            result = func(*args, **kwargs)
+            result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
         except UNRUN:
             self.unsized += 1
             self.close_modules("the shape of a value in it depends on values")
