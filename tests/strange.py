@@ -147,5 +147,6 @@ class Gaussian(Base):
 
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
-    for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian)
+    for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
+                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin)
 }  # fmt: skip

@@ -32,7 +32,7 @@ from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
-from lightning_par.pipeline.tracing import FakeRun
+from lightning_par.pipeline.tracing import FakeRun, sizing
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
 from lightning_par.positions import Positions
@@ -143,6 +143,9 @@ class Analysis(FakeRun):
         if name in READS:
             return self._read(func, name, args, kwargs, located)
         if name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd"):
+            if not self.homes and any(frame.numel for frame in self.frames[1:]):
+                self.close_modules("it calls torch.autograd.grad", reads=True)
+                return self._run(func, args, kwargs)
             raise NotImplementedError(
                 f"{user_line()}: torch.autograd.grad within a step needs the graph of all stages of the pipeline at "
                 "once. Use TensorParallelStrategy."
@@ -153,7 +156,7 @@ class Analysis(FakeRun):
         for x in located:
             self._use_parameter(x)
         sums = self.axis.sums if self.axis is not None else 0
-        unsized, flops = self.unsized, self.frames[-1].flops
+        unsized, sized, flops = self.unsized, self.sized, self.frames[-1].flops
         result, cuts = self._with_or_without_samples(func, args, kwargs, target, located)
         sets = name == "__setitem__" and target is None
         result = args[0] if sets else result
@@ -166,6 +169,9 @@ class Analysis(FakeRun):
             if event.itself is not None and not writes(name):  # as `flatten` does of a vector
                 self.direct = [use for use in self.direct if use[1] != len(self.events) - 1]
         event.cuts, event.unsized, event.sets = cuts, self.unsized > unsized, sets
+        if self.sized > sized or name == "_pad_packed_sequence":
+            with unset_fake_temporarily():
+                event.sizing = sizing(func, args)
         event.flops = self.frames[-1].flops - flops
         if self.axis is not None:
             event.shares = self._tag(func, args, kwargs, result, reduced)
@@ -214,10 +220,16 @@ class Analysis(FakeRun):
         Beside a value cut into microbatches they come whole: a loss counts its denominator on whole targets.
         """
 
+        sized = self.sized
+
         def run(args: Any, kwargs: Any) -> Any:
             if target is None:
                 result = self._run(func, args, kwargs)
-                return result if writes(getattr(func, "__name__", "")) else map_tensors(self._located, result)
+                if writes(getattr(func, "__name__", "")):
+                    return result
+                packs = getattr(func, "__name__", "").endswith("_packed_sequence") or self.sized > sized
+                own = {id(x) for x in tensors_in(result) if packs and sizing(func, args) is not None and _counts(x)}
+                return map_tensors(lambda x: x if id(x) in own else self._located(x), result)
             into = args[0].clone()
             if not is_located(into):  # what a fake is written into must be one
                 into = self.mode.from_tensor(into)
@@ -316,7 +328,9 @@ class Analysis(FakeRun):
         self._note_overwritten(index, written)
         self.lent.give((x for x in inputs if not is_located(x) and not self.is_state(x)), written)
         for n, x in enumerate(returned_tensors(result)):
-            if id(x) not in self.names:
+            if not is_located(x):
+                self.batch_keys[id(x)] = (index, n)
+            elif id(x) not in self.names:
                 self.keys[id(x)] = (index, n)
                 self.nodes[index, n] = x.grad_fn
                 self.memory.made((index, n), x)
@@ -435,3 +449,8 @@ class Analysis(FakeRun):
         self.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
         self.tags.update((id(x), Share.MIXED) for x in tensors_in(result))
         return result
+
+
+def _counts(x: Tensor) -> bool:
+    """Whether ``x``, of a function whose result's sizes the batch tells, holds such sizes."""
+    return not is_located(x) and not x.is_floating_point()

@@ -7,9 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.pipeline.located import ChangedError, Event, Key, Program, RecordedRun, is_setting, told_to
+from lightning_par.pipeline.located import (
+    ChangedError,
+    Event,
+    Key,
+    Program,
+    RecordedRun,
+    is_located,
+    is_setting,
+    told_to,
+)
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.structure import returned_tensors, tensors_in, twin
+from lightning_par.pipeline.tracing import sizing
 from lightning_par.pipeline.values import written_into
 from lightning_par.rules.table import user_line
 
@@ -31,6 +41,9 @@ class DryRun(RecordedRun):
         if index >= len(self.program.events) or self.program.events[index].func != func:
             raise ChangedError(f"{user_line()}: {func}")
         names = self.names
+        if self.program.events[index].sizing is not None and index < self.program.tail:
+            if sizing(func, args) != self.program.events[index].sizing:
+                raise ChangedError(f"{user_line()}: how many values {func} is to return")
         inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
         record = self.program.events[index]
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
@@ -43,7 +56,8 @@ class DryRun(RecordedRun):
             if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
         if record.kind == "located" and record.itself is None:
-            names.update((id(x), (index, n)) for n, x in enumerate(returned_tensors(record.result)))
+            for n, x in enumerate(returned_tensors(record.result)):
+                (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)
         return index, record
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:

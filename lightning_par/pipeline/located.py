@@ -57,7 +57,8 @@ class Event:
         place: ``file:line`` of the user's code.
         shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
         cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
-        unsized: whether the shape of its result depends on values.
+        unsized: whether the shape of its result depends on values of the model.
+        sizing: the content of the batch's tensors that tell that shape, where some do.
         sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
         itself: which of its tensors is what it returns, where that is a parameter.
@@ -77,6 +78,7 @@ class Event:
     shares: tuple[int, ...] = ()
     cuts: bool = False
     unsized: bool = False
+    sizing: tuple[Any, ...] | None = None
     sets: bool = False
     writes: bool = False
     itself: int | None = None

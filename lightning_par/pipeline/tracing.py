@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_par.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
 from lightning_par.guesses import READS, Guesses
 from lightning_par.pipeline.calls import Trace, tracing
+from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.costs import Closing, Frame, flops_of, nbytes_of
 from lightning_par.pipeline.located import Run, is_metadata
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
@@ -20,6 +21,10 @@ from lightning_par.pipeline.values import of_microbatch
 from lightning_par.rules.table import user_line, writes
 from lightning_par.view import ShardedTensor
 
+# Functions whose second argument tells how many values they return: lengths, sizes, an index, a mask, how often.
+_SIZED_BY_SECOND = frozenset("""
+_pack_padded_sequence _pad_packed_sequence __getitem__ masked_select repeat_interleave
+""".split())  # fmt: skip
 _HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
@@ -44,6 +49,7 @@ class FakeRun(Run):
         self.guesses = Guesses()
         self.calls = 0  # of modules with parameters
         self.unsized = 0  # functions so far whose result's shape depends on values
+        self.sized = 0  # of which the batch alone tells it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.depth:
@@ -70,8 +76,11 @@ class FakeRun(Run):
         try:
             result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
         except UNRUN:
-            self.unsized += 1
-            self.close_modules("the shape of a value in it depends on values")
+            if sizing(func, args) is not None:
+                self.sized += 1
+            else:
+                self.unsized += 1
+                self.close_modules("the shape of a value in it depends on values")
             result = self._run_on_ones(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:  # some kernels' fake versions want what real ones don't
             inputs = tree_leaves((args, kwargs))
@@ -147,6 +156,15 @@ class FakeRun(Run):
             frame.closing = frame.closing or Closing(why, len(frame.children), self.calls if reads else inf)
             if frame.numel:  # one without parameters is no unit: its code is that of the module around it
                 return
+
+
+def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
+    """What alone tells how many values ``func`` returns, where that is no value of the model; None if not known."""
+    if getattr(func, "__name__", "") not in _SIZED_BY_SECOND or len(args) < 2:
+        return None
+    if any(isinstance(x, (FakeTensor, ShardedTensor)) for x in tree_leaves(args[1])):
+        return None
+    return constants_of(args[1], lambda _: False)
 
 
 def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
