@@ -162,7 +162,7 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and _is_named_tuple(obj) and not _is_importable(obj):
             defaults = tuple(getattr(obj, "_field_defaults", {}).items())
-            return _named_tuple, (obj.__module__, obj.__name__, obj._fields, defaults)
+            return _named_tuple, (obj.__module__, obj.__name__, vars(obj)["_fields"], defaults)
         return NotImplemented
 
 
@@ -173,11 +173,12 @@ def _is_importable(kind: type) -> bool:
     return found is kind
 
 
-def _is_named_tuple(kind: type) -> bool:
+def _is_named_tuple(kind: Any) -> bool:
     """Whether a class is nothing but a named tuple: one that says more, or has other bases, can't be made anew."""
     if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
         return False
-    alike = namedtuple("alike", kind._fields, rename=True)  # held: a class that is let go loses what is in it
+    make: Any = namedtuple  # of which mypy wants the fields written down
+    alike = make("alike", kind._fields, rename=True)  # held: a class that is let go loses what is in it
     own, plain = vars(kind), vars(alike)
     if own.keys() - plain.keys() - _OF_ANNOTATIONS - {*kind._fields}:
         return False
@@ -195,7 +196,8 @@ __static_attributes__ __slotnames__
 def _named_tuple(module: str, name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]) -> type:
     """A class that a function made, and no module holds."""
     given = [value for _, value in defaults]
-    return namedtuple(name, fields, rename=True, defaults=given, module=module)  # type: ignore[no-any-return]
+    make: Any = namedtuple  # of which mypy wants the fields written down
+    return make(name, fields, rename=True, defaults=given, module=module)  # type: ignore[no-any-return]
 
 
 class Unpacker(pickle.Unpickler):

@@ -91,11 +91,12 @@ class Engine:
         Returns:
             What the step returned; the loss in it has the gradients behind it.
         """
-        ready = (
-            self.programs.prepare_apart(step, microbatches)
-            if self.coupled
-            else self.programs.prepare(step, microbatches)
-        )
+        with _whole_batches_advised():
+            ready = (
+                self.programs.prepare_apart(step, microbatches)
+                if self.coupled
+                else self.programs.prepare(step, microbatches)
+            )
         schedule = self.order.training([part.program for part in ready.parts])
         scale = scale / shares.ranks()  # each rank's share of the loss's gradient
         with gradients_apart([*named.values()]), shares.unshared():
