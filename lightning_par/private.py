@@ -358,6 +358,24 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def hooks_on_all() -> list[Callable[..., Any]]:
+    """The user's hooks on the calls of all modules there are; torch can only register them."""
+    from torch.nn.modules import module
+
+    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]
+
+
+def number_of_hooks(module: nn.Module) -> int:
+    """How many hooks of the user's see calls of ``module``."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:
+    """The user's hooks on ``module``, of its calls and of gradients."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether user code meets the gradients of the inputs or outputs of ``module``."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -531,3 +531,15 @@ def test_a_throughput_monitor_counts_by_ranks_and_flops(namespace: Namespace) ->
     monitor.setup(trainer, None, "validate")
     (throughput,) = private.throughputs(monitor)
     assert throughput.world_size == 1 and throughput.available_flops is None
+
+
+def test_hooks_on_modules_and_on_all_of_them_are_found() -> None:
+    module, seen = nn.Linear(1, 1), lambda *args: None
+    assert not private.hooks_on(module) and not private.hooks_on_all()
+    handles = [module.register_forward_hook(seen), module.register_full_backward_hook(seen)]
+    assert private.hooks_on(module) == [seen, seen] and private.number_of_hooks(module) == 1
+    handles += [nn.modules.module.register_module_forward_hook(seen)]
+    assert private.hooks_on_all() == [seen]
+    for handle in handles:
+        handle.remove()
+    assert not private.hooks_on(module) and not private.hooks_on_all()

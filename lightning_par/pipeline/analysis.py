@@ -35,6 +35,7 @@ from lightning_par.pipeline.structure import map_returned, map_tensors, returned
 from lightning_par.pipeline.tracing import FakeRun, sizing
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
+from lightning_par.pipeline.watch import state_of
 from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
 from lightning_par.transforms import TRANSFORMS
@@ -103,6 +104,8 @@ class Analysis(FakeRun):
         self.has_read = False
         self.deciding: set[str] = set()
         self.tries_units = True
+        self.packages: frozenset[str] | None = None  # the user's, where units that keep something are looked for
+        self.keeping: dict[str, str] = {}  # the units that change Python state, and what they change
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
@@ -397,7 +400,7 @@ class Analysis(FakeRun):
         flops, stood = self.frames[-1].flops, standing()
         plainly = True
         try:
-            with self.handed.unit(path, module, tensors_in((args, kwargs))):
+            with self.handed.unit(path, module, tensors_in((args, kwargs))), self._keeps(path, module):
                 if self.axis is None or not self.tries_units:
                     result = original(*args, **kwargs)
                 else:
@@ -430,6 +433,19 @@ class Analysis(FakeRun):
         self.kept.append(inner)
         self.tail = len(self.events)
         return result
+
+    @contextmanager
+    def _keeps(self, path: str, module: nn.Module) -> Iterator[None]:
+        """A unit runs inside: note it if that changes Python state."""
+        unseen = self.packages is None or path in self.keeping
+        before = None if unseen else state_of(module, path, self.packages or frozenset())
+        yield
+        if before is None:
+            return
+        for cell in before.cells.values():
+            if not cell.fixed and cell.change_unlent() is not None:
+                self.keeping[path] = cell.name
+                return
 
     def _from_unit(self, x: Tensor) -> Tensor:
         return x if id(x) in self.names else self.handed.returned(self._located(x))

@@ -18,6 +18,7 @@ from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.draws import stand_at
 from lightning_par.pipeline.effects import Effects, apply, merged
 from lightning_par.pipeline.expected import expected_gradients, refuse_others
+from lightning_par.pipeline.inner_state import InnerState
 from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
 from lightning_par.pipeline.located import Key, Program, StageDoneError
 from lightning_par.pipeline.messages import Messenger
@@ -68,6 +69,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
+        self.inner_state = InnerState(self.module, self.programs.watch, self.axis, self.device)
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self.tokens = Tokens()  # of the step that runs
         self.rehearsing = False
@@ -183,13 +185,20 @@ class Engine:
         frontier: dict[int, list[Tensor]] = {}
         self.messenger.timed = self.trace is not None
         actions = schedule.actions[self.axis.rank]
+        inner, ends = self.inner_state, ready.program.stages
+        if not self.rehearsing:
+            inner.begin(ready.program, len(ready.parts) > 1)
         for place, action in enumerate(actions):
             for near in actions[place : place + 2]:
                 crossing.expect(near)
             began = self.messenger.clock() - self.messenger.waited if self.trace is not None else 0.0
             if action.op == "F":
+                if not self.rehearsing:
+                    inner.hear(action.stage)
                 with _whole_batches_advised():
                     run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
+                if not self.rehearsing:
+                    inner.tell(action.stage)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
                     told[action.microbatch] = without_graphs(effects) if len(ready.parts) > 1 else effects
                     if ready.cut and not self._joins(ready, schedule):
@@ -197,10 +206,14 @@ class Engine:
                         frontier[action.microbatch] = at_tail
                 del run, effects  # they hold the microbatch's graph, which its backward frees
             else:
+                if not self.rehearsing:
+                    inner.hear(ends)
                 crossing.backward(action.op, action.stage, action.microbatch)
             if self.trace is not None:
                 start = began + self.messenger.waited
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
+        if not self.rehearsing:
+            inner.end()
         return self._whole(ready, schedule, told, frontier, key)
 
     def _whole(self, *args: Any) -> Effects:
@@ -268,8 +281,10 @@ class Engine:
         effects: Effects = Effects()
         stand_at(part.before)
         watch = self.programs.watch
-        if not self.rehearsing and (not counts or run.axis is not None):
-            run.inside = watch.inside
+        first = run.axis is None or run.axis.rank == 0
+        if not self.rehearsing and run.stage < run.program.stages:
+            run.told = self.inner_state if first and not part.apart else None
+            run.hushed = None if counts and run.axis is None else not first
         with watch.told(step.batch, not part.apart) if counts else watch.undone(step.batch) as found:
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:

@@ -134,6 +134,7 @@ class Program:
         regions: the first event of a region that backward is to run again, and the first one behind it.
         patterns: of the guesses by which the step decides.
         overwritten: the parameters, and buffers within units, that the step writes into.
+        keeping: the units that change Python state, by their own code or by hooks on them.
     """
 
     events: list[Event]
@@ -157,6 +158,7 @@ class Program:
     regions: dict[int, int] = field(default_factory=dict)
     deciding: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
+    keeping: frozenset[str] = frozenset()
     patterns: Patterns = field(default_factory=dict)
 
     @property

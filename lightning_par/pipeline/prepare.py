@@ -13,6 +13,7 @@ from lightning_par import generators
 from lightning_par.pipeline.attributes import Attributes
 from lightning_par.pipeline.draws import is_standing
 from lightning_par.pipeline.dry import DryRun
+from lightning_par.pipeline.hooks import Hooks
 from lightning_par.pipeline.located import ChangedError, Program
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
@@ -83,12 +84,14 @@ class Programs:
         stages: how they are cut.
         watch: the module's Python state.
         holds: the ranks that hold a parameter.
+        hooks: those within units.
     """
 
     module: nn.Module
     stages: Stages
     watch: Watch
     holds: Callable[[str], tuple[int, ...]]
+    hooks: Hooks
     made: dict[Any, list[Program]] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
     studies: dict[Any, int] = field(default_factory=dict)
@@ -103,6 +106,7 @@ class Programs:
         if not samples and tensors_in(step.batch):
             raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
         wanted = max(1, min(microbatches, samples))
+        self.hooks.agree()
         while True:
             signature = self._signature(step, wanted)
             known = self.made.setdefault(signature, [])
@@ -154,12 +158,16 @@ class Programs:
         if microbatches > 1 and self.studies[shapes] > MOST_STUDIES:
             self.refused[shapes] = "what modules do follows values that change from step to step"
             return 1
+        program, mixed = None, None
         try:
             program = study(step, self.stages, microbatches)
         except SamplesMixError as error:
             if microbatches == 1:
                 raise
-            self.refused[signature] = str(error)
+            mixed = str(error)
+        mixed = self.hooks.any_of(mixed)
+        if mixed is not None or program is None:
+            self.refused[signature] = str(mixed)
             return 1
         if program.deciding - self.deciding:
             self.deciding |= program.deciding
@@ -186,7 +194,7 @@ class Programs:
         trained = hash(tuple(p.requires_grad for p in self.module.parameters())) if step.grad else 0
         modes = hash(tuple(m.training for m in self.module.modules()))
         said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
-        return step.name, step.grad, microbatches, tensors, trained, modes, said
+        return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
 
     def _of_trainer(self) -> tuple[Any, ...]:
         trainer = vars(self.module).get("_trainer")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.draws import GlobalDrawError, drawing, is_standing, standing
+from lightning_par.pipeline.inner_state import InnerState
 from lightning_par.pipeline.located import (
     ElsewhereError,
     Event,
@@ -24,6 +25,7 @@ from lightning_par.pipeline.located import (
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.microbatch import MicrobatchAxis
+from lightning_par.pipeline.speech import hushed, speaking
 from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.pipeline.values import cut_to, local_shape, of_microbatch, share_of, written_into
 from lightning_par.rules.table import user_line
@@ -46,13 +48,15 @@ class StageRun(RecordedRun):
         stops: whether the last stage ends behind the last unit.
 
     Attributes:
-        inside: entered around each call of a unit, given the unit and whether it is in the first microbatch.
+        told: what units change is told through it, if it is.
+        hushed: whether what units print is dropped, or None where the run that is on hears it.
     """
 
     tokens = Tokens()
     """How sequences lie on the ranks of this stage."""
 
-    inside: Callable[[nn.Module, bool], AbstractContextManager[None]] | None = None
+    told: InnerState | None = None
+    hushed: bool | None = None
 
     def __init__(
         self,
@@ -173,18 +177,25 @@ class StageRun(RecordedRun):
         if record is None:
             raise ElsewhereError(f"{user_line()}: {path!r} is called where it was not when the step was recorded.")
         if index < self.first:
+            if self.told is not None:
+                self.told.passed(index)
             return self._from_before(index, record)
         args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
         self.ran.append(path)
-        first = self.axis is None or self.axis.rank == 0
-        inside = nullcontext() if self.inside is None else self.inside(module, first)
-        with drawing((*self.draws, index), module), self.aside(), inside:
+        with drawing((*self.draws, index), module), self.aside(), self._heard(), self._telling(index, path):
             call = partial(original, *args, **kwargs)
             before = standing() if self.memo.standing is None else None
             result = call() if self.again is None else self.again(call)
             if before is not None and not is_standing(before):
                 raise GlobalDrawError(path)
         return self._made(index, self._as_recorded(path, result, record), record)
+
+    def _heard(self) -> AbstractContextManager[None]:
+        """What a unit prints inside is heard on this rank, once for all microbatches, or by the run that is on."""
+        return nullcontext() if self.hushed is None else hushed() if self.hushed else speaking()
+
+    def _telling(self, index: int, path: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.told is None else self.told.call(index, path)
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:

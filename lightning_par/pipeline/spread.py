@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from lightning_par.data.stored import Stored
 from lightning_par.data.using import in_use, parts_of_gradients
 from lightning_par.layout import Groups, make_message_groups
+from lightning_par.meeting import Meeting
 from lightning_par.peek import peek_batch
 from lightning_par.pipeline.engine import Engine
 from lightning_par.pipeline.handed import UnitError
+from lightning_par.pipeline.hooks import Hooks
 from lightning_par.pipeline.located import Program, Run, intercept_units, release_units
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
@@ -124,7 +126,8 @@ class Spread:
                 p.local: g for p, g in parts_of_gradients(stored).items()
             }
 
-        programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size))
+        hooks = Hooks(module, stages.homes, self.axis, Meeting(self.axis, self.timeout, "hooks"))
+        programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size), hooks)
         engine = Engine(module, self.axis, device, self.order(), programs, finish)
         engine.coupled = self.coupled
         return engine
@@ -144,12 +147,13 @@ class Spread:
             failure = error
         told = None if failure is None else f"{failure}" or repr(failure)
         mine = None if outcome is None else self.fingerprint(outcome[0])
-        answers = self.groups.world.all_gather_object((told, mine), "plan")
+        answers = self.groups.world.all_gather_object((told, mine, self.microbatches), "plan")
         if failure is not None:
             raise failure
-        if any(text for text, _ in answers):
-            raise ValueError(next(text for text, _ in answers if text))
-        for rank, (_, theirs) in enumerate(answers):
+        if any(text for text, *_ in answers):
+            raise ValueError(next(text for text, *_ in answers if text))
+        self.microbatches = min(count for *_, count in answers)  # hooks may go by the rank
+        for rank, (_, theirs, _) in enumerate(answers):
             if theirs != answers[0][1]:
                 raise ValueError(
                     f"The layers are placed in another way on rank {rank} than on rank 0. On rank 0:\n{answers[0][1]}\n"

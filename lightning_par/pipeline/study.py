@@ -31,6 +31,7 @@ from lightning_par.pipeline.watch import untraced
 from lightning_par.positions import Positions
 from lightning_par.random import streams
 from lightning_par.record import quiet
+from lightning_par.watch.users import packages_of
 
 
 def survey(step: Step) -> Call:
@@ -46,18 +47,26 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
     """
     if microbatches == 1:
-        run, result = _analyse(step, stages, None, {})
+        run, result = _analyse(step, stages, None, {}, keeps=True)
         _follow_numbers(step, stages, None, run)
-        return replace(make_program(step, run, result, 1, {}), patterns=run.guesses.patterns)
+        return replace(
+            make_program(step, run, result, 1, {}), patterns=run.guesses.patterns, keeping=frozenset(run.keeping)
+        )
     for name, module in step.module.named_modules() if step.grad else ():
         if private.has_backward_hooks(module):
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = MicrobatchAxis(microbatches, 0)
-    whole, _ = _analyse(step, stages, None, {})
+    whole, _ = _analyse(step, stages, None, {}, keeps=True)
+    for path, place in whole.keeping.items():
+        if any(map(private.has_hooks, step.module.get_submodule(path).modules())) or private.hooks_on_all():
+            error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
+            error.unit = path
+            raise error
     patterns = whole.guesses.patterns
     layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns)
-    program = replace(make_program(step, run, result, microbatches, layouts), patterns=run.guesses.patterns)
+    program = make_program(step, run, result, microbatches, layouts)
+    program = replace(program, patterns=run.guesses.patterns, keeping=frozenset(whole.keeping))
     _follow_numbers(step, stages, axis, run)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
@@ -98,13 +107,14 @@ def _analyse(
     layouts: Layouts,
     traced: bool = False,
     patterns: Patterns | None = None,
+    keeps: bool = False,
 ) -> tuple[Analysis, Any]:
     """Run the step on fakes, by guesses with which it comes to its end; the first ones go by ``patterns``."""
 
     def trial(guesses: Guesses) -> Trial[Any]:
         found, error = None, None
         try:
-            found = _run(step, stages, axis, layouts, guesses, traced)
+            found = _run(step, stages, axis, layouts, guesses, traced, keeps=keeps)
         except (SamplesMixError, GlobalDrawError):
             raise
         except (Exception, EndlessError) as failure:  # the user's code may raise by a wrong guess
@@ -133,6 +143,7 @@ def _run(
     guesses: Guesses,
     traced: bool = False,
     draw: int = 0,
+    keeps: bool = False,
 ) -> tuple[Analysis, Any]:
     intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -150,6 +161,7 @@ def _run(
     named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
     run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0
+    run.packages = packages_of(step.module) if keeps else None
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     intercept_calls(copy, run, stages.homes, traced)

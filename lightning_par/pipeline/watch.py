@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from lightning_par import private
 from lightning_par.pipeline.effects import Effects
+from lightning_par.pipeline.located import UnitCall
 from lightning_par.pipeline.metrics import Around, StandIns, calling
 from lightning_par.pipeline.outputs import Recorder, recorded, silent
-from lightning_par.pipeline.speech import hushed, speaking
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.watch.cells import Cell
@@ -25,7 +25,7 @@ from lightning_par.watch.changes import Change, MappingChange
 from lightning_par.watch.reach import ATOMS
 from lightning_par.watch.snapshot import Snapshot, kept, reading, too_large
 from lightning_par.watch.spares import Spares
-from lightning_par.watch.users import packages_of
+from lightning_par.watch.users import is_users_code, packages_of
 
 T = TypeVar("T")
 
@@ -67,7 +67,9 @@ class Watch:
         self._snapshot: Snapshot | None = None
         self._stand_ins = StandIns()
         self._spares, self._spares_of_batch = Spares(), Spares()
-        self._inside: list[tuple[str, Change]] = []  # what hooks of units changed in the run that is on
+        self.units = [path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), UnitCall)]
+        self._inner: list[tuple[str, nn.Module]] = []
+        self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     @contextlib.contextmanager
     def undone(self, batch: Any = None, keep: bool = False) -> Iterator[None]:
@@ -126,33 +128,29 @@ class Watch:
                     _tell(effects, given)
         finally:
             overwritten = [place for x in held for place in x.restore()]
-            self._keep_inside(state)
         if overwritten:
             refused.append(too_large(overwritten))
 
-    @contextlib.contextmanager
-    def inside(self, unit: nn.Module, prints: bool) -> Iterator[None]:
-        """A unit runs inside, on this rank alone: what its hooks store stays here, though the run be undone.
+    def widen(self, units: Collection[str]) -> None:
+        """Look at what the code of these units and their hooks reaches, too; it is the same for all runs of a step."""
+        inner = [m for path in sorted(units) for m in self._within(path)]
+        found = (*units, *private.hooks_on_all(), *(hook for _, m in inner for hook in private.hooks_on(m)))
+        if len(found) != len(self._widened) or any(a is not b and a != b for a, b in zip(found, self._widened)):
+            self._widened, self._inner, self._snapshot = found, inner, None
 
-        Args:
-            unit: the unit.
-            prints: whether what it prints and tells Python's loggers is said.
-        """
-        with speaking() if prints else hushed():
-            if not any(private.has_hooks(module) for module in unit.modules()):
-                yield
-                return
-            snapshot = self._walked()
-            yield
-        changes = [(name, cell.change_unlent()) for name, cell in snapshot.cells.items() if not cell.fixed]
-        self._inside += [(name, change) for name, change in changes if change is not None]
-        snapshot.restore()
+    def with_unit(self, path: str) -> tuple[Snapshot, set[str]]:
+        """What is there now, the unit's own attributes included, and the names of these."""
+        inner = [(f"self.{name}", m) for name, m in self._within(path)]
+        apart = {key: name for key, name in self._units.items() if all(key != id(m) for _, m in inner)}
+        snapshot = self._walked(apart)
+        return snapshot, set(snapshot.add_units(inner))
 
-    def _keep_inside(self, state: Snapshot) -> None:
-        changes, self._inside = self._inside, []
-        for name, change in changes:
-            if name in state.cells:
-                state.cells[name].apply(change)
+    def names(self) -> dict[int, str]:
+        """In a run, the names of what was there before it, by the ids of that and of what stands in for it."""
+        return {} if self._snapshot is None else {**self._snapshot.names, **self._snapshot.stand_ins()}
+
+    def _within(self, path: str) -> list[tuple[str, nn.Module]]:
+        return users_within(self.lightning_module.get_submodule(path), path, self._packages)
 
     def snapshot(self) -> Snapshot:
         """What the modules hold now, the same as before if they still hold it."""
@@ -168,10 +166,13 @@ class Watch:
         if not all(cells[name].renew(ATOMS) for name in changed if name in cells):
             self._snapshot = None
 
-    def _walked(self) -> Snapshot:
-        snapshot = Snapshot(self.modules, self._packages, self._units)
-        for kind in self._classes.values():
+    def _walked(self, apart: dict[int, str] | None = None) -> Snapshot:
+        snapshot = Snapshot(self.modules, self._packages, self._units if apart is None else apart)
+        for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
             snapshot.add(kind.__qualname__, kind)
+        for name, m in self._inner:
+            for n, hook in enumerate(private.hooks_on(m)):
+                snapshot.add(f"hook {n} of {name}", hook)
         return snapshot
 
     def _of_batch(self, state: Snapshot, batch: Any) -> Snapshot | None:
@@ -201,6 +202,25 @@ class Watch:
         state = self.snapshot()
         given = self._of_batch(state, batch)
         return state.objects if given is None else {**state.objects, **given.objects}
+
+
+def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
+    named = unit.named_modules(prefix=path)
+    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or private.hooks_on(m)]
+
+
+def state_of(unit: nn.Module, path: str, packages: frozenset[str]) -> Snapshot | None:
+    """All that code which runs in a unit reaches, None if none of it is the user's."""
+    inner = users_within(unit, path, packages)
+    if not inner and not private.hooks_on_all():
+        return None
+    state = Snapshot([], packages)
+    for name, m in inner:
+        for n, hook in enumerate(private.hooks_on(m)):
+            state.add(f"hook {n} of {name}", hook)
+    state.add_units(inner)
+    return state
 
 
 def untraced(trial: Callable[..., T]) -> Callable[..., T]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_par import private
 from lightning_par.watch.cells import (
     AttributesCell,
     BodyCell,
@@ -134,6 +135,8 @@ class Reach:
         """Look into modules; their submodules are added by themselves."""
         for name, module in modules:
             self._module(name, module)
+        for n, hook in enumerate(private.hooks_on_all() if self.hooks else ()):
+            self._waiting.append(_Found(f"hook {n} of all modules", hook))
         self._walk()
 
     def _walk(self) -> None:

@@ -58,6 +58,20 @@ class Snapshot(Reach):
             super().add(name, value)
         self._note_versions()
 
+    def add_units(self, modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
+        """Look into modules whose tensors are on one rank alone.
+
+        Returns:
+            The names of the cells that nothing else reaches.
+        """
+        known = set(self.cells)
+        with plainly():
+            self.add_modules(modules)
+        for name in [f"{name}._buffers" for name, _ in modules]:
+            self.cells.pop(name, None)
+        self._note_versions()
+        return [name for name, cell in self.cells.items() if name not in known and not cell.fixed]
+
     def renew(self) -> bool:
         """Take what is there now for what was there before; False where other objects have come or gone."""
         return all(cell.renew(ATOMS) for cell in self.cells.values())

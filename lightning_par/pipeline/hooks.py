@@ -1,0 +1,75 @@
+"""Hooks of the user's on the calls of units: ranks have the same, and come to know of new ones together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from lightning_par import private
+from lightning_par.comm import Axis
+from lightning_par.meeting import Meeting
+
+_ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
+
+
+class Hooks:
+    """How many hooks there are on the modules within units, as all ranks know it.
+
+    Args:
+        module: the LightningModule, spread.
+        units: the FQNs of its units.
+        axis: the pipeline axis.
+        meeting: of its ranks.
+
+    Attributes:
+        known: the modules that have some, with their number.
+
+    Example::
+
+        hooks.agree()  # on all ranks, before each step
+    """
+
+    def __init__(self, module: nn.Module, units: Collection[str], axis: Axis, meeting: Meeting) -> None:
+        self.axis, self.meeting = axis, meeting
+        self.known: tuple[tuple[str, int], ...] = ()
+        found = (pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit))
+        self._modules = [*found]
+        self._first = True
+
+    def agree(self) -> None:
+        """See whether hooks have come or gone. All ranks must call it; they talk at first, and where some have.
+
+        Raises:
+            RuntimeError: they did on some ranks alone.
+        """
+        now = self._now()
+        if self._first:
+            self._first = False
+            told = self.axis.all_gather_object(now, "hooks")
+            for rank, theirs in enumerate(told):
+                if theirs != told[0]:
+                    raise RuntimeError(
+                        f"Hooks on modules are on pipeline rank 0 {_words(told[0])}, and on rank {rank} "
+                        f"{_words(theirs)}. Each would see the modules of its rank alone. {_ADVICE}"
+                    )
+        elif now != self.known:
+            self.meeting(f"came to a step with hooks {_words(now)}", _ADVICE)
+        self.known = now
+
+    def any_of(self, reason: str | None) -> str | None:
+        """The ``reason`` of the first rank that has one, where hooks may go by the rank. All ranks must call it."""
+        if not self.known:
+            return reason
+        return next((told for told in self.axis.all_gather_object(reason, "hooks") if told), None)
+
+    def _now(self) -> tuple[tuple[str, int], ...]:
+        found = [(name, private.number_of_hooks(m)) for name, m in self._modules if private.has_hooks(m)]
+        everywhere = len(private.hooks_on_all())
+        return (*found, *([("all modules", everywhere)] if everywhere else []))
+
+
+def _words(hooks: tuple[tuple[str, int], ...]) -> str:
+    if not hooks:
+        return "nowhere"
+    return "on " + ", ".join(name if count == 1 else f"{name} ({count})" for name, count in hooks)

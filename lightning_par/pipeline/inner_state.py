@@ -1,0 +1,206 @@
+"""Python state that changes within units: each rank runs its own units, and tells the others what those changed.
+
+What a step does outside of units all ranks do, in runs that are undone, and one run counts. Within a unit code runs on
+the rank that has its weights alone: the unit's own, and hooks on it. The ranks hear of what it changed in the order of
+execution, each before it goes on to what comes later: a list that all layers' hooks append to, or a number that they
+count up, is one device's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_par.batch import Known, broadcast_batch, refusal
+from lightning_par.comm import Axis
+from lightning_par.pipeline.located import Program
+from lightning_par.pipeline.watch import Watch
+from lightning_par.watch.changes import Change, MappingChange
+
+
+@dataclass
+class Changed:
+    """What one call of a unit changed.
+
+    Attributes:
+        path: the unit.
+        shared: by name, of what is reached outside of the unit, too.
+        own: by name, of what the unit alone holds.
+    """
+
+    path: str
+    shared: dict[str, Change] = field(default_factory=dict)
+    own: dict[str, Change] = field(default_factory=dict)
+
+
+@dataclass
+class Told:
+    """What a rank tells of a stage: the calls of units by their events, or why it can't."""
+
+    calls: dict[int, Changed] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+
+class InnerState:
+    """Lets all ranks have what units change.
+
+    Args:
+        module: the LightningModule, spread.
+        watch: of its state outside of units.
+        axis: the pipeline axis.
+        device: where the process group's tensors live.
+
+    Example::
+
+        inner.begin(program, cut=False)
+        for stage in stages_of_this_rank:
+            inner.hear(stage)
+            ...  # run it, with `inner.call` around each call of a unit, and `inner.passed` where one is passed by
+            inner.tell(stage)
+        inner.end()
+    """
+
+    def __init__(self, module: nn.Module, watch: Watch, axis: Axis, device: torch.device) -> None:
+        self.module, self.watch, self.axis, self.device = module, watch, axis, device
+        self._agreed: dict[int, tuple[Program, frozenset[str]]] = {}  # the units that keep something, on any rank
+        self._keeping: frozenset[str] = frozenset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._next = 0  # the first stage that is not heard of
+        self._calls: dict[int, Changed] = {}  # of this rank, by event
+        self._heard: dict[int, Changed] = {}  # of the others
+        self._own_done: set[int] = set()
+        self._names: dict[int, str] = {}
+        self._kept: list[Any] = []  # ids stay valid as long as the objects live
+
+    def begin(self, program: Program, cut: bool) -> None:
+        """A run begins. All ranks must call it.
+
+        Args:
+            program: of the step.
+            cut: whether the batch is cut: then units keep nothing but what each part of it gives alike.
+        """
+        self._forget()
+        self._program, self._cut = program, cut
+        known = self._agreed.get(id(program))
+        if known is None:  # code may go by the rank
+            told = self.axis.all_gather_object(program.keeping, "state of units")
+            known = self._agreed[id(program)] = program, frozenset().union(*told)
+        self._keeping = known[1]
+        self.watch.widen(self._keeping)
+
+    # ------------------------------------------------------------------------------------------------------- in a run
+
+    @contextlib.contextmanager
+    def call(self, index: int, path: str) -> Iterator[None]:
+        """The unit ``path`` runs inside, on this rank, as the event ``index``."""
+        if path not in self._keeping:
+            yield
+            return
+        before, own = self.watch.with_unit(path)
+        yield
+        changed = Changed(path)
+        for name, cell in before.cells.items():
+            change = None if cell.fixed else cell.change_unlent()
+            if change is not None:
+                (changed.own if name in own else changed.shared)[name] = _as_it_is(change)
+        self._calls[index] = changed
+        self._names.update(self.watch.names())
+        self._kept.append(before)
+
+    def passed(self, index: int) -> None:
+        """The unit that ran before, as the event ``index``, is passed by in the run that is on."""
+        for changed in (self._heard.get(index), self._calls.get(index)):
+            if changed is not None:
+                own = {} if index in self._own_done or index in self._calls else changed.own
+                self._own_done.add(index)
+                self._apply(changed.path, {**changed.shared, **own})
+
+    def hear(self, stage: int) -> None:
+        """Hear of the stages before ``stage``, which run on other ranks."""
+        while self._keeping and not self._cut and self._next < stage:
+            self.tell(self._next)
+
+    def tell(self, stage: int) -> None:
+        """``stage`` has run. Its rank tells what its units changed, and the others hear of it, stage after stage."""
+        if self._keeping and not self._cut and stage == self._next:
+            self._spread(stage)
+
+    def _spread(self, stage: int) -> None:
+        source, known = self._program.at[stage], Known(self._names, self.watch.objects(), self.module)
+        told = Told()
+        if source == self.axis.rank:
+            first, end = self._program.starts[stage], self._program.end(stage)
+            told.calls = {index: x for index, x in self._calls.items() if first <= index < end}
+            self._leave_what_cannot_travel(told, known)
+        told = broadcast_batch(told, self.axis, self.device, source, True, "state of units", known)
+        if told.refused:
+            raise TypeError(" ".join(told.refused))
+        if source != self.axis.rank:
+            self._heard.update(told.calls)
+        self._next = stage + 1
+
+    def _leave_what_cannot_travel(self, told: Told, known: Known) -> None:
+        if refusal(told, self.device, known) is None:
+            return
+        for index, changed in told.calls.items():
+            whys = {name: refusal(change, self.device, known) for name, change in changed.shared.items()}
+            told.refused += [
+                f"What a hook of {changed.path!r} or its own code stores in {name} can't be sent to the other ranks of "
+                f"the pipeline: {why}. All of them need it."
+                for name, why in whys.items()
+                if why is not None
+            ]
+            own = {name: self._as_far_as_it_can(x, known) for name, x in changed.own.items()}
+            told.calls[index] = replace(changed, own={name: x for name, x in own.items() if x is not None})
+        if told.refused:
+            told.calls = {}
+
+    def _as_far_as_it_can(self, change: Change, known: Known) -> Change | None:
+        """``change`` without what can't travel: what a unit alone holds, as a function, may stay on its rank."""
+        if refusal(change, self.device, known) is None:
+            return change
+        if not isinstance(change, MappingChange):
+            return None
+        entries = {key: x for key, x in change.entries.items() if refusal((key, x), self.device, known) is None}
+        return replace(change, entries=entries, order=None)
+
+    def end(self) -> None:
+        """All stages have run. All ranks must call it."""
+        while self._keeping and self._next < self._program.stages:
+            self._spread(self._next)
+        for index, changed in self._heard.items():
+            if index not in self._own_done:
+                self._own_done.add(index)
+                self._apply(changed.path, changed.own)
+
+    def _apply(self, path: str, changes: dict[str, Change]) -> None:
+        if not changes:
+            return
+        now, _ = self.watch.with_unit(path)
+        for name, change in changes.items():
+            if name not in now.cells:
+                raise RuntimeError(f"{path!r} changes {name}, which is not there on every rank of the pipeline.")
+            now.cells[name].apply(change)
+
+
+def _as_it_is(change: Change) -> Change:
+    """``change`` with copies of containers, which later calls may change."""
+    values = {name: _copied(value) for name, value in vars(change).items()}
+    return replace(change, **values)
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, _copied(x)) for key, x in value.items())
+    if kind in (list, tuple, set):
+        return kind(map(_copied, value))
+    return deque(map(_copied, value), value.maxlen) if kind is deque else value
