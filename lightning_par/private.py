@@ -370,6 +370,11 @@ def number_of_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
+def number_of_leaf_hooks(leaf: Tensor) -> int:
+    """How many hooks of the user's see the gradient of ``leaf``."""
+    return len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ())
+
+
 def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:
     """The user's hooks on ``module``, of its calls and of gradients."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)

@@ -77,6 +77,31 @@ class Keeps(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Gradients(Keeps):
+    """Hooks on parameters, two of them tied across stages, that change gradients and note what they see."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.net[5].weight = self.net[0].weight
+        self.seen: list[Any] = []
+        self.names = [name for name, _ in self.named_parameters()]
+        self.after = {"count": 0}
+        for name, p in self.named_parameters():
+            p.register_hook(functools.partial(self.note, name))
+            p.register_post_accumulate_grad_hook(self.add)
+
+    def note(self, name: str, grad: Tensor) -> Tensor:
+        self.seen.append((self.names.index(name), float(grad.norm()), len(self.seen)))
+        return grad * 0.5
+
+    def add(self, p: Tensor) -> None:
+        self.after["count"] += 1
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end()
+        self.read.append((list(self.seen), dict(self.after)))
+
+
 class OnOneRank(Keeps):
     """Its hooks are on the first rank's module alone."""
 
@@ -109,6 +134,14 @@ def test_what_hooks_and_units_keep_is_one_devices_on_every_rank(
     (one,) = pool.run(1, _fit, make, None)
     assert one[0][0][0] == 4 and len(one[0]) == 6  # the hooks fired
     for result in pool.run(2, _fit, make, strategy):
+        torch.testing.assert_close(result, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [{"microbatches": 1}, {"schedule": "zbv"}], ids=str)
+def test_what_hooks_on_parameters_keep_is_one_devices_on_every_rank(pool: Pool, strategy: dict[str, Any]) -> None:
+    (one,) = pool.run(1, _fit, Gradients, None)
+    assert one[0][-1][1] == {"count": 42}
+    for result in pool.run(2, _fit, Gradients, strategy):
         torch.testing.assert_close(result, one, rtol=1e-9, atol=1e-12)
 
 

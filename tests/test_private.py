@@ -538,6 +538,10 @@ def test_hooks_on_modules_and_on_all_of_them_are_found() -> None:
     assert not private.hooks_on(module) and not private.hooks_on_all()
     handles = [module.register_forward_hook(seen), module.register_full_backward_hook(seen)]
     assert private.hooks_on(module) == [seen, seen] and private.number_of_hooks(module) == 1
+    assert private.number_of_leaf_hooks(module.weight) == 0
+    module.weight.register_hook(seen)
+    module.weight.register_post_accumulate_grad_hook(seen)
+    assert private.number_of_leaf_hooks(module.weight) == 2
     handles += [nn.modules.module.register_module_forward_hook(seen)]
     assert private.hooks_on_all() == [seen]
     for handle in handles:

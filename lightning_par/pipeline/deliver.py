@@ -8,7 +8,8 @@ behind it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class _Deliver(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Tensor, scale: float, grads: list[Tensor], anchor: Tensor, *parameters: Tensor
     ) -> Tensor:
-        ctx.scale, ctx.grads = scale, grads
+        ctx.scale, ctx.grads, ctx.chained = scale, grads, anchor.requires_grad and not anchor.is_leaf
         return loss.detach().clone()
 
     @staticmethod
@@ -34,7 +35,27 @@ class _Deliver(torch.autograd.Function):
         factor = grad / ctx.scale
         if float(factor) != 1.0:
             grads = [g * factor.to(g.dtype) if g.dtype.is_floating_point else g * factor for g in grads]
-        return (None, None, None, None, *grads)
+        return (None, None, None, grad if ctx.chained else None, *grads)
+
+
+class _Before(torch.autograd.Function):
+    """Calls something before the backward goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return grad, None
+
+
+def _note(order: list[int], p: Tensor) -> None:
+    if id(p) in order:  # of another stage, or another microbatch
+        order.remove(id(p))
+    order.append(id(p))
 
 
 def deliver(loss: Tensor, grads: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
@@ -49,15 +70,43 @@ def deliver(loss: Tensor, grads: Sequence[tuple[Tensor, Tensor]], scale: float) 
     return _Deliver.apply(loss, scale, [g for _, g in grads], anchor, *[p for p, _ in grads])
 
 
+Turn = tuple[Callable[[], None], Sequence[tuple[Tensor, Tensor]]]
+"""What is called before parameters get their gradients, and these."""
+
+
+def deliver_in_turn(loss: Tensor, turns: Sequence[Turn], scale: float) -> Tensor:
+    """As `deliver`, one parameter after the other, so that their hooks run in this order.
+
+    Args:
+        loss: of the whole batch.
+        turns: in the order of backward.
+        scale: as for `deliver`.
+    """
+    value = deliver(loss, [], scale)
+    for turn, pairs in reversed(turns):  # what is made last is the first in backward
+        for p, g in reversed(pairs):
+            value = _Deliver.apply(value, scale, [g], value, p)
+        value = _Before.apply(value, turn)
+    return value
+
+
 @contextlib.contextmanager
-def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the parameters have no gradients and no hooks: what backward leaves in ``.grad`` is the schedule's."""
+def gradients_apart(parameters: Sequence[Tensor], order: list[int] | None = None) -> Iterator[None]:
+    """Inside, the parameters have no gradients and no hooks: what backward leaves in ``.grad`` is the schedule's.
+
+    Args:
+        parameters: leaves.
+        order: gets the ids of the parameters as they get the last of their gradients.
+    """
     kept = [(p, p.grad, private.take_hooks(p)) for p in parameters]
+    noted = [] if order is None else [p.register_post_accumulate_grad_hook(partial(_note, order)) for p in parameters]
     for p in parameters:
         p.grad = None
     try:
         yield
     finally:
+        for handle in noted:
+            handle.remove()
         for p, grad, hooks in kept:
             p.grad = grad
             private.put_hooks(hooks)

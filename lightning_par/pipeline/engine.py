@@ -101,7 +101,8 @@ class Engine:
             )
         schedule = self.order.training([part.program for part in ready.parts])
         scale = scale / shares.ranks()  # each rank's share of the loss's gradient
-        with gradients_apart([*named.values()]), shares.unshared():
+        order: list[int] | None = [] if self.programs.hooks.on_parameters else None
+        with gradients_apart([*named.values()], order), shares.unshared():
             effects = self._run(ready, schedule, scale, key)
             found = {p: p.grad for p in named.values()}
         own, found = found, self.finish_gradients(found)  # stored parameters have theirs elsewhere then
@@ -113,7 +114,15 @@ class Engine:
         if loss is None:
             return result
         grads = [(p, g) for p, g in found.items() if g is not None]
-        return _with_loss(result, deliver(loss, grads, scale))
+        if order is None:
+            return _with_loss(result, deliver(loss, grads, scale))
+        place, given = {key: n for n, key in enumerate(order)}, {id(p): (p, g) for p, g in grads}
+        names = sorted(
+            (n for n, p in named.items() if id(p) in given), key=lambda n: place.get(id(named[n]), len(place))
+        )
+        aside = {name for name in names if self.programs.holds(name)[0] != self.axis.rank}
+        ordered = {name: given[id(named[name])] for name in names}
+        return _with_loss(result, self.inner_state.in_turn(loss, ordered, scale, aside))
 
     def _compare(self, ready: Prepared, step: Step, found: Collection[str], held: Collection[str]) -> None:
         """In the first step of a program, see that those parameters have a gradient that have one on one device."""

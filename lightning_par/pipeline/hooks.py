@@ -35,7 +35,12 @@ class Hooks:
         self.known: tuple[tuple[str, int], ...] = ()
         found = (pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit))
         self._modules = [*found]
+        self._parameters = [*module.named_parameters()]
         self._first = True
+
+    @property
+    def on_parameters(self) -> bool:
+        return any(name.startswith("the parameter ") for name, _ in self.known)
 
     def agree(self) -> None:
         """See whether hooks have come or gone. All ranks must call it; they talk at first, and where some have.
@@ -65,6 +70,9 @@ class Hooks:
 
     def _now(self) -> tuple[tuple[str, int], ...]:
         found = [(name, private.number_of_hooks(m)) for name, m in self._modules if private.has_hooks(m)]
+        found += [
+            (f"the parameter {name}", n) for name, p in self._parameters if (n := private.number_of_leaf_hooks(p))
+        ]
         everywhere = len(private.hooks_on_all())
         return (*found, *([("all modules", everywhere)] if everywhere else []))
 

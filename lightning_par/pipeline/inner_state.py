@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_par import private
 from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
+from lightning_par.pipeline.deliver import Turn, deliver_in_turn
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.watch import Watch
 from lightning_par.watch.changes import Change, MappingChange
+from lightning_par.watch.snapshot import Snapshot
 
 
 @dataclass
@@ -181,13 +185,75 @@ class InnerState:
                 self._own_done.add(index)
                 self._apply(changed.path, changed.own)
 
+    # ------------------------------------------------------------------------------------------- hooks on parameters
+
+    def in_turn(
+        self, loss: Tensor, grads: Mapping[str, tuple[Tensor, Tensor]], scale: float, aside: Collection[str]
+    ) -> Tensor:
+        """``loss`` again, whose backward gives the ``grads``; hooks on parameters meet what those of later stages left.
+
+        Args:
+            loss: of the whole batch.
+            grads: by name each parameter with its gradient times ``scale``, in the order of backward.
+            scale: by which the loss was multiplied.
+            aside: the names of parameters whose hooks count on another rank.
+        """
+        program = self._program
+        of_stages: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for name, pair in grads.items():
+            used = [min(stages) for path, stages in program.uses.items() if f"{name}.".startswith(f"{path}.")]
+            if name not in aside:
+                of_stages.setdefault(min(used, default=0), []).append(pair)
+        turns: list[Turn] = [(self._begin_backward, [pair for name, pair in grads.items() if name in aside])]
+        turns += [(partial(self._take_turn, stage), of_stages[stage]) for stage in sorted(of_stages, reverse=True)]
+        return deliver_in_turn(loss, turns, scale)
+
+    def _begin_backward(self) -> None:
+        self._before = self.watch.with_parameters()
+        self._turn, self._own = self._program.stages - 1, False
+        private.at_end_of_backward(self._end_backward)
+
+    def _take_turn(self, stage: int) -> None:
+        self._end_turn()
+        while self._turn > stage:
+            self._spread_backward({})
+        self._before, self._own = self.watch.with_parameters(), True
+
+    def _end_turn(self) -> None:
+        if not self._own:
+            self._before.restore()
+            return
+        cells = self._before.cells.items()
+        changes = {name: cell.change_unlent() for name, cell in cells if not cell.fixed}
+        self._spread_backward({name: change for name, change in changes.items() if change is not None})
+        self._own = False
+
+    def _end_backward(self) -> None:
+        self._end_turn()
+        while self._turn >= 0:
+            self._spread_backward({})
+
+    def _spread_backward(self, changes: dict[str, Change]) -> None:
+        source, known = self._program.at[self._turn], Known(self._before.names, self._before.objects, self.module)
+        told = Told({0: Changed("a parameter", changes)})
+        if source == self.axis.rank:
+            self._leave_what_cannot_travel(told, known)
+        told = broadcast_batch(told, self.axis, self.device, source, True, "state of hooks", known)
+        if told.refused:
+            raise TypeError(" ".join(told.refused))
+        if source != self.axis.rank and told.calls[0].shared:
+            self._change(self.watch.with_parameters(), "a hook on a parameter", told.calls[0].shared)
+        self._turn -= 1
+
     def _apply(self, path: str, changes: dict[str, Change]) -> None:
         if not changes:
             return
-        now, _ = self.watch.with_unit(path)
+        self._change(self.watch.with_unit(path)[0], repr(path), changes)
+
+    def _change(self, now: Snapshot, who: str, changes: dict[str, Change]) -> None:
         for name, change in changes.items():
             if name not in now.cells:
-                raise RuntimeError(f"{path!r} changes {name}, which is not there on every rank of the pipeline.")
+                raise RuntimeError(f"{who} changes {name}, which is not there on every rank of the pipeline.")
             now.cells[name].apply(change)
 
 

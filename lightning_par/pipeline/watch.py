@@ -145,6 +145,14 @@ class Watch:
         snapshot = self._walked(apart)
         return snapshot, set(snapshot.add_units(inner))
 
+    def with_parameters(self) -> Snapshot:
+        """What is there now, with all that hooks on parameters reach."""
+        snapshot = self._walked()
+        for name, p in self.lightning_module.named_parameters():
+            for n, hook in enumerate(hook for hooks in private.hooks_of(p) for hook in hooks.values()):
+                snapshot.add(f"hook {n} of {name}", hook)
+        return snapshot
+
     def names(self) -> dict[int, str]:
         """In a run, the names of what was there before it, by the ids of that and of what stands in for it."""
         return {} if self._snapshot is None else {**self._snapshot.names, **self._snapshot.stand_ins()}
