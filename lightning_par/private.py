@@ -355,7 +355,7 @@ def in_backward() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether user code runs when ``module`` is called, beside its forward; torch has no public word for it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return number_of_hooks(module) > 0
 
 
 def hooks_on_all() -> list[Callable[..., Any]]:
@@ -367,23 +367,30 @@ def hooks_on_all() -> list[Callable[..., Any]]:
 
 def number_of_hooks(module: nn.Module) -> int:
     """How many hooks of the user's see calls of ``module``."""
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return len(_of_user(module._forward_hooks)) + len(_of_user(module._forward_pre_hooks))
 
 
 def number_of_leaf_hooks(leaf: Tensor) -> int:
     """How many hooks of the user's see the gradient of ``leaf``."""
-    return len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ())
+    return len(_of_user(leaf._backward_hooks)) + len(_of_user(leaf._post_accumulate_grad_hooks))
+
+
+def _of_user(hooks: dict[int, Any] | None) -> list[Any]:
+    """Those that are not ours, which sync or gather; what we wrap around a user's has it as ``of_user``."""
+    found = [*hooks.values()] if hooks else []
+    names = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in found]
+    return [x for x, name in zip(found, names) if not name.startswith("lightning_par.") or hasattr(x, "of_user")]
 
 
 def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:
     """The user's hooks on ``module``, of its calls and of gradients."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return [hook for hooks in kinds for hook in hooks.values()]
+    return [hook for hooks in kinds for hook in _of_user(hooks)]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether user code meets the gradients of the inputs or outputs of ``module``."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return bool(_of_user(module._backward_hooks) or _of_user(module._backward_pre_hooks))
 
 
 def in_functorch() -> bool:

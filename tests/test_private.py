@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import os
@@ -547,3 +548,6 @@ def test_hooks_on_modules_and_on_all_of_them_are_found() -> None:
     for handle in handles:
         handle.remove()
     assert not private.hooks_on(module) and not private.hooks_on_all()
+    module.register_forward_hook(functools.partial(private.hooks_on_all))  # of ours
+    module.weight.register_hook(private.is_wrapped)
+    assert not private.has_hooks(module) and private.number_of_leaf_hooks(module.weight) == 2

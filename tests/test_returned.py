@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.distributions import AffineTransform, Categorical, Independent, Normal, TransformedDistribution
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_par.comm import Axis
+from lightning_par.meeting import Meeting
+from lightning_par.pipeline.hooks import Hooks
 from lightning_par.pipeline.located import intercept_units
 from lightning_par.pipeline.prepare import Programs, call_step
 from lightning_par.pipeline.runs import StageRun
@@ -138,7 +141,9 @@ def _staged(module: Any, batch: Any) -> list[Tensor]:
     step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
     stages = Row({"a": (0,), "b": (1,)}, at=(0, 1))
     intercept_units(module, ("a", "b"))
-    programs = Programs(module, stages, Watch(module, [("", module)]), lambda _: (0, 1))
+    alone = Axis("pipeline", (0,), 0, None)
+    hooks = Hooks(module, ("a", "b"), alone, Meeting(alone, None))
+    programs = Programs(module, stages, Watch(module, [("", module)]), lambda _: (0, 1), hooks)
     (part,) = programs.prepare(step, 1).parts
     sent: dict[Any, Tensor] = {}
     for stage in range(2):

@@ -82,4 +82,5 @@ def _while_in(hooks: dict[int, Any], key: int) -> Callable[[Tensor], Any]:
     def run(x: Tensor) -> Any:
         return getattr(hooks[key], "of_user", hooks[key])(x) if key in hooks else None
 
+    run.of_user = run  # type: ignore[attr-defined]
     return run
