@@ -254,7 +254,7 @@ class InnerState:
         for name, change in changes.items():
             if name not in now.cells:
                 raise RuntimeError(f"{who} changes {name}, which is not there on every rank of the pipeline.")
-            now.cells[name].apply(change)
+            now.cells[name].apply(_as_it_is(change))  # which the run goes on to change
 
 
 def _as_it_is(change: Change) -> Change:
