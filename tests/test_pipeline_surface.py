@@ -736,17 +736,19 @@ class Fails(Net):
     def __init__(self, place: int, error: type[BaseException]) -> None:
         super().__init__()
         self.error = error
+        self.calls = 0
         (self.net[0] if place == 0 else self.head).register_forward_pre_hook(self._maybe)
 
     def _maybe(self, module: nn.Module, args: Any) -> None:
-        if self.trainer.global_step == 1:
+        self.calls += 1
+        if self.calls == 2:
             raise self.error("on purpose")
 
 
 def _fails(place: int, error: type[BaseException]) -> Any:
     module = Fails(place, error)
     try:
-        trainer(timeout=timedelta(minutes=30)).fit(module, loader())
+        trainer(timeout=timedelta(minutes=30), microbatches="auto").fit(module, loader())
     except BaseException as caught:
         return type(caught).__name__, str(caught), "".join(traceback.format_exception(caught))
     return "nothing", "", ""

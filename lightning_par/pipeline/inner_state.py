@@ -23,6 +23,7 @@ from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
 from lightning_par.pipeline.deliver import Turn, deliver_in_turn
 from lightning_par.pipeline.located import Program
+from lightning_par.pipeline.messages import lost
 from lightning_par.pipeline.watch import Watch
 from lightning_par.watch.changes import Change, MappingChange
 from lightning_par.watch.snapshot import Snapshot
@@ -144,12 +145,19 @@ class InnerState:
             first, end = self._program.starts[stage], self._program.end(stage)
             told.calls = {index: x for index, x in self._calls.items() if first <= index < end}
             self._leave_what_cannot_travel(told, known)
-        told = broadcast_batch(told, self.axis, self.device, source, True, "state of units", known)
+        told = self._sent(told, source, "state of units", known)
         if told.refused:
             raise TypeError(" ".join(told.refused))
         if source != self.axis.rank:
             self._heard.update(told.calls)
         self._next = stage + 1
+
+    def _sent(self, told: Told, source: int, purpose: str, known: Known) -> Told:
+        try:
+            sent: Told = broadcast_batch(told, self.axis, self.device, source, True, purpose, known)
+        except RuntimeError as error:
+            raise lost(f"Hearing what layers keep from pipeline rank {source}") from error
+        return sent
 
     def _leave_what_cannot_travel(self, told: Told, known: Known) -> None:
         if refusal(told, self.device, known) is None:
@@ -238,7 +246,7 @@ class InnerState:
         told = Told({0: Changed("a parameter", changes)})
         if source == self.axis.rank:
             self._leave_what_cannot_travel(told, known)
-        told = broadcast_batch(told, self.axis, self.device, source, True, "state of hooks", known)
+        told = self._sent(told, source, "state of hooks", known)
         if told.refused:
             raise TypeError(" ".join(told.refused))
         if source != self.axis.rank and told.calls[0].shared:

@@ -81,7 +81,7 @@ class Messenger:
         try:
             work = self._axis.start_send(x, to, _PURPOSES[kind], link, _tag(kind, tag))
         except RuntimeError as error:
-            raise _lost(what) from error
+            raise lost(what) from error
         self._sending.add(_Sent(work, x, what))
 
     def start_recv(
@@ -100,7 +100,7 @@ class Messenger:
         try:
             work = self._axis.start_recv_(x, source, _PURPOSES[kind], link, _tag(kind, tag))
         except RuntimeError as error:
-            raise _lost(what) from error
+            raise lost(what) from error
         received = _Received(work, x, what, self._device)
 
         def wait() -> Tensor:
@@ -147,7 +147,8 @@ def _tag(kind: Kind, tag: int) -> int:
     return 2 * tag + (kind == "backward")
 
 
-def _lost(what: str) -> RuntimeError:
+def lost(what: str) -> RuntimeError:
+    """What to raise where the rank that ``what`` names is gone."""
     return RuntimeError(f"{what} failed: the process there has ended, or the connection to it.")
 
 
@@ -163,7 +164,7 @@ class _Received:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise _lost(self._what) from error
+                raise lost(self._what) from error
             self._work, self._x = None, self._x.to(self._device)
         return self._x
 
@@ -186,7 +187,7 @@ class _Queue:
             try:
                 sent.work.wait()
             except RuntimeError as error:
-                raise _lost(sent.what) from error
+                raise lost(sent.what) from error
 
 
 class _Departures:
@@ -221,6 +222,6 @@ class _Departures:
                 sent.work.wait()
             except RuntimeError as error:
                 if self._failed is None:
-                    self._failed = _lost(sent.what)
+                    self._failed = lost(sent.what)
                     self._failed.__cause__ = error
             del sent  # else the last one would live until the next comes
