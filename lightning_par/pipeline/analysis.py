@@ -40,6 +40,7 @@ from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
 from lightning_par.transforms import TRANSFORMS
 from lightning_par.view import ShardedTensor
+from lightning_par.watch.changes import stored_by
 
 Layouts = dict[Key, tuple[int, Positions]]
 
@@ -106,6 +107,7 @@ class Analysis(FakeRun):
         self.tries_units = True
         self.packages: frozenset[str] | None = None  # the user's, where units that keep something are looked for
         self.keeping: dict[str, str] = {}  # the units that change Python state, and what they change
+        self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
@@ -443,9 +445,10 @@ class Analysis(FakeRun):
         if before is None:
             return
         for cell in before.cells.values():
-            if not cell.fixed and cell.change_unlent() is not None:
-                self.keeping[path] = cell.name
-                return
+            change = None if cell.fixed else cell.change_unlent()
+            if change is not None:
+                self.keeping.setdefault(path, cell.name)
+                self.made.update(((id(cell.owner), key), (cell.owner, x)) for key, x in stored_by(change).items())
 
     def _from_unit(self, x: Tensor) -> Tensor:
         return x if id(x) in self.names else self.handed.returned(self._located(x))

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
-from lightning_par.pipeline.made import Made, holds_values, place_of_made
+from lightning_par.pipeline.made import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.outputs import LogRecord, MetricReference
 from lightning_par.pipeline.speech import Call, Said, say
-from lightning_par.watch.changes import Change, MappingChange, SequenceChange
+from lightning_par.watch.changes import Change, MappingChange, stored_by
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.watch import Watch
@@ -60,6 +60,7 @@ class Effects:
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
         made: Made = _NOTHING, module: nn.Module | None = None, present: Callable[[], Made] = dict,
+        within: ByPlace = _NOTHING,
     ) -> Effects:  # fmt: skip
         """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
 
@@ -71,6 +72,7 @@ class Effects:
             made: what this rank stored itself in a run of the same step without any values of the model.
             module: what it is made of does not travel, either.
             present: what this rank has where another has made something: it had made that before.
+            within: what all ranks made within units when the step was recorded.
 
         Raises:
             TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
@@ -79,10 +81,10 @@ class Effects:
         def named(made: Made) -> dict[str, Any]:
             return {place_of_made(*key): x for key, x in made.items()}
 
-        known = Known(self.names, {**objects, **named(made)}, module, lambda: named(present()))
+        known = Known(self.names, {**objects, **flat(within), **named(made)}, module, lambda: named(present()))
         sent = replace(self, names={}, kept=[])
         if axis.rank == source and not self.refused and refusal(sent, device, known) is not None:
-            for place, value in self._left_behind(device, known, made):
+            for place, value in self._left_behind(device, known, made, within):
                 known.add(place, value)
             self.refused.extend(sent._unsendable(device, known))
         sent = Effects(refused=self.refused) if self.refused else sent
@@ -91,17 +93,18 @@ class Effects:
             raise TypeError(" ".join(arrived.refused))
         return arrived
 
-    def _left_behind(self, device: torch.device, known: Known, made: Made) -> list[tuple[str, Any]]:
+    def _left_behind(self, device: torch.device, known: Known, made: Made, within: ByPlace) -> list[tuple[str, Any]]:
         """What can't travel and has nothing of the model's values in it: each rank has made it for itself."""
         found = []
         for name, change in self.state.items():
-            stored = change.entries if isinstance(change, MappingChange) else {}
-            stored = dict(enumerate(change.rest)) if isinstance(change, SequenceChange) else stored
-            for key, value in stored.items():
+            for key, value in stored_by(change).items():
+                if refusal(value, device, known) is None:
+                    continue
                 twin = made.get((name, key))
                 alike = twin is not None and type(twin) is type(value) and not holds_values(twin, self.names)
-                if alike and refusal(value, device, known) is not None:
-                    found.append((place_of_made(name, key), value))
+                place = place_of_made(name, key) if alike else stand_in_for(value, name, key, within)
+                if place is not None:
+                    found.append((place, value))
         return found
 
     def _unsendable(self, device: torch.device, known: Known) -> list[str]:

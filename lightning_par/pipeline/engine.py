@@ -177,7 +177,8 @@ class Engine:
         watch, batch = self.programs.watch, None if ready.coupled else step.batch
         source, known = ready.program.last_rank, watch.objects(batch)
         present = partial(watch.present, batch)
-        effects = effects.travel(self.axis, source, self.device, known, watch.made, self.module, present)
+        within = self.inner_state.made
+        effects = effects.travel(self.axis, source, self.device, known, watch.made, self.module, present, within)
         generators.set_global_state(ready.after)
         with step.context():  # numbers that are logged become tensors of the precision's dtype
             apply(effects, self.module, watch, batch, show=self.axis.rank == 0)

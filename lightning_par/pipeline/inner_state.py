@@ -23,9 +23,10 @@ from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
 from lightning_par.pipeline.deliver import Turn, deliver_in_turn
 from lightning_par.pipeline.located import Program
+from lightning_par.pipeline.made import ByPlace, flat, place_of_made, stand_in_for
 from lightning_par.pipeline.messages import lost
 from lightning_par.pipeline.watch import Watch
-from lightning_par.watch.changes import Change, MappingChange
+from lightning_par.watch.changes import Change, MappingChange, stored_by
 from lightning_par.watch.snapshot import Snapshot
 
 
@@ -52,6 +53,15 @@ class Told:
     refused: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Agreed:
+    """Of one program: the units that keep something, and what each rank made for them itself."""
+
+    program: Program
+    keeping: frozenset[str]
+    made: ByPlace
+
+
 class InnerState:
     """Lets all ranks have what units change.
 
@@ -73,8 +83,9 @@ class InnerState:
 
     def __init__(self, module: nn.Module, watch: Watch, axis: Axis, device: torch.device) -> None:
         self.module, self.watch, self.axis, self.device = module, watch, axis, device
-        self._agreed: dict[int, tuple[Program, frozenset[str]]] = {}  # the units that keep something, on any rank
+        self._agreed: dict[int, _Agreed] = {}
         self._keeping: frozenset[str] = frozenset()
+        self.made: ByPlace = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -95,11 +106,23 @@ class InnerState:
         self._forget()
         self._program, self._cut = program, cut
         known = self._agreed.get(id(program))
-        if known is None:  # code may go by the rank
-            told = self.axis.all_gather_object(program.keeping, "state of units")
-            known = self._agreed[id(program)] = program, frozenset().union(*told)
-        self._keeping = known[1]
+        if known is None:
+            known = self._agreed[id(program)] = self._agree(program)
+        self._keeping, self.made = known.keeping, known.made
         self.watch.widen(self._keeping)
+
+    def _agree(self, program: Program) -> _Agreed:
+        """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
+        cells = (cell for path in sorted(program.keeping) for cell in self.watch.with_unit(path)[0].cells.values())
+        of = {id(cell.owner): cell.name for cell in cells} if program.made else {}
+        own = [(of[at], place_of_made(of[at], key), x) for (at, key), (_, x) in program.made.items() if at in of]
+        told = self.axis.all_gather_object((program.keeping, [place for _, place, _ in own]), "state of units")
+        everywhere = frozenset(told[0][1]).intersection(*(places for _, places in told))
+        made: dict[str, dict[str, Any]] = {}
+        for name, place, x in own:
+            if place in everywhere:
+                made.setdefault(name, {})[place] = x
+        return _Agreed(program, frozenset().union(*(paths for paths, _ in told)), made)
 
     # ------------------------------------------------------------------------------------------------------- in a run
 
@@ -139,7 +162,8 @@ class InnerState:
             self._spread(stage)
 
     def _spread(self, stage: int) -> None:
-        source, known = self._program.at[stage], Known(self._names, self.watch.objects(), self.module)
+        source = self._program.at[stage]
+        known = Known(self._names, {**self.watch.objects(), **flat(self.made)}, self.module)
         told = Told()
         if source == self.axis.rank:
             first, end = self._program.starts[stage], self._program.end(stage)
@@ -162,6 +186,7 @@ class InnerState:
     def _leave_what_cannot_travel(self, told: Told, known: Known) -> None:
         if refusal(told, self.device, known) is None:
             return
+        self._leave_what_all_made(told, known)
         for index, changed in told.calls.items():
             whys = {name: refusal(change, self.device, known) for name, change in changed.shared.items()}
             told.refused += [
@@ -174,6 +199,15 @@ class InnerState:
             told.calls[index] = replace(changed, own={name: x for name, x in own.items() if x is not None})
         if told.refused:
             told.calls = {}
+
+    def _leave_what_all_made(self, told: Told, known: Known) -> None:
+        """What can't travel, and each rank has made for itself, as a library's cache, goes by its name."""
+        for name, change in (pair for changed in told.calls.values() for pair in changed.shared.items()):
+            for key, value in stored_by(change).items():
+                if refusal(value, self.device, known) is not None:
+                    place = stand_in_for(value, name, key, self.made)
+                    if place is not None:
+                        known.names[id(value)] = place
 
     def _as_far_as_it_can(self, change: Change, known: Known) -> Change | None:
         """``change`` without what can't travel: what a unit alone holds, as a function, may stay on its rank."""

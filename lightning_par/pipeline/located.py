@@ -8,7 +8,7 @@ step they lie in. Stretches follow one another in the order of execution, so wha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,6 +135,8 @@ class Program:
         patterns: of the guesses by which the step decides.
         overwritten: the parameters, and buffers within units, that the step writes into.
         keeping: the units that change Python state, by their own code or by hooks on them.
+        made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
+            that object.
     """
 
     events: list[Event]
@@ -159,6 +161,7 @@ class Program:
     deciding: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
     keeping: frozenset[str] = frozenset()
+    made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
 
     @property

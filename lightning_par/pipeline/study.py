@@ -50,7 +50,10 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
         run, result = _analyse(step, stages, None, {}, keeps=True)
         _follow_numbers(step, stages, None, run)
         return replace(
-            make_program(step, run, result, 1, {}), patterns=run.guesses.patterns, keeping=frozenset(run.keeping)
+            make_program(step, run, result, 1, {}),
+            patterns=run.guesses.patterns,
+            keeping=frozenset(run.keeping),
+            made=run.made,
         )
     for name, module in step.module.named_modules() if step.grad else ():
         if private.has_backward_hooks(module):
@@ -66,7 +69,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns)
     program = make_program(step, run, result, microbatches, layouts)
-    program = replace(program, patterns=run.guesses.patterns, keeping=frozenset(whole.keeping))
+    program = replace(program, patterns=run.guesses.patterns, keeping=frozenset(whole.keeping), made=whole.made)
     _follow_numbers(step, stages, axis, run)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")

@@ -21,7 +21,7 @@ from lightning_par.pipeline.outputs import Recorder, recorded, silent
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.watch.cells import Cell
-from lightning_par.watch.changes import Change, MappingChange
+from lightning_par.watch.changes import Change, MappingChange, stored_by
 from lightning_par.watch.reach import ATOMS
 from lightning_par.watch.snapshot import Snapshot, kept, reading, too_large
 from lightning_par.watch.spares import Spares
@@ -261,6 +261,5 @@ def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:
     """What was stored anew, by the name of the object that holds it and where in it."""
     found: dict[tuple[str, Any], Any] = {}
     for name, change in ((name, change) for each in changes for name, change in each.items()):
-        entries = getattr(change, "entries", None) or dict(enumerate(getattr(change, "rest", ())))
-        found.update(((name, key), value) for key, value in entries.items())
+        found.update(((name, key), value) for key, value in stored_by(change).items())
     return found

@@ -44,3 +44,15 @@ class ValueChange:
     """The whole new content of an array or a generator."""
 
     value: Any
+
+
+def stored_by(change: Change) -> dict[Any, Any]:
+    """What a run stored anew, by where.
+
+    Example::
+
+        assert stored_by(MappingChange({"a": 1})) == {"a": 1}
+    """
+    if isinstance(change, MappingChange):
+        return change.entries
+    return dict(enumerate(change.rest)) if isinstance(change, SequenceChange) else {}

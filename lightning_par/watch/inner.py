@@ -36,6 +36,27 @@ def holds(value: Any, is_meant: Callable[[Any], bool], known: Collection[int] = 
     return bool(waiting)
 
 
+def atoms_in(value: Any) -> list[Any] | None:
+    """The numbers, strings, classes and code in ``value``, as they are met; None if it holds too much.
+
+    Example::
+
+        assert atoms_in({"a": [1.5]}) == ["a", 1.5]
+    """
+    found: list[Any] = []
+
+    def note(x: Any) -> bool:
+        if isinstance(x, (bool, int, float, complex, str, bytes, type, types.ModuleType, types.CodeType)):
+            found.append(x)
+        elif isinstance(x, types.FunctionType):
+            found.append(x.__code__)
+        elif isinstance(x, types.BuiltinFunctionType):
+            found.append(x.__name__)
+        return False
+
+    return None if holds(value, note) else found
+
+
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, (types.ModuleType, types.CodeType, types.FrameType, Tensor)):
         return []
