@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.found import Base, C
@@ -146,6 +147,23 @@ class Gaussian(Base):
         return F.gaussian_nll_loss(h, batch[0], h.exp())
 
 
+class ReturnsNormal(Base):
+    """An encoder's distribution goes to a decoder and to the loss."""
+
+    class Encoder(nn.Linear):
+        def forward(self, x: Tensor) -> Normal:  # type: ignore[override]
+            return Normal(super().forward(x), 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.Encoder(C, C)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        given = self.a(batch[0])
+        likely = Normal(self.b(given.mean), 0.5).log_prob(batch[0]).mean()
+        return kl_divergence(given, Normal(0.0, 1.0)).mean() - likely
+
+
 _BACKENDS: dict[Any, Any] = {}
 
 
@@ -184,5 +202,5 @@ class CachedWithin(Base):
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
-                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, CachedWithin)
+                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin)
 }  # fmt: skip

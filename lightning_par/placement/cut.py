@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_par.pipeline.located import Key
 from lightning_par.pipeline.routes import stage_of
 from lightning_par.pipeline.stretches import Cut, Homes, Stretches
-from lightning_par.pipeline.structure import tensors_in
+from lightning_par.pipeline.structure import returned_tensors
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.analysis import Analysis
@@ -233,5 +233,5 @@ class Flow:
 
 
 def _nbytes(run: Analysis, key: Key) -> float:
-    x = tensors_in(run.events[key[0]].result)[key[1]]
+    x = returned_tensors(run.events[key[0]].result)[key[1]]
     return float(x.numel() * x.element_size())
