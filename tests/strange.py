@@ -199,8 +199,52 @@ class CachedWithin(Base):
         return _Backend.of(h).torch.sigmoid(h)
 
 
+class Bias(nn.Module):
+    """Makes its buffer at the first call, as positional biases do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, n: int) -> Any:
+        if self.bias is None:
+            self.register_buffer("bias", -torch.arange(n, dtype=torch.float64), persistent=False)
+        return self.bias
+
+
+class LendsAModule(Base):
+    """Hands its layers a module, which the first of them changes."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, bias: Bias) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + bias(x.shape[1])[:, None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.bias = self.Layer(C, C), self.Layer(C, C), Bias()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.b(self.a(x, self.bias).tanh(), self.bias)
+        return h
+
+
+class ModeWithin(Base):
+    """A layer sets the mode of one within it, which other ranks don't see."""
+
+    class Layer(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self[0].eval()
+            h: Tensor = self[0](x.transpose(1, 2)).transpose(1, 2)
+            return h
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.Layer(nn.BatchNorm1d(C))  # type: ignore[assignment]
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
-                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin)
+                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
+                 LendsAModule, ModeWithin)
 }  # fmt: skip

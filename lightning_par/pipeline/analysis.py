@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.fake_functions import linked
@@ -35,7 +36,7 @@ from lightning_par.pipeline.structure import map_returned, map_tensors, returned
 from lightning_par.pipeline.tracing import FakeRun, sizing
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
-from lightning_par.pipeline.watch import state_of
+from lightning_par.pipeline.watch import LENT, state_of
 from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
 from lightning_par.transforms import TRANSFORMS
@@ -107,6 +108,7 @@ class Analysis(FakeRun):
         self.tries_units = True
         self.packages: frozenset[str] | None = None  # the user's, where units that keep something are looked for
         self.keeping: dict[str, str] = {}  # the units that change Python state, and what they change
+        self.changes_lent: dict[str, str] = {}  # those that change modules which they are given
         self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
@@ -402,7 +404,8 @@ class Analysis(FakeRun):
         flops, stood = self.frames[-1].flops, standing()
         plainly = True
         try:
-            with self.handed.unit(path, module, tensors_in((args, kwargs))), self._keeps(path, module):
+            lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
+            with self.handed.unit(path, module, tensors_in((args, kwargs))), self._keeps(path, module, lent):
                 if self.axis is None or not self.tries_units:
                     result = original(*args, **kwargs)
                 else:
@@ -437,10 +440,10 @@ class Analysis(FakeRun):
         return result
 
     @contextmanager
-    def _keeps(self, path: str, module: nn.Module) -> Iterator[None]:
-        """A unit runs inside: note it if that changes Python state."""
+    def _keeps(self, path: str, module: nn.Module, lent: list[nn.Module]) -> Iterator[None]:
+        """A unit runs inside: note it if that changes Python state, its own or that of modules ``lent`` to it."""
         unseen = self.packages is None or path in self.keeping
-        before = None if unseen else state_of(module, path, self.packages or frozenset())
+        before = None if unseen else state_of(module, path, self.packages or frozenset(), lent)
         yield
         if before is None:
             return
@@ -448,6 +451,8 @@ class Analysis(FakeRun):
             change = None if cell.fixed else cell.change_unlent()
             if change is not None:
                 self.keeping.setdefault(path, cell.name)
+                if cell.name.startswith(LENT):
+                    self.changes_lent.setdefault(path, cell.name)
                 self.made.update(((id(cell.owner), key), (cell.owner, x)) for key, x in stored_by(change).items())
 
     def _from_unit(self, x: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.messenger = Messenger(self.axis, self.device)
-        self.inner_state = InnerState(self.module, self.programs.watch, self.axis, self.device)
+        self.inner_state = InnerState(
+            self.module, self.programs.watch, self.axis, self.device, self.programs.hooks.meeting
+        )
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self.tokens = Tokens()  # of the step that runs
         self.rehearsing = False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_par import private
 from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
+from lightning_par.meeting import Meeting
 from lightning_par.pipeline.deliver import Turn, deliver_in_turn
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.made import ByPlace, flat, place_of_made, stand_in_for
@@ -54,10 +55,22 @@ class Told:
 
 
 @dataclass(frozen=True)
-class _Agreed:
-    """Of one program: the units that keep something, and what each rank made for them itself."""
+class _Keeps:
+    """Of one program: the units that keep something, and what a rank made for them itself, by name, place and value."""
 
     program: Program
+    made: tuple[tuple[str, str, Any], ...]
+
+    @property
+    def content(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The same for programs that differ in nothing that units keep."""
+        return self.program.keeping, frozenset(place for _, place, _ in self.made)
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What is so on any rank of the units, and on all ranks of what each made itself."""
+
     keeping: frozenset[str]
     made: ByPlace
 
@@ -70,6 +83,7 @@ class InnerState:
         watch: of its state outside of units.
         axis: the pipeline axis.
         device: where the process group's tensors live.
+        meeting: of the axis' ranks.
 
     Example::
 
@@ -81,9 +95,10 @@ class InnerState:
         inner.end()
     """
 
-    def __init__(self, module: nn.Module, watch: Watch, axis: Axis, device: torch.device) -> None:
-        self.module, self.watch, self.axis, self.device = module, watch, axis, device
-        self._agreed: dict[int, _Agreed] = {}
+    def __init__(self, module: nn.Module, watch: Watch, axis: Axis, device: torch.device, meeting: Meeting) -> None:
+        self.module, self.watch, self.axis, self.device, self.meeting = module, watch, axis, device, meeting
+        self._keeps: dict[int, _Keeps] = {}
+        self._agreed: dict[Any, _Agreed] = {}
         self._keeping: frozenset[str] = frozenset()
         self.made: ByPlace = {}
         self._forget()
@@ -105,24 +120,31 @@ class InnerState:
         """
         self._forget()
         self._program, self._cut = program, cut
-        known = self._agreed.get(id(program))
-        if known is None:
-            known = self._agreed[id(program)] = self._agree(program)
+        if id(program) not in self._keeps:
+            self._keeps[id(program)] = self._of(program)
+        mine = self._keeps[id(program)]
+        if mine.content not in self._agreed:  # a rank alone may have studied a step anew, by the modes of its layers
+            self._agreed[mine.content] = self._agree(mine)
+        known = self._agreed[mine.content]
         self._keeping, self.made = known.keeping, known.made
         self.watch.widen(self._keeping)
 
-    def _agree(self, program: Program) -> _Agreed:
-        """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
+    def _of(self, program: Program) -> _Keeps:
         cells = (cell for path in sorted(program.keeping) for cell in self.watch.with_unit(path)[0].cells.values())
         of = {id(cell.owner): cell.name for cell in cells} if program.made else {}
-        own = [(of[at], place_of_made(of[at], key), x) for (at, key), (_, x) in program.made.items() if at in of]
-        told = self.axis.all_gather_object((program.keeping, [place for _, place, _ in own]), "state of units")
+        made = ((of[at], place_of_made(of[at], key), x) for (at, key), (_, x) in program.made.items() if at in of)
+        return _Keeps(program, (*made,))
+
+    def _agree(self, mine: _Keeps) -> _Agreed:
+        """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
+        self.meeting("came to a step whose layers keep something new", "Let all ranks do the same in a step.")
+        told = self.axis.all_gather_object(mine.content, "state of units")
         everywhere = frozenset(told[0][1]).intersection(*(places for _, places in told))
         made: dict[str, dict[str, Any]] = {}
-        for name, place, x in own:
+        for name, place, x in mine.made:
             if place in everywhere:
                 made.setdefault(name, {})[place] = x
-        return _Agreed(program, frozenset().union(*(paths for paths, _ in told)), made)
+        return _Agreed(frozenset().union(*(paths for paths, _ in told)), made)
 
     # ------------------------------------------------------------------------------------------------------- in a run
 

@@ -65,6 +65,8 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
             error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
             error.unit = path
             raise error
+    for path, place in whole.changes_lent.items():
+        raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
     patterns = whole.guesses.patterns
     layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns)

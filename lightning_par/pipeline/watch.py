@@ -218,8 +218,12 @@ def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[t
     return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or private.hooks_on(m)]
 
 
-def state_of(unit: nn.Module, path: str, packages: frozenset[str]) -> Snapshot | None:
-    """All that code which runs in a unit reaches, None if none of it is the user's."""
+LENT = "argument "
+"""What the names of modules that a unit is given begin with."""
+
+
+def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequence[nn.Module] = ()) -> Snapshot | None:
+    """All that code which runs in a unit reaches, modules ``lent`` to it too; None if none of it is the user's."""
     inner = users_within(unit, path, packages)
     if not inner and not private.hooks_on_all():
         return None
@@ -228,6 +232,7 @@ def state_of(unit: nn.Module, path: str, packages: frozenset[str]) -> Snapshot |
         for n, hook in enumerate(private.hooks_on(m)):
             state.add(f"hook {n} of {name}", hook)
     state.add_units(inner)
+    state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])
     return state
 
 
