@@ -41,6 +41,7 @@ class Replay:
         self.at = 0  # how many the run has asked for
         self.running = False
         self.trial = False  # whether the run is one of a copy, at another time than the step's
+        self.holders: list[tuple[Cell, Any]] = []  # where it stands for the iterator, between steps
 
     def __iter__(self) -> Replay:
         return self
@@ -55,6 +56,8 @@ class Replay:
             self.at += 1
         else:
             del self.given[0]
+            if not self.given:
+                self.leave()
         if item.early and not self.trial:
             item.check(self.name)
         return item.again()
@@ -75,6 +78,13 @@ class Replay:
             self.given.append(_Given(self.source, self.trial))
         del self.given[:count]
         self.at = 0
+
+    def leave(self) -> None:
+        """It has nothing left: the iterator takes its place again."""
+        Replay.of.pop(id(self.source), None)
+        for cell, key in self.holders:
+            cell.keep(key, self.source, [self, self.source])
+        self.holders = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -176,7 +186,9 @@ class IteratorCell(Cell):
         self.owner = value
         if value is self.replay:
             Replay.of[id(self.replay.source)] = self.replay
+            self.replay.holders = self.holders
+            for cell, key in self.holders:
+                cell.keep(key, value, [self.replay, self.replay.source])
         else:
-            Replay.of.pop(id(value), None)
-        for cell, key in self.holders:
-            cell.keep(key, value, [self.replay, self.replay.source])
+            self.replay.holders = self.holders
+            self.replay.leave()
