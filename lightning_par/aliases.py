@@ -28,6 +28,7 @@ from lightning_par.comm import Axis
 Axes = tuple[Axis, ...]
 _ATTRIBUTE = "_lightning_par_memory"
 _WRITES = "_lightning_par_writes"
+_CUTS = "_lightning_par_cuts"
 
 
 class Memory:
@@ -229,8 +230,7 @@ class Copy:
         root, storage = self.root(), self.storage()
         if storage is None or (root is not None and private.storage_of(root) is storage):
             return None if storage is None else root
-        dtype, *place = self.form
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)  # type: ignore[call-overload,no-any-return]
+        return _lies(storage, self.form)
 
     def renew(self, quiet: bool) -> None:
         """Write into it what it should hold; ``quiet``: unseen by versions, as through ``.data``."""
@@ -327,7 +327,7 @@ def note(
         return
     storage = private.storage_of(held)
     assert storage is not None
-    form = held.dtype, held.storage_offset(), held.size(), held.stride()
+    form = _form(held)
     of = source if not isinstance(source, Tensor) else partial(_same, source)
     frames = () if root is not None else _frames(copy)
     memory.copy = Copy(name, of, make, put, weakref.ref(held), weakref.ref(storage), form, frames, **how)
@@ -355,7 +355,7 @@ def link(x: Any, plain: Tensor) -> None:
     storage = private.storage_of(plain)
     if storage is None or plain.device.type == "meta" or isinstance(plain, FakeTensor):
         return
-    form = plain.dtype, plain.storage_offset(), plain.size(), plain.stride()
+    form = _form(plain)
     source, make = partial(_lying, weakref.ref(storage), form), partial(_cut, _frames(x))
     note("data", source, x, make, _put_full, apart=True, loose=True, talks=_axes(x))
 
@@ -399,6 +399,42 @@ def count_write(args: Any) -> None:
     storage = private.storage_of(x) if isinstance(x, Tensor) else None
     if storage is not None:
         setattr(storage, _WRITES, getattr(storage, _WRITES, 0) + 1)
+
+
+def keep_cut(whole: Tensor, part: Tensor, cut: Callable[[Tensor], Tensor]) -> None:
+    """``part`` was cut of the plain ``whole`` and may be saved for backward, where one device saves ``whole`` itself.
+
+    Args:
+        whole: what `renew_cuts` is told of when something was written into it.
+        part: plain.
+        cut: makes it of what ``whole`` holds.
+    """
+    storage, held = private.storage_of(whole), private.storage_of(part)
+    if storage is None or held is None or held is storage or part.device.type == "meta" or isinstance(part, FakeTensor):
+        return
+    cuts = [one for one in getattr(storage, _CUTS, ()) if one[0]() is not None]
+    setattr(storage, _CUTS, [*cuts, (weakref.ref(held), _form(whole), _form(part), cut)])
+
+
+def renew_cuts(x: Tensor) -> None:
+    """Something was written into ``x``: parts that were cut of its memory hold what is in it now.
+
+    Of a write that versions show a backward tells on one device; one through ``.data`` is seen by it.
+    """
+    storage = private.storage_of(innermost(x))
+    for held, whole, part, cut in getattr(storage, _CUTS, ()):
+        memory = held()
+        if memory is not None and storage is not None:
+            _lies(memory, part).copy_(cut(_lies(storage, whole)))
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.storage_offset(), x.size(), x.stride()
+
+
+def _lies(storage: torch.UntypedStorage, form: tuple[Any, ...]) -> Tensor:
+    dtype, *place = form
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)  # type: ignore[call-overload,no-any-return]
 
 
 def writes_into(x: Tensor) -> int:

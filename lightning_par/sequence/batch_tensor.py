@@ -59,11 +59,18 @@ class BatchTensor(ShardedTensor):
     def _local(self) -> Tensor:  # type: ignore[override]
         whole = self._whole
         if whole.requires_grad:
-            return comm.scatter(whole, self._dim, self._positions, self._axis)
+            return self._kept(comm.scatter(whole, self._dim, self._positions, self._axis))
         version = None if whole.is_inference() else whole._version, aliases.writes_into(whole)
         if self._cut is None or self._cut[0] != version:
-            self._cut = version, comm._own_part(whole, self._dim, self._positions, self._axis)
+            self._cut = version, self._kept(self._part(whole))
         return self._cut[1]
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return comm._own_part(whole, self._dim, self._positions, self._axis)
+
+    def _kept(self, part: Tensor) -> Tensor:
+        aliases.keep_cut(self._whole, part, self._part)
+        return part
 
     @property
     def _innermost(self) -> Tensor:
@@ -79,6 +86,10 @@ class BatchTensor(ShardedTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self._whole.data = full(value).detach()
+        if self._cut is not None:  # what saved it for backward has the new memory, as what saves the whole has
+            with torch._C.DisableTorchFunction():
+                self._cut[1].data = self._part(self._whole.data)
+            self._kept(self._cut[1])
 
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor; no communication."""
@@ -144,12 +155,19 @@ class BatchTensor(ShardedTensor):
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name != "grad" and all(map(_of_batch, tree_leaves((args, kwargs)))):
-        aliases.count_write(targets(func, args, kwargs))
-        return _computed_whole(func, args, kwargs)
+        into = targets(func, args, kwargs)
+        aliases.count_write(into)
+        result = _computed_whole(func, args, kwargs)
+        for x in into:
+            aliases.renew_cuts(x)
+        return result
     into = [x for x in targets(func, args, kwargs) if isinstance(x, BatchTensor)]
     if into:
         aliases.count_write(into)
-        return run_whole(func, args, kwargs)  # a rule would write into a part that was cut for it
+        result = run_whole(func, args, kwargs)  # a rule would write into a part that was cut for it
+        for x in into:
+            aliases.renew_cuts(x)
+        return result
     return dispatch(func, args, kwargs)
 
 
