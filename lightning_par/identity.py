@@ -61,12 +61,23 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
 
 @contextmanager
 def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the weights of ``modules`` can `become` others, which an RNN's weak references to its own forbid."""
+    """Inside, the weights of ``modules`` can `become` others.
+
+    An RNN's weak references to its own forbid it, and the graph of what a weight norm computed of them.
+    """
+    modules = [*modules]
     rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+    norms = [(module, norm) for module in modules for norm in private.weight_norms(module)]
     for rnn in rnns:
         private.forget_weak_references(rnn)
+    for module, norm in norms:
+        setattr(module, norm.name, getattr(module, norm.name).detach())
     try:
         yield
     finally:
         for rnn in rnns:
             private.renew_weak_references(rnn)
+        for module, norm in norms:  # each call computes it anew
+            if all(type(getattr(module, f"{norm.name}_{part}")) is nn.Parameter for part in "gv"):
+                with torch.no_grad():
+                    setattr(module, norm.name, norm.compute_weight(module))

@@ -241,6 +241,13 @@ def note_overflow_flag(scaler: Any, optimizer: Any, flag: Tensor) -> None:
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"][flag.device] = flag
 
 
+def weight_norms(module: nn.Module) -> list[Any]:
+    """Those of the deprecated ``torch.nn.utils.weight_norm`` on ``module``, which keeps what they computed last."""
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+
+
 def forget_weak_references(rnn: nn.RNNBase) -> None:
     """Drop an RNN's weak references to its weights, which forbid to swap them."""
     rnn._flat_weight_refs = []

@@ -242,9 +242,17 @@ class ModeWithin(Base):
         self.a = self.Layer(nn.BatchNorm1d(C))  # type: ignore[assignment]
 
 
+class WeightNormed(Base):
+    """Layers keep what torch's older weight norm computed of their weights, graph and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.utils.weight_norm(self.a), nn.utils.weight_norm(self.b)
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
-                 LendsAModule, ModeWithin)
+                 LendsAModule, ModeWithin, WeightNormed)
 }  # fmt: skip

@@ -551,3 +551,10 @@ def test_hooks_on_modules_and_on_all_of_them_are_found() -> None:
     module.register_forward_hook(functools.partial(private.hooks_on_all))  # of ours
     module.weight.register_hook(private.is_wrapped)
     assert not private.has_hooks(module) and private.number_of_leaf_hooks(module.weight) == 2
+
+
+def test_the_older_weight_norms_of_a_layer_are_known() -> None:
+    layer = nn.utils.weight_norm(nn.Linear(2, 2))
+    (norm,) = private.weight_norms(layer)
+    assert norm.name == "weight" and torch.equal(norm.compute_weight(layer), layer.weight)
+    assert not private.weight_norms(nn.utils.spectral_norm(nn.Linear(2, 2)))

@@ -84,10 +84,11 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
         used = [(path, index) for path, index in (*run.overwritten, *run.direct) if path == name]
         ranks |= {cut.at[stage_of(cut.starts, index)] for _, index in used}
         if len(ranks) > 1:
+            others = "LayerPlacementStrategy or TensorParallelStrategy" if run.relays else "TensorParallelStrategy"
             raise SharedWriteError(
                 f"{run.memory.places[name]}: the step writes into {name!r}, which is used on ranks "
                 f"{' and '.join(map(str, sorted(ranks)))} of the pipeline, of which one would write. Write into it in "
-                "the forward of the only module that uses it, in on_train_batch_start, or use TensorParallelStrategy.",
+                f"the forward of the only module that uses it, in on_train_batch_start, or use {others}.",
                 units[0] if units else None,
             )
     return frozenset(name for name, _ in run.overwritten)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.identity import become, swappable
 from lightning_par.pipeline.elsewhere import Elsewhere, Origin, sharding_of
@@ -95,6 +96,10 @@ def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
             if not isinstance(x, Elsewhere):
                 origin = Origin(name, placement.holders[name], axis, sharding_of(x))
                 become(x, _away(x, origin), name)
+    for m in module.modules():
+        for norm in private.weight_norms(m):
+            if isinstance(getattr(m, f"{norm.name}_v"), Elsewhere):  # nor what was computed of it
+                setattr(m, norm.name, torch.empty_like(getattr(m, norm.name), device="meta"))
 
 
 @torch.no_grad()
