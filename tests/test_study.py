@@ -99,3 +99,28 @@ def test_the_users_own_eval_is_not_called_for_a_trial() -> None:
     with _as_the_loop_will_run(module, step):  # type: ignore[arg-type]
         assert not any(m.training for m in module.modules())
     assert module[0].calls == 0 and all(m.training for m in module.modules())
+
+
+class Reduces(Base):
+    """Averages over ranks as libraries do that know of data parallelism alone."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.within = within
+        if within:
+            self.a.register_forward_hook(lambda module, args, output: self.center(output))
+
+    def center(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        torch.distributed.all_reduce(mean)
+        return x - mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h if self.within else self.center(h))
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_collective_of_the_users_is_refused(within: bool) -> None:
+    with pytest.raises(NotImplementedError, match=r"test_study.py:\d+: torch.distributed.all_reduce is called within"):
+        _studied(Reduces(within))

@@ -52,6 +52,12 @@ class FakeRun(Run):
         self.sized = 0  # of which the batch alone tells it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
+            raise NotImplementedError(
+                f"{user_line()}: torch.distributed.{func.__name__} is called within a step, of which each rank of the "
+                "pipeline runs another part: they would wait for one another. Use `self.all_gather` or "
+                "`self.trainer.strategy.reduce`, which go over the copies of the model, or TensorParallelStrategy."
+            )
         if self.depth:
             kwargs = kwargs or {}
             result = self._run(func, args, kwargs)
