@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import comm
 from lightning_par.comm import Axis
@@ -136,11 +137,21 @@ def along_another_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     dims = _dims(x, given)
     if x._dim in dims:
         return _across(func, x, dims, *args, **kwargs)
+    others = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]  # what `diff` puts before or behind
+    if not all(_is_sharded_alike(t, x) for t in others):
+        return NotImplemented
+    args, kwargs = tree_map(lambda t: t._local if isinstance(t, ShardedTensor) else t, (args, kwargs))
     out = func(x._local, *args, **kwargs)
     parts = list(out) if isinstance(out, tuple) else [out]
     kept = x._dim if parts[0].ndim == x.ndim else x._dim - sum(d < x._dim for d in dims)
     parts = [view(part, kept, x._positions, x._axis) for part in parts]
     return type(out)(parts) if isinstance(out, tuple) else parts[0]
+
+
+def _is_sharded_alike(t: Tensor, x: ShardedTensor) -> bool:
+    if not isinstance(t, ShardedTensor):
+        return False
+    return t._axis is x._axis and t._dim == x._dim and t._positions is x._positions
 
 
 def _across(func: Any, x: Any, along: list[int], /, *args: Any, **kwargs: Any) -> Any:

@@ -112,7 +112,7 @@ CASES = [
             "glu": lambda x: F.glu(x, 1),
             "flip": lambda x: (x.flip(1), torch.flip(x, dims=(1,)), x.flip([1])),
             "roll": lambda x: (x.roll(2, 1), torch.roll(x, shifts=1, dims=1)),
-            "diff": lambda x: (x.diff(dim=1), torch.diff(x, 2, 1)),
+            "diff": lambda x: (x.diff(dim=1), torch.diff(x, 2, 1), x.diff(1, 1, x[:, :1], append=x[:, :1])),
         }.items()
     ],
     Case(
