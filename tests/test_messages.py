@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import private
 from lightning_par.comm import Axis, Kind, Transfer, ledger
@@ -184,3 +185,10 @@ def test_sparse_tensors_are_refused() -> None:
     messenger = Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU)
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo can't be sent.*to_dense"):
         messenger.send(torch.eye(2).to_sparse(), 1, "forward", 0)
+
+
+def test_what_has_no_values_is_not_sent() -> None:
+    """Its receiver would wait for ever."""
+    messenger = object.__new__(Messenger)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="trial of the step has come into its run"):
+        messenger.send(torch.ones(2), 1, "forward", 0)

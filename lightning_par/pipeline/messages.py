@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.comm import Axis, Kind, Link
+from lightning_par.fake_functions import is_fake
 
 _PURPOSES: dict[Kind, str] = {"forward": "activations", "backward": "gradients of activations"}
 
@@ -71,6 +72,11 @@ class Messenger:
         """
         if x.layout != torch.strided:
             raise TypeError(f"A tensor of layout {x.layout} can't be sent to the next stage; call .to_dense() on it.")
+        if is_fake(x):  # nothing would leave, and the receiver wait for it
+            raise RuntimeError(
+                "A value that stood for another stage's in a trial of the step has come into its run, as what a "
+                "module is given by torch.func.functional_call. Give it as an argument of the module's forward."
+            )
         self._sending.check()
         if not x.numel():
             return
