@@ -66,6 +66,7 @@ class Hooks:
         """The ``reason`` of the first rank that has one, where hooks may go by the rank. All ranks must call it."""
         if not self.known:
             return reason
+        self.meeting("studied a step anew", "Let all ranks do the same in a step.")  # one alone would wait for ever
         return next((told for told in self.axis.all_gather_object(reason, "hooks") if told), None)
 
     def _now(self) -> tuple[tuple[str, int], ...]:
