@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import private
+from lightning_par.stands import Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
             "predict_dataloaders": "predict"}  # fmt: skip
@@ -46,10 +47,11 @@ def stand_in(
             state[name] = _copied(value, memo)
     top = memo[id(module)]
     trainer = vars(module).get("_trainer")
+    optimizers = Optimizers(top, lambda: _made(trainer), memo)
     if trainer is not None:
-        top.__dict__["_trainer"] = TrainerView(trainer)
+        top.__dict__["_trainer"] = TrainerView(trainer, optimizers)
     if hasattr(module, "automatic_optimization"):
-        _silence(top)
+        _silence(top, optimizers)
     for submodule in top.modules():
         if callable(getattr(submodule, "compute", None)) and callable(getattr(submodule, "update", None)):
             _silence_metric(submodule, took)
@@ -125,19 +127,22 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
 class TrainerView:
     """The trainer as a trial run sees it: to be read, not to be changed or asked to act."""
 
-    def __init__(self, trainer: Any) -> None:
-        vars(self).update(_real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand())
+    def __init__(self, trainer: Any, optimizers: Optimizers | None = None) -> None:
+        vars(self).update(
+            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand()
+        )
 
     def let_note(self, noted: Callable[[str], Any]) -> None:
         """Call ``noted`` with the name of each attribute that is read."""
         vars(self)["_noted"] = noted
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("optimizers", "lr_scheduler_configs"):
-            return _AnyNumber()
         noted = vars(self).get("_noted")
         if noted is not None:
             noted(name)
+        optimizers = vars(self)["_optimizers"]
+        if optimizers is not None and name in ("optimizers", "lr_scheduler_configs"):
+            return optimizers.optimizers if name == "optimizers" else optimizers.schedules
         real = vars(self)["_real"]
         value = getattr(real, name)
         if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
@@ -146,83 +151,31 @@ class TrainerView:
         return value
 
 
-class Stand:
-    """Takes the place of a logger or an optimizer: whatever is asked of it, nothing happens."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # `optimizer.step(closure)` runs the closure, whose events count.
-        for value in (*args, *kwargs.values()):
-            if callable(value) and not isinstance(value, (Stand, Tensor, nn.Module)):
-                return value()
-        return self
-
-    def __enter__(self) -> Stand:
-        return self
-
-    def __exit__(self, *exception: Any) -> None: ...
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __getitem__(self, key: Any) -> Any:
-        return self
-
-    def __float__(self) -> float:
-        return 1.0
-
-    def __mul__(self, other: Any) -> Any:
-        return other * 1.0
-
-    __rmul__ = __mul__
-
-
-class _AnyNumber(Stand):
-    """A list of stands, of whatever length is asked for."""
-
-    def __iter__(self) -> Any:
-        return iter([Stand()])
-
-    def __len__(self) -> int:
-        return 1
-
-
-def _silence(copy_of_module: Any) -> None:
+def _silence(copy_of_module: Any, optimizers: Optimizers) -> None:
     """Methods of a LightningModule that reach out of it do nothing."""
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
 
     quiet = ("log", "log_dict", "print", "manual_backward", "backward", "toggle_optimizer", "untoggle_optimizer",
              "clip_gradients", "optimizer_step", "save_hyperparameters")  # fmt: skip
-    optimizers = None
     body: dict[str, Any] = dict.fromkeys(quiet, nothing)
     body["logger"], body["loggers"] = Stand(), [Stand()]
-    body["optimizers"] = lambda self, *args, **kwargs: _stands(optimizers)
-    body["lr_schedulers"] = lambda self: Stand()
+    body["optimizers"] = lambda self, *args, **kwargs: _one_or_all(optimizers.optimizers)
+    body["lr_schedulers"] = lambda self: _one_or_all(optimizers.schedules) or None
     body["all_gather"] = lambda self, data, *args, **kwargs: data
     kind = type(copy_of_module)
-    if not copy_of_module.automatic_optimization:
-        optimizers = _count_optimizers(copy_of_module)
     copy_of_module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
 
 
-def _stands(count: int | None) -> Any:
-    return Stand() if count in (None, 1) else [Stand() for _ in range(count or 0)]
+def _one_or_all(found: list[Any]) -> Any:
+    return found[0] if len(found) == 1 else found
 
 
-def _count_optimizers(module: Any) -> int:
-    """How many optimizers `configure_optimizers` gives, asked of the copy."""
-    try:
-        found = module.configure_optimizers()
-    except Exception:  # user code on fake parameters
-        return 1
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
-        found = found[0]
-    return len(found) if isinstance(found, (list, tuple)) else 1
+def _made(trainer: Any) -> tuple[list[Any], list[Any]]:
+    """The optimizers and schedules of the run that is on, as far as they have been made."""
+    if trainer is None:
+        return [], []
+    return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
 def _silence_metric(metric: Any, took: Callable[..., None]) -> None:

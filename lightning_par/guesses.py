@@ -76,6 +76,8 @@ class Guesses:
         self._callers: dict[Key, dict[Key, None]] = {}  # of each question, the latest last
         self._since: dict[Key, int] = {}
         self._decisions: set[Key] = set()
+        self.answers: list[bool] = []  # to decisions, in order
+        self.ended = False  # whether the run came to its end; whoever runs it says so
 
     def read(self, name: str, x: Tensor, args: tuple[Any, ...] = ()) -> Any:
         """What the function ``name`` of `READS`, which reads ``x``, returns.
@@ -113,6 +115,16 @@ class Guesses:
         often = 0 if self.endless is None else self.asked[self.endless] // 8
         return [place for place, count in self.asked.items() if count > often > 0]
 
+    @property
+    def decided(self) -> list[Key]:
+        """The questions that were answered yes or no, each by all who called for it."""
+        return [caller for place in self._decisions for caller in self._callers[place]]
+
+    def with_other(self, caller: Key) -> dict[Key, Pattern]:
+        """Patterns that differ in the answer to one question of `decided`."""
+        was = self.patterns.get(caller) or self.patterns.get(caller[1])
+        return {**self.patterns, caller: "first" if was == "other" else "other"}
+
     def others(self) -> Iterator[dict[Key, Pattern]]:
         """Patterns that differ in one answer, the likeliest to help first: decisions before numbers, the last first."""
         if self.endless is not None:
@@ -141,9 +153,14 @@ class Guesses:
         pattern = self.patterns.get(caller) or self.patterns.get(place)
         if self.bounded:
             self._bound(place, count)
+        answer = options[1 if pattern == "other" else 0]
         if pattern == "shuffled" and count:  # ends what loop there may be, after a turn or more
-            return options[crc32(repr((*place[1:], count)).encode()) % len(options)]
-        return options[1 if pattern == "other" else 0]
+            answer = options[crc32(repr((*place[1:], count)).encode()) % len(options)]
+        return self._decided(answer) if isinstance(answer, bool) else answer
+
+    def _decided(self, answer: bool) -> bool:
+        self.answers.append(answer)
+        return answer
 
     def _bound(self, place: Key, count: int) -> None:
         work = self.work - self._since.setdefault(place, self.work)
@@ -151,6 +168,18 @@ class Guesses:
         if count > _MANY_TURNS * (_PATIENCE if patient else 1) or (count > _TURNS and work > _WORK and not patient):
             self.endless = place
             raise EndlessError(f"{place[0]}:{place[1]} asks for a value of the model again and again")
+
+
+class Repeated(Guesses):
+    """Decides as another run did, whatever numbers it is told."""
+
+    def __init__(self, run: Guesses) -> None:
+        super().__init__(run.patterns)
+        self._told = run.answers
+
+    def _decided(self, answer: bool) -> bool:
+        place = len(self.answers)
+        return super()._decided(self._told[place] if place < len(self._told) else answer)
 
 
 def _of_dtype(x: Tensor) -> tuple[Any, ...]:

@@ -175,6 +175,8 @@ def _intercept_checkpoint() -> None:
         def around(fn: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
             return plain(_replaying(fn), *args[: len(named) - 1], *rest, **kwargs)
 
+        if Run.current is not None:
+            Run.current.recomputes = True
         whole = around(fn, *args[len(named) - 1 :], **kwargs)
         return whole if Run.current is None or Run.current.depth else _by_run(Run.current, whole, around)
 

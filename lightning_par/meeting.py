@@ -1,13 +1,14 @@
 """Outside a step the ranks meet before they talk, and who does not come, or does something else, is named.
 
-Within a step Lightning has all ranks run the same code. Between steps user code may run on one rank alone, as in
-``if trainer.is_global_zero: self(x)``. A module that is split needs its peers there; without a word, they would wait
-for each other until the process group's timeout.
+Within a step Lightning has all ranks run the same code, which the first one of each kind shows. Between steps user code
+may run on one rank alone, as in ``if trainer.is_global_zero: self(x)``. A module that is split needs its peers there;
+without a word, they would wait for each other until the process group's timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,11 +16,13 @@ from lightning_par import naming, private
 from lightning_par.comm import Axis
 
 PATIENCE = timedelta(seconds=60)
+STEP = timedelta(minutes=30)
 CALLED = "called the module outside a step"
 ADVICE = (
     "Call it on all of them, and let one rank alone use the result: write `y = self(x)` before "
     "`if self.trainer.is_global_zero:`."
 )
+ALIKE = "In a step all of them must run the same code, in one order."
 
 
 class Meeting:
@@ -41,25 +44,38 @@ class Meeting:
         self.name = f"{name} {_number_of(axis, name)}"  # what an earlier meeting left in the store is not mistaken
         self.timeout = timeout
         self._steps = 0  # steps that run, one within the other
-        self._met = 0
+        self._met: Counter[tuple[int, ...]] = Counter()  # by the ranks that met
+        self._shown: set[str] = set()  # kinds of steps that ran
+        self._shows = False  # whether a step runs that is the first of its kind
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, all ranks run the same code."""
+    def step(self, kind: str = "") -> Iterator[None]:
+        """Inside, all ranks run the same code, which the first step of each ``kind`` in a run shows.
+
+        Args:
+            kind: the hook that runs, such as "training_step"; empty for what is within another step.
+        """
         self._steps += 1
-        before, naming.outside = naming.outside, False
+        before = naming.on, self._shows
+        if self._steps == 1:
+            self._shows = kind not in self._shown
+            naming.on = naming.on and self._shows
         try:
             yield
+            self._shown.add(kind)
         finally:
             self._steps -= 1
-            naming.outside = before
+            naming.on, self._shows = before
 
-    def about_to_talk(self) -> None:
-        """Called before sharded tensors talk: outside a step, the peers must come for the same one; raises as a call.
+    def about_to_talk(self, axis: Axis) -> None:
+        """Called before sharded tensors talk along ``axis``: its ranks must come for the same one; raises as a call.
 
-        Over a set of names each process goes in another order, and parts of different tensors would be joined.
+        Over a set of names each process goes in another order, and parts of different tensors would be joined. Outside
+        of steps this is looked at each time, in steps in the first one of a kind: there, each rank may take its time.
         """
-        if not self._steps:
+        if self._shows and axis.size > 1:
+            self._meet(axis, "came to a collective in a step", ALIKE, naming.current, self.timeout or STEP)
+        elif not self._steps:
             self(about=naming.current)
 
     def __call__(self, doing: str = CALLED, advice: str = ADVICE, about: str = "") -> None:
@@ -75,14 +91,16 @@ class Meeting:
         """
         if self._steps or self.axis.size == 1:
             return
-        self._met += 1
+        self._meet(self.axis, doing, advice, about, min(self.timeout or PATIENCE, PATIENCE))
+
+    def _meet(self, axis: Axis, doing: str, advice: str, about: str, patience: timedelta) -> None:
+        ranks = axis.ranks
+        self._met[ranks] += 1
         store = private.default_store()
-        ranks = self.axis.ranks
-        keys = {rank: self._key(rank, self._met) for rank in ranks}
-        me = ranks[self.axis.rank]
+        keys = {rank: self._key(ranks, rank) for rank in ranks}
+        me = ranks[axis.rank]
         store.set(keys[me], f"{doing}\n{about}")
         others = {rank: key for rank, key in keys.items() if rank != me}
-        patience = min(self.timeout or PATIENCE, PATIENCE)
         try:
             store.wait([*others.values()], patience)
         except RuntimeError:  # torch's DistStoreError among them
@@ -98,11 +116,11 @@ class Meeting:
                 raise RuntimeError(_other_order(me, about, rank, of))
             if told != doing:
                 raise RuntimeError(f"Rank {me} {doing}, while rank {rank} {told}. All must do the same. {advice}")
-        if self._met > 1:
-            store.delete_key(self._key(me, self._met - 1))
+        if self._met[ranks] > 1:
+            store.delete_key(self._key(ranks, me, before=1))
 
-    def _key(self, rank: int, number: int) -> str:
-        return f"lightning_par/{self.axis.ranks}/{self.name}/{number}/{rank}"
+    def _key(self, ranks: tuple[int, ...], rank: int, before: int = 0) -> str:
+        return f"lightning_par/{ranks}/{self.name}/{self._met[ranks] - before}/{rank}"
 
 
 def _number_of(axis: Axis, name: str) -> int:

@@ -366,10 +366,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hooks_on_all() -> list[Callable[..., Any]]:
-    """The user's hooks on the calls of all modules there are; torch can only register them."""
+    """The user's hooks on the calls of all modules there are, and on gradients there; torch can only register them."""
     from torch.nn.modules import module
 
-    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]
+    forward = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
+    return [*forward, *backward_hooks_on_all()]
 
 
 def number_of_hooks(module: nn.Module) -> int:
@@ -395,9 +396,16 @@ def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for hooks in kinds for hook in _of_user(hooks)]
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether user code meets the gradients of the inputs or outputs of ``module``."""
-    return bool(_of_user(module._backward_hooks) or _of_user(module._backward_pre_hooks))
+def number_of_backward_hooks(module: nn.Module) -> int:
+    """How many hooks of the user's meet the gradients of the inputs or outputs of ``module``."""
+    return len(_of_user(module._backward_hooks)) + len(_of_user(module._backward_pre_hooks))
+
+
+def backward_hooks_on_all() -> list[Callable[..., Any]]:
+    """As `hooks_on_all`, of those that meet gradients."""
+    from torch.nn.modules import module
+
+    return [*module._global_backward_pre_hooks.values(), *module._global_backward_hooks.values()]
 
 
 def in_functorch() -> bool:

@@ -71,7 +71,7 @@ class ShardedTensor(torch.Tensor):
             self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
             is_leaf = local.requires_grad and local.is_leaf
         self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
-        if naming.outside:
+        if naming.on:
             self._name = naming.current
         if is_leaf:
             _note_part(local, axis)
@@ -120,7 +120,7 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor, plain, on every rank along the axis. All of them must call it."""
         self._axis.about_to_gather("full_tensor", self)
-        if naming.outside:
+        if naming.on:
             naming.current = self._name or naming.current
         if aliases.is_any():
             aliases.settle(self._innermost, "full_tensor")
@@ -176,7 +176,7 @@ class ShardedTensor(torch.Tensor):
         if grad is None:
             return None
         found = self.with_local(grad)
-        if naming.outside and self._name:
+        if naming.on and self._name:
             found._name = f"the gradient of {self._name}"
         return found
 

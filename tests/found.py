@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -35,6 +36,40 @@ class Base(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Guarded(Base):
+    """Looks at the loss to raise, to say and to count: neither needs it while it is made."""
+
+    high = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        loss, size = F.mse_loss(y, batch[0].flip(1)), y.square().mean()
+        if torch.isnan(loss):
+            print("Model Parameters", self.hparams)
+            raise ArithmeticError("Loss is NaN, training stopped.")
+        if size.item() > 1e9 or not torch.isfinite(size):
+            raise ArithmeticError("the output is too large")
+        if loss > 1.2:
+            self.high += 1
+        self.log("high", float(self.high))
+        return {"loss": loss}
+
+
+class DecidesByLoss(Base):
+    """No guards: by one helper or another, and where it takes two answers to get there."""
+
+    def is_high(self, x: Tensor) -> bool:
+        return bool(x > 1.25)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[0].flip(1))
+        if self.is_high(loss - 1e6):
+            raise ArithmeticError("too high")
+        if self.is_high(loss) and not loss < 0:
+            loss = loss * 2
+        return loss
 
 
 class MetricAsLoss(Base):
@@ -277,10 +312,72 @@ def of_units(kind: type[Scaled]) -> type[Base]:
     return Units
 
 
+class Mood(Enum):
+    CALM, MIXING = range(2)
+
+
+class MixesWhenTold(Scaled):
+    """Is told in one way or another, beside tensors, whether samples mix."""
+
+    def forward(self, x: Tensor, told: Any = None) -> Tensor:
+        mixes = told > 0.5 if isinstance(told, float) else told is Mood.MIXING
+        if isinstance(told, SimpleNamespace):
+            mixes = told.inner["words"][0] == "mix"
+        z = self.layer(x)
+        return x + (z - z.mean(0) if mixes else z)
+
+
+class ToldByAnObject(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = MixesWhenTold()  # type: ignore[assignment]
+
+    def told(self, mixes: bool) -> Any:
+        return SimpleNamespace(inner={"words": ["mix" if mixes else "don't"]})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.b(self.a(batch[0], self.told(batch_idx == 1))), batch[0].flip(1))
+
+
+class ToldByAnEnum(ToldByAnObject):
+    def told(self, mixes: bool) -> Any:
+        return Mood.MIXING if mixes else Mood.CALM
+
+
+class ToldByANumber(ToldByAnObject):
+    def told(self, mixes: bool) -> Any:
+        return float(mixes)
+
+
+class LaterAlongSamples(Base):
+    """The same functions along other dims."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0]).reshape(*((2, 12) if batch_idx == 1 else (4, 6)), C).softmax(1).reshape(4, 6, C)
+        rows = torch.movedim(y, 1 - batch_idx // 2, -1).softmax(-1)
+        return F.mse_loss(y, batch[0]) + rows.square().mean()
+
+
 class BackwardHook(Base):
     def __init__(self) -> None:
         super().__init__()
         self.b.register_full_backward_hook(lambda m, gi, go: (gi[0] / (gi[0].norm() + 1e-6),))
+
+
+class MaskedWeights(Base):
+    """Weights that are computed in the step stand for a layer's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = {name: p * 0.5 for name, p in self.b.named_parameters()}
+        h = self.a(batch[0]).tanh()
+        return F.mse_loss(torch.func.functional_call(self.b, weights, (h,)), batch[0].flip(1))
+
+
+class WeightsOfAnother(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]).tanh()
+        weights = {"weight": self.a.weight * 0.3, "bias": h.mean((0, 1))}
+        return F.mse_loss(torch.func.functional_call(self.b, weights, (h,)), batch[0].flip(1))
 
 
 class CriterionOverBatch(Base):
@@ -696,7 +793,8 @@ FOUND: dict[str, type[Base]] = {
                  BackwardHook, CriterionOverBatch, Renorm, Rounded, OwnGenerators, ClassBody, PopsFromBatch, Asserts,
                  FactorsFromASize, ClipsFromANorm, SharesOut, NormAndAct, ObjectAsArgument, HandsOn, WritesIntoOutput,
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
-                 UsedLate, Transformed, StoredAsWritten,
+                 UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
+                 ToldByAnObject, ToldByAnEnum, ToldByANumber, LaterAlongSamples,
                  GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,

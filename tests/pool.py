@@ -275,7 +275,6 @@ def _become_worker(connection: int, output: int) -> None:
 def _serve(connection: Connection) -> None:
     """The worker's loop: run jobs until the test run goes away."""
     threading.Thread(target=_follow_parent, daemon=True).start()
-    gc.freeze()  # what the imports made stays: a collection after each run costs little
     environment = dict(os.environ)
     folder = os.getcwd()
     while True:
@@ -324,6 +323,7 @@ def _reset(environment: dict[str, str], folder: str) -> None:
     random.seed(0)
     importlib.import_module("numpy").random.seed(0)
     gc.collect()
+    gc.freeze()  # what is left, as modules that the job imported, is not looked through again
 
 
 def _follow_parent() -> None:

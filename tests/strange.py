@@ -250,9 +250,27 @@ class WeightNormed(Base):
         self.a, self.b = nn.utils.weight_norm(self.a), nn.utils.weight_norm(self.b)
 
 
+class GoesByRates(Base):
+    """Reads of its optimizer and schedule what a trial before training has yet to find out."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step + 1))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        assert rate == self.trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 ** (self.global_step + 1)
+        assert self.lr_schedulers().get_last_lr() == [rate]  # type: ignore[union-attr]
+        loss = F.mse_loss(self(batch[0]), batch[0].flip(1)) * (1 + rate)
+        if rate < 0.03 or self.lr_schedulers().last_epoch > 1:  # type: ignore[union-attr]
+            loss = loss * 2
+        return loss + sum(p.square().sum() for p in self.trainer.optimizers[0].param_groups[0]["params"]) * 0.01
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
-                 LendsAModule, ModeWithin, WeightNormed)
+                 LendsAModule, ModeWithin, WeightNormed, GoesByRates)
 }  # fmt: skip

@@ -18,7 +18,7 @@ from tests.pool import Pool
 from tests.strange import STRANGE
 
 STEPS = 3
-CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs")
+CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs", "Guarded")
 """Those that stay cut into microbatches: it is safe, and faster."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},
@@ -118,12 +118,17 @@ def _wrong(pool: Pool, names: list[str], layout: dict[str, Any]) -> tuple[dict[s
     return wrong, results
 
 
+PARTS = 4  # jobs for the rows of `FOUND`, each with a time of its own on a slow machine
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str) -> None:
-    wrong, results = _wrong(pool, list(FOUND), LAYOUTS[layout])
+def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -> None:
+    names = list(FOUND)[part::PARTS]
+    wrong, results = _wrong(pool, names, LAYOUTS[layout])
     assert not wrong, list(wrong)
     if layout == "pipeline":
-        assert [name for name in CUT if results[0][name][3] < 2] == []
+        assert [name for name in CUT if name in names and results[0][name][3] < 2] == []
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
@@ -134,3 +139,28 @@ def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
     assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]
+
+
+class BadBatches(Batches):
+    def __iter__(self) -> Any:
+        batches = _batches()
+        batches[1][0][0, 0, 0] = float("nan")
+        return iter(batches)
+
+
+def _fit_a_guarded(layout: dict[str, Any] | None) -> tuple[str, int]:
+    devices: Any = {"devices": 1} if layout is None else {"devices": 2, "strategy": HybridParallelStrategy(**layout)}
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, precision="64-true", **devices,
+    )  # fmt: skip
+    with pytest.raises(ArithmeticError) as caught:
+        trainer.fit(FOUND["Guarded"](), BadBatches())  # type: ignore[arg-type]
+    return str(caught.value), trainer.global_step
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "placement"])
+def test_a_guard_raises_on_all_ranks_what_it_raises_on_one_device(pool: Pool, layout: str) -> None:
+    layouts = {**LAYOUTS, "placement": {"placement": {"a": 0, "b": 1}, "microbatches": 2}}
+    assert pool.run(1, _fit_a_guarded, None) == [("Loss is NaN, training stopped.", 1)]
+    assert pool.run(2, _fit_a_guarded, layouts[layout]) == [("Loss is NaN, training stopped.", 1)] * 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_par import TensorParallelStrategy, meeting
+from lightning_par import HybridParallelStrategy, SequenceParallelStrategy, TensorParallelStrategy, meeting
 from tests.pool import Pool, RanksFailedError
 
 
@@ -68,30 +68,63 @@ def test_a_call_on_one_rank_alone_names_the_ranks_that_did_not_come(pool: Pool) 
 class InOtherOrder(Net):
     """Comes to its layers in another order on each rank, as over a set of names."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str, calls: bool) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        self.where, self.calls = where, calls
+
+    def visit(self, where: str) -> None:
+        if where == self.where:
+            layers = [*self.net][:: -1 if torch.distributed.get_rank() else 1]
+            with torch.no_grad():
+                for layer in layers:
+                    x = layer(self.x) if self.calls else layer.weight
+                    self.outside.append(x.flatten().sort().values.cumsum(0))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.x = batch
+        self.visit("step")
+        loss = super().training_step(batch)
+        loss.register_hook(lambda _: self.visit("hook of backward"))
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.visit("after backward")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.visit("optimizer step")
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        named = sorted(self.named_parameters(), reverse=self.trainer.global_rank > 0)
-        for _, p in named:
-            self.outside.append(p.detach().flatten().sort().values.pow(2).cumsum(0))
+        self.visit("between steps")
 
 
-def _other_order() -> str:
+def _other_order(where: str, strategy: Any) -> str:
     trainer = L.Trainer(
-        strategy=TensorParallelStrategy(), accelerator="cpu", devices=2, max_steps=1, logger=False,
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = InOtherOrder()
+    module = InOtherOrder(where, calls=not isinstance(strategy, TensorParallelStrategy))
     with pytest.raises(RuntimeError) as raised:
-        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(3, 4), batch_size=3))
+        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(3, 4, 4), batch_size=3))
     assert module.outside == []  # no rank took one for the other
     return str(raised.value)
 
 
-def test_weights_in_another_order_on_each_rank_are_named_and_none_is_taken_for_another(pool: Pool) -> None:
-    for rank, message in enumerate(pool.run(2, _other_order)):
+PLACES = ["between steps", "step", "hook of backward", "after backward", "optimizer step"]
+STRATEGIES = {
+    "tp": TensorParallelStrategy(),
+    "sp": SequenceParallelStrategy(),
+    "fsdp": HybridParallelStrategy(data_parallel_size=2, data_parallel="fsdp"),
+}
+ORDERS = [("tp", where) for where in PLACES] + [(name, where) for name in ("sp", "fsdp") for where in PLACES[1:3]]
+
+
+@pytest.mark.parametrize("strategy, where", ORDERS)
+def test_layers_in_another_order_on_each_rank_are_named_and_none_is_taken_for_another(
+    pool: Pool, strategy: str, where: str
+) -> None:
+    for rank, message in enumerate(pool.run(2, _other_order, where, STRATEGIES[strategy])):
         first, last = ("net.0.weight", "net.3.weight")[:: -1 if rank else 1]
         assert f"rank {rank} comes to {first}, while rank {1 - rank} comes to {last}" in message
         assert "test_outside_steps.py" in message and "sorted(names)" in message

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_par import HybridParallelStrategy, PipelineParallelStrategy, meeting
+from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import full
 from tests.pool import Pool, RanksFailedError
 from tests.test_optimizers import Global
@@ -124,6 +125,34 @@ class Weights(Model):
             self.blocks[1].linear.weight.add_(self.blocks[2].linear.weight * 0.1)
             for row in self.head.weight:
                 row.clamp_(-0.3, 0.3)
+
+
+class WeightsOfParts(Model):
+    """Of weights that are sharded, too, each stage tries to see the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([nn.Linear(4, 8)]), nn.Linear(8, 4)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.head(self.blocks[0](batch)).pow(2).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.data.mul_(0.9)
+        if self.trainer.global_step < 2:
+            return
+        for name, p in self.named_parameters():
+            if is_elsewhere(p) and p.origin.sharding is not None:
+                for what, call in {
+                    "mul": lambda p=p: p.data * 0.9,
+                    "list": p.tolist,
+                    "equal": lambda p=p: p.equal(p.data),
+                }.items():
+                    with pytest.raises(NotImplementedError) as refused:
+                        call()
+                    self.see(f"{what} {name}", str(refused.value))
 
 
 class Overwrites(Model):
@@ -249,7 +278,7 @@ class Joint(Model):
         return Global(p for name, p in self.named_parameters() if "unused" not in name)
 
 
-_KINDS = (Reads, ReadsParts, Weights, Overwrites, Counts, Thaws, Calls, Wrong, Alone, Joint)
+_KINDS = (Reads, ReadsParts, Weights, WeightsOfParts, Overwrites, Counts, Thaws, Calls, Wrong, Alone, Joint)
 KINDS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -294,6 +323,16 @@ def test_gradients_of_sharded_weights_are_one_devices_on_all_stages(pool: Pool) 
     assert len(expected) > 8
     for seen in pool.run(4, fit, "ReadsParts", dict(pipeline_parallel_size=2, tensor_parallel_size=2)):
         assert [key for key in expected if not agree(expected[key], seen.get(key))] == []
+
+
+def test_values_of_weights_in_parts_of_another_stage_are_refused_at_once(pool: Pool) -> None:
+    (expected,) = pool.run(1, fit, "WeightsOfParts")
+    for seen in pool.run(4, fit, "WeightsOfParts", dict(pipeline_parallel_size=2, tensor_parallel_size=2)):
+        refused = [value for key, value in seen.items() if key.startswith("2 ")]
+        assert len(refused) >= 3
+        for value in refused:
+            assert "between two steps. They are on another stage of the pipeline, and split there over" in value
+        assert agree(expected["state"], seen["state"])
 
 
 def test_what_can_not_be_carried_out_is_refused_on_all_ranks(pool: Pool) -> None:

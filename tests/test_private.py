@@ -272,9 +272,9 @@ def test_hooks_of_a_module_are_seen() -> None:
     assert not private.has_hooks(module)
     for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
         handle = register(lambda *args: None)
-        assert private.has_backward_hooks(module) and not private.has_hooks(module)
+        assert private.number_of_backward_hooks(module) == 1 and not private.has_hooks(module)
         handle.remove()
-    assert not private.has_backward_hooks(module)
+    assert not private.number_of_backward_hooks(module)
 
 
 def test_views_share_a_number_for_their_memory_also_on_meta() -> None:

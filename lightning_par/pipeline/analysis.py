@@ -23,7 +23,7 @@ from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
 from lightning_par.pipeline.lent import Lent
-from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, told_to, writes_into
+from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, writes_into
 from lightning_par.pipeline.memo import touches_state
 from lightning_par.pipeline.memory import Memory
 from lightning_par.pipeline.metrics import value_like
@@ -33,6 +33,7 @@ from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
+from lightning_par.pipeline.told import told_to, watched
 from lightning_par.pipeline.tracing import FakeRun, sizing
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
@@ -102,6 +103,7 @@ class Analysis(FakeRun):
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.overwritten: list[tuple[str, int]] = []  # parameters, buffers within units, and which event writes
         self.effects: list[Tensor] = []
+        self.returned: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.has_read = False
         self.deciding: set[str] = set()
@@ -109,6 +111,8 @@ class Analysis(FakeRun):
         self.packages: frozenset[str] | None = None  # the user's, where units that keep something are looked for
         self.keeping: dict[str, str] = {}  # the units that change Python state, and what they change
         self.changes_lent: dict[str, str] = {}  # those that change modules which they are given
+        self.in_hooks: frozenset[str] = frozenset()  # the names of objects that hooks on gradients reach
+        self.outer: frozenset[str] = frozenset()  # units whose state the step's own code changes, or may
         self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
@@ -397,7 +401,9 @@ class Analysis(FakeRun):
         self.stretches.meet(path, len(self.events))
         inputs = tensors_in((args, kwargs))
         sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)
+        told, by_numbers = {flag: told_to(path, args, kwargs, flag) for flag in (False, True)}, set[str]()
         if self.axis is not None:
+            args, kwargs = watched(args, kwargs, by_numbers)
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
@@ -431,7 +437,8 @@ class Analysis(FakeRun):
         self.units.append((path, len(self.events)))
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
-        event.told, event.handed = told_to(path, args, kwargs), len(event.inputs) - given
+        event.told, event.by_numbers = told[bool(by_numbers)], bool(by_numbers)
+        event.handed = len(event.inputs) - given
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
         outer = zip(returned_tensors(inner), returned_tensors(result))
         self.keys.update((id(x), self.keys[id(y)]) for x, y in outer if maker_of(x) == path and x is not y)

@@ -198,8 +198,15 @@ class Crossing:
             whole = whole + part
         return whole
 
-    def backward(self, op: str, stage: int, microbatch: int) -> None:
-        """The stage's whole backward, that of its inputs, or that of its weights."""
+    def backward(self, op: str, stage: int, microbatch: int, once: bool = False) -> None:
+        """The stage's whole backward, that of its inputs, or that of its weights.
+
+        Args:
+            op: which of these.
+            stage: whose.
+            microbatch: of which.
+            once: whether that of the inputs is the whole one, so that hooks on activations run once.
+        """
         held = self.held[stage, microbatch]
         if op == "W":
             assert held.split is not None
@@ -211,9 +218,11 @@ class Crossing:
         outputs, given = [x for x, _ in pairs], [g for _, g in pairs]
         if op == "I":
             held.split = SplitBackward()
+        if held.split is not None and not once:
             leaves = held.split.inputs(outputs, given, held.leaves)
         else:
             leaves = backward(outputs, given, held.leaves)
+        if held.split is None:
             del self.held[stage, microbatch]
         held.outputs = []
         arrivals = self.programs[microbatch].routes.coming[stage]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def listen(copy: nn.Module, run: Analysis) -> None:
         copy.__class__ = type(type(copy).__name__, (type(copy),), {"logger": trainer.logger, "loggers": views})
 
 
-def held(copy: nn.Module, homes: Mapping[str, tuple[int, ...]], batch: Any, run: Analysis) -> list[Tensor]:
+def held(copy: nn.Module, homes: Collection[str], batch: Any, run: Analysis) -> list[Tensor]:
     """Values that the step left outside units: in attributes, in whatever these hold or code names, in its batch."""
     named = dict(copy.named_modules())
     units = {path for path in named if any(path == unit or path.startswith(f"{unit}.") for unit in homes)}

@@ -70,6 +70,12 @@ def deliver(loss: Tensor, grads: Sequence[tuple[Tensor, Tensor]], scale: float) 
     return _Deliver.apply(loss, scale, [g for _, g in grads], anchor, *[p for p, _ in grads])
 
 
+def called_before(loss: Tensor, call: Callable[[], None]) -> Tensor:
+    """``loss`` again, whose backward begins with ``call``."""
+    value: Tensor = _Before.apply(loss, call)
+    return value
+
+
 Turn = tuple[Callable[[], None], Sequence[tuple[Tensor, Tensor]]]
 """What is called before parameters get their gradients, and these."""
 
@@ -86,7 +92,7 @@ def deliver_in_turn(loss: Tensor, turns: Sequence[Turn], scale: float) -> Tensor
     for turn, pairs in reversed(turns):  # what is made last is the first in backward
         for p, g in reversed(pairs):
             value = _Deliver.apply(value, scale, [g], value, p)
-        value = _Before.apply(value, turn)
+        value = called_before(value, turn)
     return value
 
 

@@ -15,10 +15,10 @@ from lightning_par.pipeline.located import (
     RecordedRun,
     is_located,
     is_setting,
-    told_to,
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.structure import returned_tensors, tensors_in, twin
+from lightning_par.pipeline.told import told_to
 from lightning_par.pipeline.tracing import sizing
 from lightning_par.pipeline.values import written_into
 from lightning_par.rules.table import user_line
@@ -48,8 +48,9 @@ class DryRun(RecordedRun):
         record = self.program.events[index]
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
-        if self.program.microbatches > 1 and record.kind == "located" and record.told != told_to(func, args, kwargs):
-            raise ChangedError(f"{user_line()}: what {func} is told")
+        if self.program.microbatches > 1 and record.kind == "located":
+            if record.told != told_to(func, args, kwargs, record.by_numbers):
+                raise ChangedError(f"{user_line()}: what {func} is told")
         # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
         if record.given and index < self.program.tail:
             tensors = tensors_in((args, kwargs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ class Effects:
             objects, buffers, and the content of containers.
         places: whether an object's entries are its attributes.
         refused: what the step did that can't be told, in words.
+        raised: the exception that it ended with, where it did.
         result: the step's return value; the caller sets it.
         names: of objects that all ranks have, by their ids here; and of what stood in for them in the run.
         kept: what the ids are of.
@@ -53,6 +55,7 @@ class Effects:
     state: dict[str, Change] = field(default_factory=dict)
     places: dict[str, bool] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    raised: Exception | bytes | None = None
     result: Any = None
     names: dict[int, str] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Effects:
 
         Raises:
             TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
+            Exception: what the step raised, on every rank.
         """
 
         def named(made: Made) -> dict[str, Any]:
@@ -83,14 +87,22 @@ class Effects:
 
         known = Known(self.names, {**objects, **flat(within), **named(made)}, module, lambda: named(present()))
         sent = replace(self, names={}, kept=[])
-        if axis.rank == source and not self.refused and refusal(sent, device, known) is not None:
+        if (
+            axis.rank == source
+            and not self.refused
+            and self.raised is None
+            and refusal(sent, device, known) is not None
+        ):
             for place, value in self._left_behind(device, known, made, within):
                 known.add(place, value)
             self.refused.extend(sent._unsendable(device, known))
         sent = Effects(refused=self.refused) if self.refused else sent
+        sent = Effects(raised=_packed(self.raised)) if isinstance(self.raised, Exception) else sent
         arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects", known=known)
         if arrived.refused:
             raise TypeError(" ".join(arrived.refused))
+        if isinstance(arrived.raised, bytes):
+            raise self.raised if isinstance(self.raised, Exception) else pickle.loads(arrived.raised)
         return arrived
 
     def _left_behind(self, device: torch.device, known: Known, made: Made, within: ByPlace) -> list[tuple[str, Any]]:
@@ -132,6 +144,16 @@ class Effects:
         for said in self.said:
             yield "What the step gives to a logger", said
         yield "What the step returns", self.result
+
+
+def _packed(error: Exception) -> bytes:
+    """An exception as others can raise it, in other words where its class can't be sent."""
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:  # the class may want anything to be made
+        packed = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return packed
 
 
 def apply(effects: Effects, lightning_module: Any, watch: Watch, batch: Any, show: bool) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from lightning_par import generators, shares
 from lightning_par.comm import Axis
 from lightning_par.pipeline.boundary import Crossing
+from lightning_par.pipeline.decisions import refuse_another_loss
 from lightning_par.pipeline.deliver import deliver, gradients_apart
 from lightning_par.pipeline.draws import stand_at
 from lightning_par.pipeline.effects import Effects, apply, merged
 from lightning_par.pipeline.expected import expected_gradients, refuse_others
+from lightning_par.pipeline.in_backward import InBackward
 from lightning_par.pipeline.inner_state import InnerState
 from lightning_par.pipeline.joining import averaged, in_order, joined, without_graphs
 from lightning_par.pipeline.located import Key, Program, StageDoneError
 from lightning_par.pipeline.messages import Messenger
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.order import Order
+from lightning_par.pipeline.orders import Action
 from lightning_par.pipeline.prepare import Part, Prepared, Programs, call_step
 from lightning_par.pipeline.runs import StageRun
 from lightning_par.pipeline.schedule import Schedule
@@ -33,6 +36,7 @@ from lightning_par.pipeline.structure import map_tensors
 from lightning_par.pipeline.traffic import Traffic
 from lightning_par.pipeline.values import of_microbatch
 from lightning_par.sequence.tokens import Tokens
+from lightning_par.stopping import Stopping
 from lightning_par.view import ShardedTensor, full
 
 MOST_KEPT = 64  # kinds of steps whose messages are known
@@ -72,8 +76,10 @@ class Engine:
         self.inner_state = InnerState(
             self.module, self.programs.watch, self.axis, self.device, self.programs.hooks.meeting
         )
+        self.in_backward = InBackward(self.inner_state)
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self.tokens = Tokens()  # of the step that runs
+        self._losses: dict[int, Tensor] = {}  # of its microbatches, as shares
         self.rehearsing = False
         self._compared: list[Program] = []
         self.flops = 0.0  # of the step that was prepared last
@@ -102,36 +108,42 @@ class Engine:
                 else self.programs.prepare(step, microbatches)
             )
         schedule = self.order.training([part.program for part in ready.parts])
+        expected = self._expected(ready, step)
         scale = scale / shares.ranks()  # each rank's share of the loss's gradient
+        settled: list[Any] = []
         order: list[int] | None = [] if self.programs.hooks.on_parameters else None
         with gradients_apart([*named.values()], order), shares.unshared():
-            effects = self._run(ready, schedule, scale, key)
+            effects = self._run(ready, schedule, scale, key, lambda x: settled.append(self._settle(step, ready, x)))
             found = {p: p.grad for p in named.values()}
         own, found = found, self.finish_gradients(found)  # stored parameters have theirs elsewhere then
-        self._compare(
-            ready, step, {n for n, p in named.items() if own[p] is not None or found.get(p) is not None}, named
-        )
-        result = self._settle(step, ready, effects)
+        got = {n for n, p in named.items() if own[p] is not None or found.get(p) is not None}
+        refuse_others(expected, got, named, self.axis.rank)
+        self.messenger.finish()
+        result = settled[0] if settled else self._settle(step, ready, effects)
         loss = loss_in(result)
         if loss is None:
             return result
         grads = [(p, g) for p, g in found.items() if g is not None]
         if order is None:
-            return _with_loss(result, deliver(loss, grads, scale))
+            return _with_loss(result, self.in_backward.delivered(deliver(loss, grads, scale)))
         place, given = {key: n for n, key in enumerate(order)}, {id(p): (p, g) for p, g in grads}
         names = sorted(
             (n for n, p in named.items() if id(p) in given), key=lambda n: place.get(id(named[n]), len(place))
         )
         aside = {name for name in names if self.programs.holds(name)[0] != self.axis.rank}
         ordered = {name: given[id(named[name])] for name in names}
-        return _with_loss(result, self.inner_state.in_turn(loss, ordered, scale, aside))
+        return _with_loss(result, self.in_backward.in_turn(ready.program, loss, ordered, scale, aside))
 
-    def _compare(self, ready: Prepared, step: Step, found: Collection[str], held: Collection[str]) -> None:
-        """In the first step of a program, see that those parameters have a gradient that have one on one device."""
-        if self.verify and not ready.coupled and ready.program not in self._compared:
-            self._compared.append(ready.program)
-            generators.set_global_state(ready.before)  # what the step does may depend on what it draws
-            refuse_others(expected_gradients(step), found, held, self.axis.rank)
+    def _expected(self, ready: Prepared, step: Step) -> frozenset[str] | None:
+        """In the first step of a program, the parameters that have a gradient on one device, if that can be told."""
+        if not self.verify or ready.coupled or ready.program in self._compared:
+            return None
+        self._compared.append(ready.program)
+        generators.set_global_state(ready.before)  # what the step does may depend on what it draws
+        try:
+            return expected_gradients(step)
+        finally:
+            generators.set_global_state(ready.after)
 
     def microbatches_of(self, step: Step, microbatches: int) -> int:
         """Into how many microbatches ``step`` can be cut, of as many as are asked for."""
@@ -158,7 +170,7 @@ class Engine:
         self.rehearsing = True
         try:
             with gradients_apart([*named.values()]), shares.unshared(), around():
-                effects = self._run(ready, schedule, 1.0 / shares.ranks(), key)
+                effects = self._run(ready, schedule, 1.0 / shares.ranks(), key, partial(self._store, ready))
                 found = {name: p.grad for name, p in named.items() if p.grad is not None}
         finally:
             self.rehearsing = False
@@ -176,62 +188,110 @@ class Engine:
         """What the step did becomes known, and done, on all ranks."""
         self.messenger.finish()
         self.programs.attributes.settle()
-        watch, batch = self.programs.watch, None if ready.coupled else step.batch
+        effects = self._told(ready, effects)
+        generators.set_global_state(ready.after)
+        with step.context():  # numbers that are logged become tensors of the precision's dtype
+            apply(effects, self.module, self.programs.watch, ready.whole, show=self.axis.rank == 0)
+        return effects.result
+
+    def _told(self, ready: Prepared, effects: Effects) -> Effects:
+        watch, batch = self.programs.watch, ready.whole
         source, known = ready.program.last_rank, watch.objects(batch)
         present = partial(watch.present, batch)
         within = self.inner_state.made
-        effects = effects.travel(self.axis, source, self.device, known, watch.made, self.module, present, within)
-        generators.set_global_state(ready.after)
-        with step.context():  # numbers that are logged become tensors of the precision's dtype
-            apply(effects, self.module, watch, batch, show=self.axis.rank == 0)
-        return effects.result
+        return effects.travel(self.axis, source, self.device, known, watch.made, self.module, present, within)
+
+    def _store(self, ready: Prepared, effects: Effects) -> None:
+        """In a rehearsal: what the step stored is there where its backward meets it, and nothing else is done."""
+        told = replace(self._told(ready, effects), logs=[], said=[])
+        apply(told, self.module, self.programs.watch, ready.whole, show=False)
 
     # ---------------------------------------------------------------------------------------------------- while it runs
 
-    def _run(self, ready: Prepared, schedule: Schedule, scale: float, key: tuple[int, ...]) -> Effects:
+    def _run(
+        self,
+        ready: Prepared,
+        schedule: Schedule,
+        scale: float,
+        key: tuple[int, ...],
+        settle: Callable[[Effects], None] | None = None,
+    ) -> Effects:
+        """Run the schedule; ``settle`` is called before the backwards, if these may meet what the step did."""
         if self.agree is not None:
             self.agree(len(ready.parts), self.device)
         traffic = self._traffic_of([part.program for part in ready.parts], schedule)
         crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts], self.tokens)
         told: dict[int, Effects] = {}
+        self._losses.clear()
         frontier: dict[int, list[Tensor]] = {}
         self.messenger.timed = self.trace is not None
         actions = schedule.actions[self.axis.rank]
         inner, ends = self.inner_state, ready.program.stages
+        hooked = inner.agree(ready.program) or self.programs.hooks.on_backwards
+        meets = hooked and settle is not None and len(ready.parts) == 1
+        ended = [place for place, action in enumerate(actions) if action.op != "F"]
         if not self.rehearsing:
             inner.begin(ready.program, len(ready.parts) > 1)
+            self.in_backward.clear()
+        effects = None
         for place, action in enumerate(actions):
-            for near in actions[place : place + 2]:
+            if meets and place == ended[0]:
+                effects = self._end(ready, schedule, told, frontier, key, settle)
+            for near in actions[place : min(place + 2, ended[0] if meets and effects is None else place + 2)]:
                 crossing.expect(near)
             began = self.messenger.clock() - self.messenger.waited if self.trace is not None else 0.0
             if action.op == "F":
                 if not self.rehearsing:
                     inner.hear(action.stage)
-                with _whole_batches_advised():
-                    run, effects = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
+                with _whole_batches_advised(), Stopping(partial(_alone, self.axis.rank)):
+                    run, done = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
                 if not self.rehearsing:
                     inner.tell(action.stage)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
-                    told[action.microbatch] = without_graphs(effects) if len(ready.parts) > 1 else effects
+                    told[action.microbatch] = without_graphs(done) if len(ready.parts) > 1 else done
                     if ready.cut and not self._joins(ready, schedule):
                         at_tail = [of_microbatch(run.got[key]).detach() for key in ready.program.routes.tail]
                         frontier[action.microbatch] = at_tail
-                del run, effects  # they hold the microbatch's graph, which its backward frees
+                del run, done  # they hold the microbatch's graph, which its backward frees
             else:
                 if not self.rehearsing:
                     inner.hear(ends)
-                crossing.backward(action.op, action.stage, action.microbatch)
+                with self._keeping(meets, action), Stopping(partial(_alone, self.axis.rank)):
+                    crossing.backward(action.op, action.stage, action.microbatch, once=meets)
             if self.trace is not None:
                 start = began + self.messenger.waited
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
-        if not self.rehearsing:
-            inner.end()
-        return self._whole(ready, schedule, told, frontier, key)
+        if effects is None:
+            effects = self._end(ready, schedule, told, frontier, key, settle if meets else None)
+        if meets and not self.rehearsing:
+            self.in_backward.end()
+        return effects
 
-    def _whole(self, *args: Any) -> Effects:
-        """What the step did, in plain tensors."""
-        effects = self._put_together(*args)
-        return merged([effects], lambda parts: full(parts[0])) if self.inner else effects
+    def _keeping(self, meets: bool, action: Action) -> AbstractContextManager[None]:
+        """Around a backward, which may keep something."""
+        if not meets or self.rehearsing or action.op == "W":  # of which the whole has run with the inputs' part
+            return nullcontext()
+        return self.in_backward.stage(action.stage)
+
+    def _end(
+        self,
+        ready: Prepared,
+        schedule: Schedule,
+        told: dict[int, Effects],
+        frontier: dict[int, list[Tensor]],
+        key: tuple[int, ...],
+        settle: Callable[[Effects], None] | None,
+    ) -> Effects:
+        """All forwards have run. Returns what the step did, in plain tensors."""
+        if not self.rehearsing:
+            self.inner_state.end()
+        effects = self._put_together(ready, schedule, told, frontier, key)
+        whole = merged([effects], lambda parts: full(parts[0])) if self.inner else effects
+        if settle is not None:
+            settle(whole)
+            if not self.rehearsing:
+                self.in_backward.begin(ready.program)
+        return whole
 
     def _put_together(
         self,
@@ -282,6 +342,8 @@ class Engine:
             crossing.hand_on(stage, microbatch, run.outputs())
         elif step.grad:
             loss = loss_in(result)
+            if loss is not None and ready.cut:
+                self._losses[microbatch] = loss.detach() * part.share
             if loss is not None and loss.requires_grad:
                 factor = scale * part.share
                 crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
@@ -324,8 +386,14 @@ class Engine:
                 whole[name] = joined(parts) if name in program.summed else parts[0]
         part = ready.parts[0]
         run = StageRun(program, part.memo, program.stages, None, whole.__getitem__, True, key)
-        with torch.no_grad():
-            return self._step(part, run, True)[1]
+        try:
+            with torch.no_grad():
+                effects = self._step(part, run, True)[1]
+            if run.lost and part.step.grad:
+                refuse_another_loss(loss_in(effects.result), [*self._losses.values()])
+        except Exception as error:  # as of a guard that met a loss that is no number: the others wait to hear of it
+            return Effects(raised=error)
+        return effects
 
 
 @contextmanager
@@ -336,6 +404,14 @@ def _whole_batches_advised() -> Iterator[None]:
         raise ValueError(
             f"Samples of this batch need one another, which none of the first batch did: {error}. Write microbatches=1."
         ) from error
+
+
+def _alone(rank: int, _: StopIteration) -> str:
+    return (
+        f"A layer or a hook raised StopIteration on rank {rank} of those that share the layers. Lightning would take "
+        "that for the end of the data, and the other ranks, which don't run it, would wait. Raise it in the step "
+        "itself, outside of layers, or use `self.trainer.should_stop`."
+    )
 
 
 def _with_loss(result: Any, loss: Tensor) -> Any:

@@ -1,30 +1,39 @@
 """Which parameters get a gradient: found by a run that knows nothing of stages, and compared with what stages yield.
 
 What a pipeline knows of a step comes from runs in which metrics, reads and parts of the model are stood in for. This
-run stands in for none: fake parameters, the real batch, torch's own backward. Where it can't be run so, or goes by
-random numbers, nothing is expected.
+run stands in for none: fake parameters, the real batch, torch's own backward. Where it can't be run so, as where the
+code goes by values of the model, the first step is run on one rank that gets all weights, if they are small beside the
+memory that is free. Where they are not, or random numbers decide, nothing is expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics import Metric
 
 from lightning_par import generators
+from lightning_par.comm import Axis
 from lightning_par.copying import stand_in
 from lightning_par.pipeline.copies import Fakes, cloned
 from lightning_par.pipeline.draws import stand_at, standing
+from lightning_par.pipeline.elsewhere import Elsewhere
 from lightning_par.pipeline.speech import hushed
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.structure import map_tensors
+from lightning_par.pipeline.travel import kind_of, send_to_all
 from lightning_par.pipeline.watch import untraced
 from lightning_par.random import streams
 from lightning_par.record import quiet
+from lightning_par.room import free_on_host
+
+_SHARE = 0.25  # of free memory that one rank may take for a run of the whole model
 
 
 def expected_gradients(step: Step) -> frozenset[str] | None:
@@ -55,7 +64,10 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
 @untraced
 def _gradients(step: Step) -> frozenset[str] | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copy = _plain_copy(step, Fakes(mode, step), mode)
+    return _gradients_of(_plain_copy(step, Fakes(mode, step), mode.from_tensor), step)
+
+
+def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
     streams.begin_step(0, 0)
     loss = loss_in(getattr(copy, step.name)(map_tensors(cloned, step.batch), *step.rest))
     if loss is None or not loss.requires_grad:
@@ -64,17 +76,92 @@ def _gradients(step: Step) -> frozenset[str] | None:
     return frozenset(name for name, p in copy.named_parameters() if p.grad is not None)
 
 
-def _plain_copy(step: Step, fakes: Fakes, mode: FakeTensorMode) -> Any:
-    """A copy of the module whose metrics compute, on states that can take fakes."""
-    copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
+def _plain_copy(step: Step, tensor: Callable[[Tensor], Tensor], state: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of the module whose metrics compute, on states that can take what its tensors are."""
+    copy = stand_in(step.module, tensor, step.shared, lambda *args, **kwargs: None)
     for module in copy.modules():
         if isinstance(module, Metric):
             for name in ("forward", "update", "compute"):
                 vars(module).pop(name, None)
             for name, value in vars(module).items():
                 if type(value) is Tensor:
-                    vars(module)[name] = mode.from_tensor(value)
+                    vars(module)[name] = state(value)
     return copy
+
+
+def real_gradients(
+    step: Step, axis: Axis, holds: Callable[[str], tuple[int, ...]], around: Callable[[], AbstractContextManager[None]]
+) -> frozenset[str] | None:
+    """As `expected_gradients`, by a run on real weights, which the last rank alone has. All ranks must call it.
+
+    Args:
+        step: a few samples, or a batch of a small model.
+        axis: the pipeline axis.
+        holds: the ranks that hold a tensor, by name.
+        around: entered around the run.
+
+    Returns:
+        The same on all ranks; None where the weights and what their backward keeps are not small beside free memory,
+        or are sharded.
+    """
+    tensors = dict((*step.module.named_parameters(), *step.module.named_buffers()))
+    plain = all(x.origin.sharding is None if isinstance(x, Elsewhere) else _is_plain(x) for x in tensors.values())
+    needed = 2 * sum(x.numel() * x.dtype.itemsize for x in tensors.values())  # with gradients
+    room = min(axis.all_gather_object(_SHARE * _free(step.device) - needed if plain else 0.0, "expected"))
+    if room <= 0:
+        return None
+    here = axis.rank == axis.size - 1
+    whole: dict[int, Tensor] = {}
+    for name, x in tensors.items():
+        own = x
+        if len(holds(name)) < axis.size:
+            own = send_to_all(x, kind_of(x), holds(name)[0], axis, "expected")
+        if here:
+            whole[id(x)] = _own(own.to(step.device), x)
+    found = _run_plainly(step, whole, room, around) if here else None
+    return axis.all_gather_object(found, "expected")[-1]
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.layout is torch.strided
+
+
+def _own(x: Tensor, like: Tensor) -> Tensor:
+    mine = x.detach().clone().requires_grad_(like.requires_grad)
+    return nn.Parameter(mine, like.requires_grad) if isinstance(like, nn.Parameter) else mine
+
+
+def _free(device: torch.device) -> float:
+    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else inf
+    return min(on_device, free_on_host())
+
+
+def _run_plainly(
+    step: Step, whole: dict[int, Tensor], room: float, around: Callable[[], AbstractContextManager[None]]
+) -> frozenset[str] | None:
+    kept = 0.0
+
+    def keep(x: Tensor) -> Tensor:
+        nonlocal kept
+        kept += x.numel() * x.element_size()
+        if kept > room:
+            raise MemoryError
+        return x
+
+    @untraced
+    def run(step: Step) -> frozenset[str] | None:
+        copy = _plain_copy(step, lambda x: whole[id(x)] if id(x) in whole else x.detach().clone(), cloned)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            return _gradients_of(copy, step)
+
+    before = vars(streams).copy()
+    try:
+        with generators.kept(), quiet(), hushed(), torch.enable_grad(), step.context(), around():
+            return run(step)
+    except Exception:  # whatever this rank lacks, it must not end a run that might go well
+        return None
+    finally:
+        vars(streams).update(before)
 
 
 def refuse_others(expected: frozenset[str] | None, found: Collection[str], held: Collection[str], rank: int) -> None:
@@ -83,9 +170,13 @@ def refuse_others(expected: frozenset[str] | None, found: Collection[str], held:
         return
     for name in held:
         if (name in expected) != (name in found):
-            has, should = ("no gradient", "it gets one") if name in expected else ("a gradient", "it gets none")
-            raise RuntimeError(
-                f"{name!r} got {has} on pipeline rank {rank}, but on one device {should}. The step does something that "
-                "a pipeline does not see, and would train another model. Use TensorParallelStrategy, or verify=False "
-                "to train all the same."
-            )
+            raise RuntimeError(other_gradient(name, name in expected, f" on pipeline rank {rank}"))
+
+
+def other_gradient(name: str, expected: bool, where: str = "") -> str:
+    """What to say of a parameter that has a gradient where none is ``expected``, or none where one is."""
+    has, should = ("no gradient", "it gets one") if expected else ("a gradient", "it gets none")
+    return (
+        f"{name!r} got {has}{where}, but on one device {should}. The step does something that a pipeline does not see, "
+        "and would train another model. Use TensorParallelStrategy, or verify=False to train all the same."
+    )

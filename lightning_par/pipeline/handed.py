@@ -1,4 +1,5 @@
-"""Values that a unit takes by another way than its arguments: an object that is one, an attribute, a closure."""
+"""Values that a unit takes by another way than its arguments: an object that is one, an attribute, a closure, what
+stands for its parameters in a call of `torch.func.functional_call`."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Handed:
     @contextmanager
     def unit(self, path: str, module: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
         """Inside, the unit ``path`` runs, and was given ``inputs``."""
-        self._path, self._own, self.found = path, {*map(id, inputs), *map(id, module.parameters())}, {}
+        own = (x for x in module.parameters() if id(x) not in self.values)  # for a call it may have others
+        self._path, self._own, self.found = path, {*map(id, inputs), *map(id, own)}, {}
         try:
             yield
         finally:

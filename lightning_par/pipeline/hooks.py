@@ -1,4 +1,4 @@
-"""Hooks of the user's on the calls of units: ranks have the same, and come to know of new ones together."""
+"""Hooks of the user's on the calls of units and on gradients: ranks have the same, and learn of new ones together."""
 
 from __future__ import annotations
 
@@ -33,14 +33,19 @@ class Hooks:
     def __init__(self, module: nn.Module, units: Collection[str], axis: Axis, meeting: Meeting) -> None:
         self.axis, self.meeting = axis, meeting
         self.known: tuple[tuple[str, int], ...] = ()
-        found = (pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit))
-        self._modules = [*found]
+        within = {id(m) for unit in units for m in module.get_submodule(unit).modules()}
+        self._modules = [(name, m, id(m) in within) for name, m in module.named_modules()]
         self._parameters = [*module.named_parameters()]
         self._first = True
 
     @property
     def on_parameters(self) -> bool:
         return any(name.startswith("the parameter ") for name, _ in self.known)
+
+    @property
+    def on_backwards(self) -> bool:
+        """Whether some meet gradients of modules' inputs or outputs."""
+        return any(name.startswith("the backward of ") for name, _ in self.known)
 
     def agree(self) -> None:
         """See whether hooks have come or gone. All ranks must call it; they talk at first, and where some have.
@@ -70,12 +75,18 @@ class Hooks:
         return next((told for told in self.axis.all_gather_object(reason, "hooks") if told), None)
 
     def _now(self) -> tuple[tuple[str, int], ...]:
-        found = [(name, private.number_of_hooks(m)) for name, m in self._modules if private.has_hooks(m)]
+        found = [
+            (name, private.number_of_hooks(m)) for name, m, within in self._modules if within and private.has_hooks(m)
+        ]
+        found += [
+            (f"the backward of {name}", n) for name, m, _ in self._modules if (n := private.number_of_backward_hooks(m))
+        ]
         found += [
             (f"the parameter {name}", n) for name, p in self._parameters if (n := private.number_of_leaf_hooks(p))
         ]
-        everywhere = len(private.hooks_on_all())
-        return (*found, *([("all modules", everywhere)] if everywhere else []))
+        everywhere, backwards = len(private.hooks_on_all()), len(private.backward_hooks_on_all())
+        found += [("all modules", everywhere)] * (everywhere > backwards)
+        return (*found, *[("the backward of all modules", backwards)] * bool(backwards))
 
 
 def _words(hooks: tuple[tuple[str, int], ...]) -> str:

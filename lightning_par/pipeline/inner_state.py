@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_par import private
 from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
-from lightning_par.pipeline.deliver import Turn, deliver_in_turn
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.made import ByPlace, flat, place_of_made, stand_in_for
 from lightning_par.pipeline.messages import lost
@@ -33,10 +30,10 @@ from lightning_par.watch.snapshot import Snapshot
 
 @dataclass
 class Changed:
-    """What one call of a unit changed.
+    """What one call of a unit changed, or one backward.
 
     Attributes:
-        path: the unit.
+        path: the unit; "" where it is what backward runs.
         shared: by name, of what is reached outside of the unit, too.
         own: by name, of what the unit alone holds.
     """
@@ -44,6 +41,10 @@ class Changed:
     path: str
     shared: dict[str, Change] = field(default_factory=dict)
     own: dict[str, Change] = field(default_factory=dict)
+
+    @property
+    def who(self) -> str:
+        return f"a hook of {self.path!r} or its own code" if self.path else "a hook on a gradient"
 
 
 @dataclass
@@ -62,9 +63,9 @@ class _Keeps:
     made: tuple[tuple[str, str, Any], ...]
 
     @property
-    def content(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The same for programs that differ in nothing that units keep."""
-        return self.program.keeping, frozenset(place for _, place, _ in self.made)
+    def content(self) -> tuple[frozenset[str], frozenset[str], bool]:
+        """The same for programs that differ in nothing that units or hooks keep."""
+        return self.program.keeping, frozenset(place for _, place, _ in self.made), self.program.hooked
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class _Agreed:
 
     keeping: frozenset[str]
     made: ByPlace
+    hooked: bool
 
 
 class InnerState:
@@ -87,6 +89,7 @@ class InnerState:
 
     Example::
 
+        inner.agree(program)
         inner.begin(program, cut=False)
         for stage in stages_of_this_rank:
             inner.hear(stage)
@@ -111,15 +114,12 @@ class InnerState:
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []  # ids stay valid as long as the objects live
 
-    def begin(self, program: Program, cut: bool) -> None:
-        """A run begins. All ranks must call it.
+    def agree(self, program: Program) -> bool:
+        """Learn what the step of ``program`` keeps on any rank. All ranks must call it before it runs.
 
-        Args:
-            program: of the step.
-            cut: whether the batch is cut: then units keep nothing but what each part of it gives alike.
+        Returns:
+            Whether code runs in its backward that may keep something, beside hooks on modules.
         """
-        self._forget()
-        self._program, self._cut = program, cut
         if id(program) not in self._keeps:
             self._keeps[id(program)] = self._of(program)
         mine = self._keeps[id(program)]
@@ -128,6 +128,17 @@ class InnerState:
         known = self._agreed[mine.content]
         self._keeping, self.made = known.keeping, known.made
         self.watch.widen(self._keeping)
+        return known.hooked
+
+    def begin(self, program: Program, cut: bool) -> None:
+        """A run begins, for which the ranks agree.
+
+        Args:
+            program: of the step.
+            cut: whether the batch is cut: then units keep nothing but what each part of it gives alike.
+        """
+        self._forget()
+        self._program, self._cut = program, cut
 
     def _of(self, program: Program) -> _Keeps:
         cells = (cell for path in sorted(program.keeping) for cell in self.watch.with_unit(path)[0].cells.values())
@@ -139,12 +150,12 @@ class InnerState:
         """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
         self.meeting("came to a step whose layers keep something new", "Let all ranks do the same in a step.")
         told = self.axis.all_gather_object(mine.content, "state of units")
-        everywhere = frozenset(told[0][1]).intersection(*(places for _, places in told))
+        everywhere = frozenset(told[0][1]).intersection(*(places for _, places, _ in told))
         made: dict[str, dict[str, Any]] = {}
         for name, place, x in mine.made:
             if place in everywhere:
                 made.setdefault(name, {})[place] = x
-        return _Agreed(frozenset().union(*(paths for paths, _ in told)), made)
+        return _Agreed(frozenset().union(*(paths for paths, *_ in told)), made, any(hooked for *_, hooked in told))
 
     # ------------------------------------------------------------------------------------------------------- in a run
 
@@ -160,7 +171,7 @@ class InnerState:
         for name, cell in before.cells.items():
             change = None if cell.fixed else cell.change_unlent()
             if change is not None:
-                (changed.own if name in own else changed.shared)[name] = _as_it_is(change)
+                (changed.own if name in own else changed.shared)[name] = as_it_is(change)
         self._calls[index] = changed
         self._names.update(self.watch.names())
         self._kept.append(before)
@@ -171,7 +182,7 @@ class InnerState:
             if changed is not None:
                 own = {} if index in self._own_done or index in self._calls else changed.own
                 self._own_done.add(index)
-                self._apply(changed.path, {**changed.shared, **own})
+                self.apply(changed.path, {**changed.shared, **own})
 
     def hear(self, stage: int) -> None:
         """Hear of the stages before ``stage``, which run on other ranks."""
@@ -190,30 +201,30 @@ class InnerState:
         if source == self.axis.rank:
             first, end = self._program.starts[stage], self._program.end(stage)
             told.calls = {index: x for index, x in self._calls.items() if first <= index < end}
-            self._leave_what_cannot_travel(told, known)
-        told = self._sent(told, source, "state of units", known)
+            self.leave_what_cannot_travel(told, known)
+        told = self.sent(told, source, "state of units", known)
         if told.refused:
             raise TypeError(" ".join(told.refused))
         if source != self.axis.rank:
             self._heard.update(told.calls)
         self._next = stage + 1
 
-    def _sent(self, told: Told, source: int, purpose: str, known: Known) -> Told:
+    def sent(self, told: Told, source: int, purpose: str, known: Known) -> Told:
         try:
             sent: Told = broadcast_batch(told, self.axis, self.device, source, True, purpose, known)
         except RuntimeError as error:
             raise lost(f"Hearing what layers keep from pipeline rank {source}") from error
         return sent
 
-    def _leave_what_cannot_travel(self, told: Told, known: Known) -> None:
+    def leave_what_cannot_travel(self, told: Told, known: Known) -> None:
         if refusal(told, self.device, known) is None:
             return
         self._leave_what_all_made(told, known)
         for index, changed in told.calls.items():
             whys = {name: refusal(change, self.device, known) for name, change in changed.shared.items()}
             told.refused += [
-                f"What a hook of {changed.path!r} or its own code stores in {name} can't be sent to the other ranks of "
-                f"the pipeline: {why}. All of them need it."
+                f"What {changed.who} stores in {name} can't be sent to the other ranks of the pipeline: {why}. All of "
+                "them need it."
                 for name, why in whys.items()
                 if why is not None
             ]
@@ -247,81 +258,21 @@ class InnerState:
         for index, changed in self._heard.items():
             if index not in self._own_done:
                 self._own_done.add(index)
-                self._apply(changed.path, changed.own)
+                self.apply(changed.path, changed.own)
 
-    # ------------------------------------------------------------------------------------------- hooks on parameters
-
-    def in_turn(
-        self, loss: Tensor, grads: Mapping[str, tuple[Tensor, Tensor]], scale: float, aside: Collection[str]
-    ) -> Tensor:
-        """``loss`` again, whose backward gives the ``grads``; hooks on parameters meet what those of later stages left.
-
-        Args:
-            loss: of the whole batch.
-            grads: by name each parameter with its gradient times ``scale``, in the order of backward.
-            scale: by which the loss was multiplied.
-            aside: the names of parameters whose hooks count on another rank.
-        """
-        program = self._program
-        of_stages: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for name, pair in grads.items():
-            used = [min(stages) for path, stages in program.uses.items() if f"{name}.".startswith(f"{path}.")]
-            if name not in aside:
-                of_stages.setdefault(min(used, default=0), []).append(pair)
-        turns: list[Turn] = [(self._begin_backward, [pair for name, pair in grads.items() if name in aside])]
-        turns += [(partial(self._take_turn, stage), of_stages[stage]) for stage in sorted(of_stages, reverse=True)]
-        return deliver_in_turn(loss, turns, scale)
-
-    def _begin_backward(self) -> None:
-        self._before = self.watch.with_parameters()
-        self._turn, self._own = self._program.stages - 1, False
-        private.at_end_of_backward(self._end_backward)
-
-    def _take_turn(self, stage: int) -> None:
-        self._end_turn()
-        while self._turn > stage:
-            self._spread_backward({})
-        self._before, self._own = self.watch.with_parameters(), True
-
-    def _end_turn(self) -> None:
-        if not self._own:
-            self._before.restore()
-            return
-        cells = self._before.cells.items()
-        changes = {name: cell.change_unlent() for name, cell in cells if not cell.fixed}
-        self._spread_backward({name: change for name, change in changes.items() if change is not None})
-        self._own = False
-
-    def _end_backward(self) -> None:
-        self._end_turn()
-        while self._turn >= 0:
-            self._spread_backward({})
-
-    def _spread_backward(self, changes: dict[str, Change]) -> None:
-        source, known = self._program.at[self._turn], Known(self._before.names, self._before.objects, self.module)
-        told = Told({0: Changed("a parameter", changes)})
-        if source == self.axis.rank:
-            self._leave_what_cannot_travel(told, known)
-        told = self._sent(told, source, "state of hooks", known)
-        if told.refused:
-            raise TypeError(" ".join(told.refused))
-        if source != self.axis.rank and told.calls[0].shared:
-            self._change(self.watch.with_parameters(), "a hook on a parameter", told.calls[0].shared)
-        self._turn -= 1
-
-    def _apply(self, path: str, changes: dict[str, Change]) -> None:
+    def apply(self, path: str, changes: dict[str, Change]) -> None:
         if not changes:
             return
-        self._change(self.watch.with_unit(path)[0], repr(path), changes)
+        self.change(self.watch.with_unit(path)[0], repr(path), changes)
 
-    def _change(self, now: Snapshot, who: str, changes: dict[str, Change]) -> None:
+    def change(self, now: Snapshot, who: str, changes: dict[str, Change]) -> None:
         for name, change in changes.items():
             if name not in now.cells:
                 raise RuntimeError(f"{who} changes {name}, which is not there on every rank of the pipeline.")
-            now.cells[name].apply(_as_it_is(change))  # which the run goes on to change
+            now.cells[name].apply(as_it_is(change))  # which the run goes on to change
 
 
-def _as_it_is(change: Change) -> Change:
+def as_it_is(change: Change) -> Change:
     """``change`` with copies of containers, which later calls may change."""
     values = {name: _copied(value) for name, value in vars(change).items()}
     return replace(change, **values)

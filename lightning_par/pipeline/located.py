@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.guesses import Guesses, Patterns
@@ -65,7 +64,8 @@ class Event:
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
-        told: what it is given beside tensors and numbers, where that may decide whether samples mix.
+        told: what it is given beside tensors, where that may decide whether samples mix.
+        by_numbers: whether a unit decides by floats that it is given.
         handed: how many of its last inputs it takes by another way than its arguments.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
@@ -87,20 +87,8 @@ class Event:
     viewed: bool = False
     live: bool = False
     told: tuple[Any, ...] = ()
+    by_numbers: bool = True
     handed: int = 0
-
-
-_COUNTED = frozenset("""
-sum mean softmax log_softmax var std norm amax amin argmax argmin max min median sort topk cumsum cumprod logsumexp prod
-all any flip roll diff normalize cat stack concat index_select gather flatten transpose permute
-""".split())  # fmt: skip
-
-
-def told_to(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Words and flags among the arguments of an event, and whole numbers where they name dims or go to a unit."""
-    counts = isinstance(func, str) or getattr(func, "__name__", "") in _COUNTED
-    kinds = (bool, str, type(None), int) if counts else (bool, str, type(None))
-    return tuple(x for x in tree_leaves((args, kwargs)) if type(x) in kinds)
 
 
 def is_metric_call(event: Event) -> bool:
@@ -135,6 +123,9 @@ class Program:
         patterns: of the guesses by which the step decides.
         overwritten: the parameters, and buffers within units, that the step writes into.
         keeping: the units that change Python state, by their own code or by hooks on them.
+        outer: units whose state the step's own code changes, as far as known: those that it does not call.
+        in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
+        hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
             that object.
     """
@@ -161,6 +152,9 @@ class Program:
     deciding: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
     keeping: frozenset[str] = frozenset()
+    outer: frozenset[str] = frozenset()
+    in_hooks: frozenset[str] = frozenset()
+    hooked: bool = False
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
 
@@ -229,6 +223,7 @@ class Run(TorchFunctionMode):
         super().__init__()
         self.depth = 0
         self.count = 0  # events so far
+        self.recomputes = False  # whether something in it runs again in backward
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the batch alone that a located value was written into, by id: they stand for the new value."""
 

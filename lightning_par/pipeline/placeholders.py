@@ -18,18 +18,14 @@ from lightning_par.rules.table import user_line
 class AbsentNumber(float):
     """A number that only the last stage knows: arithmetic keeps that in mind, and to decide by it is noted.
 
-    Where the batch is cut into microbatches, no one knows the whole batch's number while the step runs: a decision by
-    it raises SamplesMixError.
+    Where the batch is cut into microbatches, no one knows the whole batch's number while the step runs: what is decided
+    by it is a guess, and a whole number made of it raises SamplesMixError.
     """
 
     cut = False  # whether the batch is cut in the run that is on
     draw = 0  # which numbers stand in
     count = 0  # of numbers so far
     guesses: Guesses | None = None  # of what the step decides by them, in the run that is on
-
-    def _known(self) -> None:
-        if AbsentNumber.cut:
-            raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
 
 
 def _arithmetic(name: str) -> Any:
@@ -42,12 +38,19 @@ def _arithmetic(name: str) -> Any:
 
 def _decision(name: str) -> Any:
     def method(self: AbsentNumber, *others: Any) -> Any:
-        self._known()
-        found = getattr(float, name)(self, *others)
-        guesses = AbsentNumber.guesses
-        return guesses.compare(found) if guesses is not None and isinstance(found, bool) else found
+        found, guesses = getattr(float, name)(self, *others), AbsentNumber.guesses
+        if isinstance(found, bool):
+            return found if guesses is None else guesses.compare(found)
+        _refuse_cut()
+        return found
 
     return method
+
+
+def _refuse_cut() -> None:
+    """What is decided by a whole number can't be seen."""
+    if AbsentNumber.cut:
+        raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
 
 
 for _name in ("add radd sub rsub mul rmul truediv rtruediv neg abs pow rpow floordiv rfloordiv mod rmod").split():
@@ -108,8 +111,8 @@ def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
     if name in ("item", "__float__", "__complex__"):
         return AbsentNumber(_number())
     if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__", "__int__", "__index__"):
-        if AbsentNumber.cut:
-            raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
+        if name in ("__int__", "__index__"):
+            _refuse_cut()
         return (AbsentNumber.guesses or Guesses()).read(name, x, args)
     if name in ("numpy", "__array__"):
         return _array(x)

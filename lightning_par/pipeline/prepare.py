@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning_par.pipeline.study import study
 from lightning_par.pipeline.values import share_of
 from lightning_par.pipeline.watch import Watch
 from lightning_par.positions import Positions
+from lightning_par.stands import numbers_of
 
 MOST_STUDIES = 12  # of batches of one shape, for what modules and trainer say, before they are left whole
 MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
@@ -68,6 +71,11 @@ class Prepared:
     @property
     def program(self) -> Program:
         return self.parts[0].program
+
+    @property
+    def whole(self) -> Any:
+        """The batch that the step was given, None where it was given parts of it as batches of their own."""
+        return None if self.coupled else self.step.batch
 
     @property
     def cut(self) -> bool:
@@ -128,6 +136,18 @@ class Programs:
                 )
             wanted = self._study(step, wanted, signature, known)
 
+    _cut: set[str] = field(default_factory=set)  # steps of which some batches were cut
+    _warned: set[str] = field(default_factory=set)
+
+    def _warn_once(self, name: str, reason: str) -> None:
+        if name not in self._warned and torch.distributed.get_rank() == 0:
+            warnings.warn(
+                f"{name}: samples of a batch need one another from here on, as they did not at first: {reason}. Such "
+                "batches are left whole (microbatches=1): slower.",
+                stacklevel=2,
+            )
+        self._warned.add(name)
+
     _fresh: Program | None = None
     _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
     _change = ""
@@ -168,7 +188,11 @@ class Programs:
         mixed = self.hooks.any_of(mixed)
         if mixed is not None or program is None:
             self.refused[signature] = str(mixed)
+            if step.name in self._cut:
+                self._warn_once(step.name, str(mixed))
             return 1
+        if microbatches > 1:
+            self._cut.add(step.name)
         if program.deciding - self.deciding:
             self.deciding |= program.deciding
             signature = self._signature(step, microbatches)
@@ -199,18 +223,28 @@ class Programs:
     def _of_trainer(self) -> tuple[Any, ...]:
         trainer = vars(self.module).get("_trainer")
         values = [getattr(trainer, name, None) for name in sorted(self.deciding)]
-        return tuple(value for value in values if isinstance(value, (bool, int, float, str)))
+        plain = tuple(value for value in values if isinstance(value, (bool, int, float, str)))
+        if trainer is None or self.deciding.isdisjoint(("optimizers", "lr_scheduler_configs")):
+            return plain
+        return (*plain, numbers_of(trainer.optimizers))
 
     def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
         memo = Memo(step.batch)
         run = DryRun(program, memo)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         try:
-            with self.watch.undone(step.batch, keep=True), torch.set_grad_enabled(step.grad), step.context():
+            self.watch.take_in(program.outer)
+            with (
+                self._apart(step, program),
+                self.watch.undone(step.batch, keep=True),
+                torch.set_grad_enabled(step.grad),
+                step.context(),
+            ):
                 with run:
                     call_step(self.module, step)
                 self._see_what_is_set(program)
             run.finish()
+            self._see_what_hooks_meet(step, program)
         except Exception as error:
             # Shapes of another step may well be what the user's code raises at; if not, it will when it is studied.
             if not isinstance(error, ChangedError) and program is self._fresh:
@@ -231,6 +265,39 @@ class Programs:
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
             parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
         return Prepared(parts, start, generators.global_state())
+
+    def _see_what_hooks_meet(self, step: Step, program: Program) -> None:
+        """Hooks on gradients run before what the step has changed is there, unless it has one microbatch.
+
+        Raises:
+            ChangedError: they may go by what it changed.
+        """
+        met = program.in_hooks & {name for name, _ in self.watch.made} if program.microbatches > 1 else None
+        if met:
+            place = f"{sorted(met)[0]}, which the step changes and a hook on a gradient may go by"
+            self.refused[self._signature(step, program.microbatches)[:-1]] = place
+            self._fresh = None
+            raise ChangedError(place)
+
+    @contextmanager
+    def _apart(self, step: Step, program: Program) -> Iterator[None]:
+        """Inside the step's own code runs, for the first time by ``program``, and no unit.
+
+        Raises:
+            ValueError: it changes what units hold that change it, too: no rank but theirs would have both.
+        """
+        units = sorted(program.keeping) if program is self._fresh else []
+        states = [(path, *self.watch.with_unit(path)) for path in units]
+        yield
+        for path, state, own in states:
+            changed = [name for name in sorted(own) if state.cells[name].change_unlent() is not None]
+            if changed:
+                state.restore()
+                raise ValueError(
+                    f"{step.name} changes {changed[0]} by other code than the forward of {path!r}, which changes "
+                    "what it holds, too. That runs on the ranks that have its weights alone. Call it as a module, or "
+                    "keep what is changed elsewhere in the LightningModule."
+                )
 
     def _see_what_is_set(self, program: Program) -> None:
         """A step may set what units go by before it calls them.

@@ -17,6 +17,7 @@ from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.step import Step, loss_in
 from lightning_par.pipeline.stretches import Cut
 from lightning_par.pipeline.structure import returned_tensors
+from lightning_par.pipeline.tracing import HOOKED
 from lightning_par.view import ShardedTensor
 
 
@@ -106,7 +107,24 @@ def _routes(run: Analysis, starts: Sequence[int]) -> Routes:
     else:
         routes = direct(uses, starts, run.tail, run.memory.written)
     _refuse_torn(run, routes, uses, starts)
+    _refuse_partial(run, uses, starts)
     return routes
+
+
+def _refuse_partial(run: Analysis, uses: Sequence[Use], starts: Sequence[int]) -> None:
+    """A hook on a value of another stage meets what the stages from its own on bring to the gradient, or its own."""
+    for index, event in enumerate(run.events):
+        if _name(event) not in HOOKED or not event.inputs:
+            continue
+        key, here = event.inputs[0], stage_of(starts, index)
+        stages = {stage_of(starts, use) for other, use in uses if other == key and use not in (index, inf)}
+        unseen = {stage for stage in stages if stage < here or stage > here and not run.relays}
+        if stage_of(starts, key[0]) != here and unseen:
+            raise ValueError(
+                f"{event.place}: a hook is put here on a value that was made on another stage of the pipeline, at "
+                f"{run.events[key[0]].place}, and that is used there, too: it would meet a part of the gradient. "
+                "Register it right behind the line that makes the value."
+            )
 
 
 def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Sequence[int]) -> None:

@@ -177,7 +177,8 @@ class StagedMixin(StrategyMixin):
         """See `lightning_par.pipeline.verification`. All ranks must call it.
 
         Raises:
-            RuntimeError: two runs of the step on one batch differ; on all ranks.
+            RuntimeError: two runs of the step on one batch differ, or its gradients are not those of one device's
+                parameters; on all ranks.
         """
         assert self._engine is not None and self._spread is not None
         wanted = 1 if self._spread.coupled else self._spread.microbatches
@@ -192,6 +193,8 @@ class StagedMixin(StrategyMixin):
                 "Keep it in plain attributes, buffers or torch's generators, or use TensorParallelStrategy. "
                 "verify=False trains all the same."
             )
+        if verdict.unlike is not None:
+            raise RuntimeError(verdict.unlike)
         if verdict.mixed is not None:
             self._spread.microbatches = 1
             _warn(

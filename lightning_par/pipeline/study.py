@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import generators, intercept, private
 from lightning_par.copying import TrainerView, stand_in
-from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explore
+from lightning_par.guesses import EndlessError, Guesses, Patterns, Repeated, Trial, explore
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.attributes import watched_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
+from lightning_par.pipeline.decisions import follow_decisions
 from lightning_par.pipeline.draws import GlobalDrawError
 from lightning_par.pipeline.lent import memory_of
 from lightning_par.pipeline.located import Program
@@ -26,11 +28,13 @@ from lightning_par.pipeline.speech import hushed
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Row, Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.unit_state import UnitState
 from lightning_par.pipeline.units import Call
 from lightning_par.pipeline.watch import untraced
 from lightning_par.positions import Positions
 from lightning_par.random import streams
 from lightning_par.record import quiet
+from lightning_par.watch.snapshot import Snapshot
 from lightning_par.watch.users import packages_of
 
 
@@ -53,10 +57,12 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
             make_program(step, run, result, 1, {}),
             patterns=run.guesses.patterns,
             keeping=frozenset(run.keeping),
+            outer=run.outer,
+            hooked=run.hooked or run.recomputes and bool(run.keeping or run.regions),
             made=run.made,
         )
     for name, module in step.module.named_modules() if step.grad else ():
-        if private.has_backward_hooks(module):
+        if private.number_of_backward_hooks(module) or private.backward_hooks_on_all():
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = MicrobatchAxis(microbatches, 0)
     whole, _ = _analyse(step, stages, None, {}, keeps=True)
@@ -69,10 +75,19 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
         raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
     patterns = whole.guesses.patterns
     layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
-    run, result = _analyse(step, stages, axis, layouts, patterns=patterns)
+    run, result = _analyse(step, stages, axis, layouts, patterns=patterns, outer=whole.outer)
     program = make_program(step, run, result, microbatches, layouts)
-    program = replace(program, patterns=run.guesses.patterns, keeping=frozenset(whole.keeping), made=whole.made)
+    program = replace(
+        program,
+        patterns=run.guesses.patterns,
+        keeping=frozenset(whole.keeping),
+        outer=whole.outer,
+        in_hooks=run.in_hooks,
+        made=whole.made,
+    )
     _follow_numbers(step, stages, axis, run)
+    again = partial(_run, step, stages, axis, layouts, outer=whole.outer)
+    follow_decisions(run, again, partial(_run, step, stages, None, {}), program)
     if step.grad and program.loss_is_share is None:
         raise SamplesMixError("the loss is no sum over samples")
     return program
@@ -97,7 +112,8 @@ def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run
 def _differing(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis, draw: int) -> list[int]:
     indices = [index for index, _ in run.constants]
     try:
-        other, _ = _run(step, stages, axis, run.layouts, Guesses(run.guesses.patterns), draw=draw)
+        guesses = Guesses(run.guesses.patterns) if axis is None else Repeated(run.guesses)
+        other, _ = _run(step, stages, axis, run.layouts, guesses, draw=draw)
     except (Exception, EndlessError):  # user code that met another number
         return indices
     return indices[len(other.constants) :] + [
@@ -113,13 +129,14 @@ def _analyse(
     traced: bool = False,
     patterns: Patterns | None = None,
     keeps: bool = False,
+    outer: frozenset[str] = frozenset(),
 ) -> tuple[Analysis, Any]:
     """Run the step on fakes, by guesses with which it comes to its end; the first ones go by ``patterns``."""
 
     def trial(guesses: Guesses) -> Trial[Any]:
         found, error = None, None
         try:
-            found = _run(step, stages, axis, layouts, guesses, traced, keeps=keeps)
+            found = _run(step, stages, axis, layouts, guesses, traced, keeps=keeps, outer=outer)
         except (SamplesMixError, GlobalDrawError):
             raise
         except (Exception, EndlessError) as failure:  # the user's code may raise by a wrong guess
@@ -149,6 +166,7 @@ def _run(
     traced: bool = False,
     draw: int = 0,
     keeps: bool = False,
+    outer: frozenset[str] = frozenset(),
 ) -> tuple[Analysis, Any]:
     intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -166,11 +184,13 @@ def _run(
     named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
     run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0
-    run.packages = packages_of(step.module) if keeps else None
+    run.users = packages_of(step.module)
+    run.packages = run.users if keeps else None
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     intercept_calls(copy, run, stages.homes, traced)
     listen(copy, run)
+    units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps else None
     before = vars(streams).copy()
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
@@ -181,8 +201,14 @@ def _run(
     finally:
         vars(streams).update(before)
     run.kept.append(result)
-    run.effects += tensors_in(run.followed(result))
-    run.effects += held(copy, stages.homes, batch, run)
+    if run.met_by_hooks:
+        modules = [(f"self.{path}" if path else "self", m) for path, m in copy.named_modules()]
+        cells = Snapshot(modules, run.users).cells.values()
+        run.in_hooks = frozenset(cell.name for cell in cells if id(cell.owner) in run.met_by_hooks)
+    run.returned = tensors_in(run.followed(result))
+    run.effects += run.returned
+    run.outer = outer if units is None else units.outer(run)
+    run.effects += held(copy, stages.homes.keys() - run.outer, batch, run)
     run.finish()
     return run, run.followed(result)
 

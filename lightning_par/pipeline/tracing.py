@@ -20,12 +20,13 @@ from lightning_par.pipeline.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.values import of_microbatch
 from lightning_par.rules.table import user_line, writes
 from lightning_par.view import ShardedTensor
+from lightning_par.watch.snapshot import Snapshot
 
 # Functions whose second argument tells how many values they return: lengths, sizes, an index, a mask, how often.
 _SIZED_BY_SECOND = frozenset("""
 _pack_padded_sequence _pad_packed_sequence __getitem__ masked_select repeat_interleave
 """.split())  # fmt: skip
-_HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
 class FakeRun(Run):
@@ -48,6 +49,9 @@ class FakeRun(Run):
         self.trace: Trace | None = None
         self.guesses = Guesses()
         self.calls = 0  # of modules with parameters
+        self.hooked = False  # whether a hook was put on a gradient
+        self.users: frozenset[str] = frozenset()  # the packages that count as the user's
+        self.met_by_hooks: set[int] = set()  # ids of the objects that these reach
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
 
@@ -77,8 +81,10 @@ class FakeRun(Run):
         if getattr(func, "__name__", "") in READS and (fakes := _plain_fakes(args, kwargs)):
             self.close_modules(f"it reads a value at {user_line()}", reads=True)
             return self.guesses.read(func.__name__, fakes[0], args)
-        if self.axis is not None and self.training and getattr(func, "__name__", "") in _HOOKED:
-            self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
+        if self.training and getattr(func, "__name__", "") in HOOKED:
+            self.hooked = True
+            if self.axis is not None:
+                self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
             result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
         except UNRUN:
@@ -112,6 +118,9 @@ class FakeRun(Run):
         what = f"a hook on a gradient, registered at {user_line()},"
         if not isinstance(x, ShardedTensor):
             raise SamplesMixError(f"{what} meets a microbatch's share of it")
+        state = Snapshot([], self.users)
+        state.add("hook", hook)
+        self.met_by_hooks.update(id(cell.owner) for cell in state.cells.values())
         sums, own = axis.sums, x.positions.count(axis.rank)
         local = of_microbatch(x).detach().clone()
         view = x.with_local(local)
@@ -120,6 +129,10 @@ class FakeRun(Run):
                 result = hook(view)
             with tracing(self, [local]) as plain:
                 hook(local)
+        changed = [cell.name for cell in state.cells.values() if not cell.fixed and cell.change_unlent() is not None]
+        state.restore()
+        if changed:
+            raise SamplesMixError(f"{what} changes {changed[0]}, which it would do for each microbatch")
         if result is None or axis.sums > sums or not viewed.agrees(plain, x.positions.size, own):
             raise SamplesMixError(f"{what} needs the gradient of the whole batch")
 

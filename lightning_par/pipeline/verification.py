@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_par import generators
 from lightning_par.pipeline.copies import cloned
 from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.pipeline.expected import expected_gradients, other_gradient, real_gradients
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.private import TorchDispatchMode
@@ -27,6 +28,7 @@ from lightning_par.watch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.engine import Engine
+    from lightning_par.pipeline.watch import Watch
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _COARSE = 0.1  # of dtypes with fewer bits
@@ -44,10 +46,12 @@ class Verdict:
     Attributes:
         moved: the first value that two runs on the same batch do not share.
         mixed: the first value that is another when the batch is cut.
+        unlike: in words, which parameter has a gradient that has none on one device, or none that has one.
     """
 
     moved: str | None = None
     mixed: str | None = None
+    unlike: str | None = None
 
 
 def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Verdict:
@@ -71,7 +75,29 @@ def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Te
     whole = runs[0]
     tolerances = {name: _tolerance(engine, x) for name, x in whole.items()}
     moved = _first_difference(whole, runs[1], tolerances)
-    return Verdict(moved, None if moved or count == 1 else _first_difference(whole, runs[2], tolerances))
+    mixed = None if moved or count == 1 else _first_difference(whole, runs[2], tolerances)
+    return Verdict(moved, mixed, _unlike(engine, step, whole))
+
+
+def _unlike(engine: Engine, step: Step, whole: Values) -> str | None:
+    """Whether other parameters have a gradient than on one device, where fakes don't tell which these are."""
+    axis, before = engine.axis, generators.global_state()
+    untold = expected_gradients(replace(step, batch=map_tensors(cloned, step.batch))) is None
+    if not any(axis.all_gather_object(untold and not engine.inner, "expected")):
+        return None
+    expected = real_gradients(step, axis, engine.programs.holds, _without_draws)
+    generators.set_global_state(before)
+    mine = {name: bool(x.count_nonzero()) for name, x in whole.items() if name != "the loss"}
+    told = axis.all_gather_object(mine, "expected")  # one may have none on one of several ranks
+    found = {name for rank in told for name in rank}
+    least = {name for rank in told for name, is_any in rank.items() if is_any}
+    trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    if expected is None:
+        return None
+    for name in trained:
+        if name in expected and name not in found or name not in expected and name in least:  # zeros may be nothing
+            return other_gradient(name, name in expected)
+    return None
 
 
 def _can_be_shortened(step: Step) -> bool:
@@ -93,24 +119,25 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
     before = generators.global_state()
     batch = map_tensors(cloned, step.batch)
     try:
-        with _kept(engine.module, engine.overwritten):
+        with _kept(engine.module, engine.overwritten, engine.programs.watch):
             return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)
     finally:
         generators.set_global_state(before)
 
 
 @contextmanager
-def _kept(module: nn.Module, overwritten: Collection[str]) -> Iterator[None]:
+def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iterator[None]:
     """What modules hold is afterwards what it was, within units, too; of parameters those that are ``overwritten``."""
     parameters = [leaf(p) for name, p in module.named_parameters() if name in overwritten]
     here = [x for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
     tensors = [x for x in here if type(x.detach()) is Tensor]
     copies = [x.detach().clone() for x in tensors]
-    state = Snapshot([(name, m) for name, m in module.named_modules() if name])
+    states = [Snapshot([(name, m) for name, m in module.named_modules() if name]), watch.everything()[0].copy_tensors()]
     try:
         yield
     finally:
-        state.restore()
+        for state in states:
+            state.restore()
         with torch.no_grad():
             for x, copy in zip(tensors, copies, strict=True):
                 x.detach().copy_(copy)  # not what it was made of before: the step may have set its `.data`
@@ -161,7 +188,7 @@ def _first_difference(one: Values, other: Values, tolerances: Mapping[str, float
         if x.shape != y.shape:
             return name
         scale = max(float(x.abs().max()) if x.numel() else 0.0, 0.0 if name == "the loss" else largest)
-        if not torch.allclose(x, y, rtol=0, atol=tolerances[name] * scale, equal_nan=True) and scale == scale:
+        if scale == scale and not torch.allclose(x, y, rtol=0, atol=tolerances[name] * scale, equal_nan=True):
             return name
     return None
 
@@ -169,5 +196,7 @@ def _first_difference(one: Values, other: Values, tolerances: Mapping[str, float
 def agreed(verdicts: Sequence[Verdict]) -> Verdict:
     """One verdict of all ranks'."""
     return Verdict(
-        next((v.moved for v in verdicts if v.moved), None), next((v.mixed for v in verdicts if v.mixed), None)
+        next((v.moved for v in verdicts if v.moved), None),
+        next((v.mixed for v in verdicts if v.mixed), None),
+        next((v.unlike for v in verdicts if v.unlike), None),
     )

@@ -69,6 +69,7 @@ class Watch:
         self._spares, self._spares_of_batch = Spares(), Spares()
         self.units = [path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), UnitCall)]
         self._inner: list[tuple[str, nn.Module]] = []
+        self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     @contextlib.contextmanager
@@ -138,6 +139,12 @@ class Watch:
         if len(found) != len(self._widened) or any(a is not b and a != b for a, b in zip(found, self._widened)):
             self._widened, self._inner, self._snapshot = found, inner, None
 
+    def take_in(self, units: Collection[str]) -> None:
+        """From now on look at what these units hold, too: code outside of them changes it, and they don't."""
+        outer = [(f"self.{name}", m) for path in sorted(units) for name, m in self._within(path)]
+        if outer != self._outer:
+            self._outer, self._snapshot = outer, None
+
     def with_unit(self, path: str) -> tuple[Snapshot, set[str]]:
         """What is there now, the unit's own attributes included, and the names of these."""
         inner = [(f"self.{name}", m) for name, m in self._within(path)]
@@ -145,13 +152,20 @@ class Watch:
         snapshot = self._walked(apart)
         return snapshot, set(snapshot.add_units(inner))
 
-    def with_parameters(self) -> Snapshot:
-        """What is there now, with all that hooks on parameters reach."""
-        snapshot = self._walked()
-        for name, p in self.lightning_module.named_parameters():
+    def everything(self, parameters: bool = False) -> tuple[Snapshot, set[str]]:
+        """What is there now, within units, too, with all that hooks reach; and what units alone hold.
+
+        Args:
+            parameters: whether to look at hooks on parameters, too, which are off while the stages' backwards run.
+        """
+        inner = [(f"self.{name}", m) for path in self.units for name, m in self._within(path)]
+        within = {id(m) for _, m in inner}
+        snapshot = self._walked({key: name for key, name in self._units.items() if key not in within})
+        own = set(snapshot.add_units(inner))
+        for name, p in self.lightning_module.named_parameters() if parameters else ():
             for n, hook in enumerate(hook for hooks in private.hooks_of(p) for hook in hooks.values()):
                 snapshot.add(f"hook {n} of {name}", hook)
-        return snapshot
+        return snapshot, own
 
     def names(self) -> dict[int, str]:
         """In a run, the names of what was there before it, by the ids of that and of what stands in for it."""
@@ -175,7 +189,9 @@ class Watch:
             self._snapshot = None
 
     def _walked(self, apart: dict[int, str] | None = None) -> Snapshot:
-        snapshot = Snapshot(self.modules, self._packages, self._units if apart is None else apart)
+        apart, outer = self._units if apart is None else apart, {id(m) for _, m in self._outer}
+        snapshot = Snapshot(self.modules, self._packages, {key: x for key, x in apart.items() if key not in outer})
+        snapshot.add_units(self._outer)
         for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
             snapshot.add(kind.__qualname__, kind)
         for name, m in self._inner:

@@ -1,7 +1,8 @@
 """A weight that lives on some ranks of a pipeline, as user code between two steps sees it on every rank.
 
 Functions that write into it run where it is. Views of it are known on every rank, too. All other functions first send
-its values, so that all ranks go on with one result; they meet before. See `lightning_par.pipeline.joint`.
+its values, so that all ranks go on with one result; they meet before. Where the weight is kept in parts, too, they are
+refused. See `lightning_par.pipeline.joint`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_par import private
-from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere
+from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere, sharding_of
 from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.travel import kind_of, send_to_all
 from lightning_par.pipeline.unlinked import unlinked
-from lightning_par.rules.table import writes
+from lightning_par.rules.table import user_line, writes
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.joint import JointGradients
@@ -165,16 +166,36 @@ def _view(owner: JointGradients, of: str, x: Any) -> Any:
 def _sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     """The values of ``x``, in memory of their own. All ranks must call it."""
     of = owner.name_of(x)
+    _refuse_parts(name, of, x)
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")
     here = None if is_elsewhere(x) else _plain(x)
     values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
     return values.to(x.device, copy=here is not None)
 
 
+def _refuse_parts(name: str, of: str, x: Tensor) -> None:
+    """Those that hold parts of ``x`` go on with these, and won't meet: on them it is no `Weight`.
+
+    Raises:
+        NotImplementedError: each rank that holds ``x`` has a part of it.
+    """
+    parts = sharding_of(x)
+    if parts is not None:
+        raise NotImplementedError(
+            f"{user_line()}: `{name}` needs the values of the weight {of!r} between two steps. They are on another "
+            f"stage of the pipeline, and split there over the {parts[2].name} axis: no rank has them to send. Use them "
+            "within the step, write into the weight in place, as `p.data.mul_(0.9)` does, or train by a pipeline "
+            "without that axis."
+        )
+
+
 def _equal(owner: JointGradients, a: Tensor, b: Tensor) -> bool:
     """`torch.equal`, by hashes of what is compared."""
     if a.shape != b.shape or a is b:
         return a.shape == b.shape
+    for x in (a, b):
+        if isinstance(x, Weight):
+            _refuse_parts("equal", owner.name_of(x), x)
     owner.meet(f"compared weights of shape {tuple(a.shape)} between two steps")
     told = owner.axis.all_gather_object([_hash(owner, x) for x in (a, b)], "weights")
     one, other = (next((told[r][i] for r in range(len(told)) if told[r][i] is not None), None) for i in (0, 1))

@@ -25,6 +25,8 @@ log_sigmoid threshold _threshold tanhshrink hardshrink softshrink heaviside copy
 double half bfloat16 int long bool cpu cuda zeros_like ones_like empty_like full_like fill
 """.split()
 _IN_PLACE = [n for name in _PLAIN if any(hasattr(space, n := name + "_") for space in (Tensor, torch, F))]
+BY_ENTRY = frozenset((*_PLAIN, *_IN_PLACE, *_DUNDERS))
+"""Names of functions whose plain arguments mean the same for each entry."""
 
 
 @rule(*_PLAIN, *_IN_PLACE, *_DUNDERS, "__neg__", "__pos__", "__abs__", "__invert__", "rsub", "zero_")  # fmt: skip

@@ -58,15 +58,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _metadata(func, *args, **kwargs)
     if func in _writers:
         aliases.count_write(args)
-    if naming.outside:
+    if naming.on:
         return _named(func, args, kwargs)
     return _shared(func, args, kwargs)
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `dispatch`, outside of steps: what is made of a weight has its name."""
+    """As `dispatch`, where tensors are named: what is made of a weight has its name."""
     before = naming.current
-    naming.current = naming.name_of((*args, *kwargs.values())) or before
+    naming.current = naming.name_among((*args, *kwargs.values())) or before
     try:
         return _shared(func, args, kwargs)
     finally:

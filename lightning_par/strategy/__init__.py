@@ -51,6 +51,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
+            self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
             self._sync_batch_norm()
         self._shard_model(trainer)
         materialise(self.model)
@@ -72,10 +73,6 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         if not groups.tensor.gradient_shares:
             return GradientSync(module, split, copies=groups.data.size)
         return GradientSync(module, groups.stage, copies=groups.data.size, split=split, stored=groups.tensor)
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
-        super().setup_optimizers(trainer)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

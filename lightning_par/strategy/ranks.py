@@ -23,6 +23,7 @@ from lightning_par.sequence.plan import SequenceDim
 from lightning_par.sequence.planning import Planning
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sharding import Sharding
+from lightning_par.stopping import AllStop
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -52,6 +53,7 @@ class RanksMixin(_Base):
         self._planning: Planning | None = None
         self._storing: Storing | None = None
         self._meeting: Meeting | None = None
+        self._stops: AllStop | None = None
         self.plan: dict[str, str] | None = None
         self.shard_residual = False
         self.data_parallel = "ddp"

@@ -126,6 +126,7 @@ class SavingMixin(RanksMixin):
         if self.save_distributed_checkpoint:
             self._save_directory(checkpoint, filepath, storage_options, inventory)
             return
+        self.barrier("save_checkpoint")  # a rank may still read the checkpoint that this one takes the place of
         with inventory.open():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from lightning_par import naming, state
@@ -18,6 +19,7 @@ from lightning_par.sequence.sharing import attend_along
 from lightning_par.sequence.table import show_plan
 from lightning_par.sharding import Sharding
 from lightning_par.shares import shared_around
+from lightning_par.stopping import AllStop
 from lightning_par.strategy.ranks import RanksMixin
 from lightning_par.tensor.held import make_held_whole
 from lightning_par.tensor.residual import shard_residual, whole_residual
@@ -51,8 +53,9 @@ class ShardsMixin(RanksMixin):
             among = split[0] if len(split) == 1 else groups.stage_of_replica
             self._meeting = Meeting(among if self._storing is None else groups.stage, self.timeout)
             for axis in self._talking():
-                axis.guard = self._meeting.about_to_talk
+                axis.guard = partial(self._meeting.about_to_talk, axis)
             naming.name_weights(self.lightning_module)
+        self._stops = AllStop(Meeting(groups.replica, self.timeout, "stop"))
         if self._planning is not None:
             refuse_partial_hooks(self.lightning_module)
             shared_around((groups.sequence, groups.tensor))
@@ -81,7 +84,7 @@ class ShardsMixin(RanksMixin):
             assert self.lightning_module is not None
             trainer: Any = self.lightning_module.trainer
             self._storing.apply(self.lightning_module, trainer.callbacks)
-            if naming.outside:
+            if naming.on:
                 naming.name_weights(self.lightning_module)
             if self.groups.world.rank == 0:
                 print(self._storing.line(self.lightning_module), flush=True)
@@ -90,7 +93,7 @@ class ShardsMixin(RanksMixin):
         if self._groups is not None:
             for axis in self._talking():
                 axis.guard = None
-        self._meeting = None
+        self._meeting = self._stops = None
         naming.end()
         shared_around(())
 

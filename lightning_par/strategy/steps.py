@@ -16,6 +16,7 @@ from lightning_par.data.using import in_step, let_go
 from lightning_par.random import streams
 from lightning_par.shares import shared_over
 from lightning_par.steps import fetches_itself
+from lightning_par.stopping import Stopping
 from lightning_par.strategy.fetching import Fetching
 from lightning_par.strategy.ranks import RanksMixin
 from lightning_par.view import ShardedTensor, full
@@ -37,20 +38,21 @@ class StepsMixin(RanksMixin):
         return batch
 
     @contextmanager
-    def _step(self) -> Generator[None, None, None]:
-        """What all ranks run alike: sharded tensors talk without asking whether their peers are there."""
+    def _step(self, kind: str) -> Generator[None, None, None]:
+        """What all ranks run alike: but for the first time, sharded tensors talk without asking for their peers."""
         with (
             shared_over([self.groups.sequence, self.groups.tensor]),
-            nullcontext() if self._meeting is None else self._meeting.step(),
+            nullcontext() if self._meeting is None else self._meeting.step(kind),
+            nullcontext() if self._stops is None else Stopping(self._stops),
         ):
             yield
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._step():
+        with self._step("backward"):
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._step("optimizer_step"):
             return super().optimizer_step(*args, **kwargs)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +86,8 @@ class StepsMixin(RanksMixin):
     def _draws(self, step: int) -> Generator[None, None, None]:
         streams.begin_step(torch.initial_seed() + self.groups.data.rank, step)
         try:
-            with self._step(), in_step(keep=self._storing is None or step < 0 or not self._storing.reshard):
+            kind = "training_step" if step >= 0 else "evaluation"
+            with self._step(kind), in_step(keep=self._storing is None or step < 0 or not self._storing.reshard):
                 yield
         finally:
             streams.end_step()

@@ -190,7 +190,7 @@ class MappingCell(Cell):
 
     def apply(self, change: MappingChange) -> None:
         for key, value in change.inplace.items():
-            _overwrite(self.before[key], value)
+            overwrite(self.before[key], value)
         for key in change.deleted:
             self._delete(key)
         for key, value in change.entries.items():
@@ -372,7 +372,7 @@ class SequenceCell(Cell):
 
     def apply(self, change: SequenceChange) -> None:
         for index, value in change.inplace.items():
-            _overwrite(self.before[index], value)
+            overwrite(self.before[index], value)
         if change.start == 0 and change.stop is None:
             self.owner.extend(change.rest)
         else:
@@ -418,7 +418,7 @@ class TupleCell(Cell):
 
     def apply(self, change: MappingChange) -> None:
         for key, value in change.inplace.items():
-            _overwrite(self.before[key], value)
+            overwrite(self.before[key], value)
 
 
 class SetCell(Cell):
@@ -483,7 +483,8 @@ def is_written(tensor: Tensor, version: int) -> bool:
     return version_of(tensor) != version or hasattr(tensor, "_written_uncounted")
 
 
-def _overwrite(tensor: Tensor, value: Tensor) -> None:
+def overwrite(tensor: Tensor, value: Tensor) -> None:
+    """Write ``value`` into ``tensor``."""
     with torch.no_grad():
         if tensor.shape == value.shape:
             tensor.copy_(value)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_par import private
-from lightning_par.watch.cells import Cell, TupleCell, forget_write
+from lightning_par.watch.cells import Cell, TupleCell, forget_write, is_written, overwrite, version_of
 from lightning_par.watch.changes import Change
 from lightning_par.watch.contents import LockedCell
 from lightning_par.watch.iterators import IteratorCell
@@ -49,6 +49,7 @@ class Snapshot(Reach):
         hooks: bool = True,
     ) -> None:
         super().__init__(packages, apart, code, hooks)
+        self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         with plainly():
             self.add_modules(modules)
         self._note_versions()
@@ -67,10 +68,23 @@ class Snapshot(Reach):
         known = set(self.cells)
         with plainly():
             self.add_modules(modules)
-        for name in [f"{name}._buffers" for name, _ in modules]:
-            self.cells.pop(name, None)
+        left = {id(self.cells.pop(name, None)) for name in [f"{name}._buffers" for name, _ in modules]}
+        for held in self.tensors.values():
+            held.slots = [slot for slot in held.slots if id(slot[0]) not in left]
+        self.tensors = {key: held for key, held in self.tensors.items() if held.slots}
         self._note_versions()
         return [name for name, cell in self.cells.items() if name not in known and not cell.fixed]
+
+    def copy_tensors(self) -> Snapshot:
+        """Let `restore` put back tensors, too, that are changed in place without being lent, as far as they are small.
+
+        Returns:
+            Itself.
+        """
+        tensors = (held.tensor for held in self.tensors.values() if held.lends and not held.tensor.is_meta)
+        with plainly():
+            self._copies = [(x, version_of(x), x.detach().clone()) for x in tensors]
+        return self
 
     def renew(self) -> bool:
         """Take what is there now for what was there before; False where other objects have come or gone."""
@@ -136,6 +150,10 @@ class Snapshot(Reach):
                 cell.restore()
         for cell in iterators:
             cell.restore()
+        with plainly(), torch.no_grad():
+            for x, version, copy in self._copies:
+                if is_written(x, version):
+                    overwrite(x, copy)
         return overwritten
 
     def locked(self) -> list[str]:
