@@ -205,6 +205,21 @@ class WholeTable(Scaled):
         return x + self.layer(x) * self.table
 
 
+class KeepsSizes(Scaled):
+    """Keeps the largest batch that it has seen, and the size of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = max(self.most, len(x))
+        if not self.sizes:
+            self.sizes.append(len(x))
+        return x + self.layer(x)
+
+
 class FirstSamples(Scaled):
     """Keeps the samples of its first call."""
 
@@ -310,6 +325,15 @@ def of_units(kind: type[Scaled]) -> type[Base]:
             return super().training_step(batch, batch_idx)
 
     return Units
+
+
+class SaysSizes(of_units(KeepsSizes)):  # type: ignore[misc]
+    """Logs what its units have kept, which they compute nothing of."""
+
+    def on_train_epoch_end(self) -> None:
+        for name, unit in (("a", self.a), ("b", self.b)):
+            self.log(f"most {name}", float(unit.most))
+            self.log(f"first {name}", float(unit.sizes[0]))
 
 
 class Mood(Enum):
@@ -799,7 +823,7 @@ FOUND: dict[str, type[Base]] = {
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
          FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
-FOUND |= {kind.__name__: of_units(kind) for kind in UNITS}
+FOUND |= {kind.__name__: of_units(kind) for kind in UNITS} | {"SaysSizes": SaysSizes}
 
 
 class Written(Base):

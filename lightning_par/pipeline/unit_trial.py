@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.calls import Trace, tracing
+from lightning_par.pipeline.inner_state import as_it_is
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.structure import tensors_in, twin
 from lightning_par.pipeline.values import of_microbatch
@@ -44,14 +47,13 @@ def acts_plainly(
         return call(*args, **kwargs), True
     samples, own = lead.positions.size, lead.positions.count(lead.axis.rank)
     given = twin((args, kwargs))  # a cache among the arguments may grow
+    modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
+    before = Snapshot(modules, hooks=False)
     with tracing(run, inputs) as viewed:
         result = call(*args, **kwargs)
-    modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     after = Snapshot(modules, hooks=False)
-    for held in after.tensors.values():
-        if isinstance(held.tensor, ShardedTensor) and held.tensor.axis is lead.axis:
-            cell, key = held.slots[0]
-            raise _mixed(path, f"{cell.place(key)} keeps samples from one call of {path!r} to the next")
+    left = _left(before)
+    _refuse_samples(path, lead, after, left)
 
     def called(*given: Any) -> Trace:
         with tracing(run, tensors_in(given)) as trace:
@@ -72,7 +74,12 @@ def acts_plainly(
 
     try:
         with _aside(run):
-            first = _again(path, modules, plainly)
+            before.restore()  # it may keep the largest size it has seen, which views have to show it
+            start = plainly()
+            same = start is not None and _alike(left, _left(before), _DEEP + 4, remade=True)
+            if left:  # what is stored by the first call alone is no change at each call
+                after.restore()
+            first = _again(path, modules, plainly, None if left else start) if same else None
             plain = first is not None and viewed.agrees(first, samples, own)
             if not plain:  # it will see views; and the first call of all may have done more
                 after.restore()
@@ -83,13 +90,30 @@ def acts_plainly(
     return result, plain
 
 
-def _again(path: str, modules: list[tuple[str, nn.Module]], call: Callable[[], Trace | None]) -> Trace | None:
-    """Call a unit twice; returns what the first of the two calls did, if it could be called.
+def _left(before: Snapshot) -> dict[str, Change]:
+    """What was changed since, by the names of the objects."""
+    changes = ((cell.name, cell.change_unlent()) for cell in before.cells.values() if not cell.fixed)
+    return {name: as_it_is(change) for name, change in changes if change is not None}
+
+
+def _refuse_samples(path: str, lead: ShardedTensor, after: Snapshot, left: dict[str, Change]) -> None:
+    """Raises `SamplesMixError` where a call has left samples behind: the next one meets those of another microbatch."""
+    places = [(held.slots[0][0].place(held.slots[0][1]), held.tensor) for held in after.tensors.values()]
+    places += [(name, x) for name, change in left.items() for x in tree_leaves(vars(change))]
+    for place, x in places:
+        if isinstance(x, ShardedTensor) and x.axis is lead.axis:
+            raise _mixed(path, f"{place} keeps samples from one call of {path!r} to the next")
+
+
+def _again(
+    path: str, modules: list[tuple[str, nn.Module]], call: Callable[[], Trace | None], first: Trace | None = None
+) -> Trace | None:
+    """Call a unit twice, or once after ``first``; returns what the first of the two calls did, if it could be called.
 
     Raises:
         SamplesMixError: the second call did something else, or something is left behind.
     """
-    first = call()
+    first = first or call()
     between = Snapshot(modules, hooks=False)
     second = None if first is None else call()
     if first is None or second is None:
@@ -136,18 +160,21 @@ def _counted(cell: Any, change: Change | None) -> str | None:
     return None
 
 
-def _alike(before: Any, after: Any, depth: int) -> bool:
-    """Whether two values are the same."""
+def _alike(before: Any, after: Any, depth: int, remade: bool = False) -> bool:
+    """Whether two values are the same; with ``remade`` two tensors of one shape and type are."""
     if before is after:
         return True
+    if remade and isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.shape == after.shape and before.dtype == after.dtype
     if type(before) is not type(after) or not depth or isinstance(before, Tensor):
         return False  # a tensor is made anew by each call, of its samples
+    alike = partial(_alike, depth=depth - 1, remade=remade)
     if isinstance(before, dict):
-        return before.keys() == after.keys() and all(_alike(before[k], after[k], depth - 1) for k in before)
+        return before.keys() == after.keys() and all(alike(before[k], after[k]) for k in before)
     if isinstance(before, (list, tuple)):
-        return len(before) == len(after) and all(_alike(a, b, depth - 1) for a, b in zip(before, after))
+        return len(before) == len(after) and all(map(alike, before, after))
     if hasattr(before, "__dict__") and not callable(before):
-        return _alike(vars(before), vars(after), depth - 1)
+        return alike(vars(before), vars(after))
     try:
         return bool(before == after)
     except Exception:  # whatever a class makes of `==`
