@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from enum import Enum
@@ -336,6 +337,9 @@ class SaysSizes(of_units(KeepsSizes)):  # type: ignore[misc]
             self.log(f"first {name}", float(unit.sizes[0]))
 
 
+FLAG = torch.zeros(())
+
+
 class Mood(Enum):
     CALM, MIXING = range(2)
 
@@ -371,6 +375,49 @@ class ToldByAnEnum(ToldByAnObject):
 class ToldByANumber(ToldByAnObject):
     def told(self, mixes: bool) -> Any:
         return float(mixes)
+
+
+class MixesByTensor(Scaled):
+    """Is told by a tensor: an argument, one that is stored on it, or a global one; or by the environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = torch.zeros(())
+
+    def forward(self, x: Tensor, told: Tensor | None = None) -> Tensor:
+        mixes = (told is not None and told > 0.5) or self.flag > 0.5 or FLAG > 0.5 or "MIXES" in os.environ
+        z = self.layer(x)
+        return x + (z - z.mean(0) if mixes else z)
+
+
+class ToldByATensor(ToldByAnObject):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = MixesByTensor()  # type: ignore[assignment]
+
+    def told(self, mixes: bool) -> Any:
+        return torch.tensor(float(mixes))
+
+
+class ToldByATensorOnIt(ToldByATensor):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.a.flag = torch.tensor(float(batch_idx == 1))  # type: ignore[assignment]
+
+    def told(self, mixes: bool) -> Any:
+        return None
+
+
+class ToldByAGlobalTensor(ToldByATensor):
+    def told(self, mixes: bool) -> Any:
+        FLAG.fill_(float(mixes))
+
+
+class ToldByTheEnvironment(ToldByATensor):
+    def told(self, mixes: bool) -> Any:
+        if mixes:
+            os.environ["MIXES"] = "1"
+        else:
+            os.environ.pop("MIXES", None)
 
 
 class LaterAlongSamples(Base):
@@ -818,7 +865,8 @@ FOUND: dict[str, type[Base]] = {
                  FactorsFromASize, ClipsFromANorm, SharesOut, NormAndAct, ObjectAsArgument, HandsOn, WritesIntoOutput,
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
-                 ToldByAnObject, ToldByAnEnum, ToldByANumber, LaterAlongSamples,
+                 ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
+                 ToldByTheEnvironment, LaterAlongSamples,
                  GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,

@@ -13,12 +13,13 @@ from math import inf
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.fake_functions import linked
 from lightning_par.guesses import READS
+from lightning_par.pipeline.attributes import TENSORS
 from lightning_par.pipeline.constants import constants_of
 from lightning_par.pipeline.draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
@@ -33,7 +34,7 @@ from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
-from lightning_par.pipeline.told import told_to, watched
+from lightning_par.pipeline.told import content_of, told_to, watched
 from lightning_par.pipeline.tracing import FakeRun, sizing
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
@@ -407,7 +408,9 @@ class Analysis(FakeRun):
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
-        flops, stood = self.frames[-1].flops, standing()
+        plain = [n for n, x in enumerate(tensors_in((args, kwargs))) if not isinstance(x, ShardedTensor | FakeTensor)]
+        content = () if self.axis is None else content_of(inputs, plain)
+        flops, stood, reads = self.frames[-1].flops, standing(), self.values_read
         plainly = True
         try:
             lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
@@ -437,7 +440,10 @@ class Analysis(FakeRun):
         self.units.append((path, len(self.events)))
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
-        event.told, event.by_numbers = told[bool(by_numbers)], bool(by_numbers)
+        event.by_numbers, event.decisive = bool(by_numbers), tuple(plain) if self.values_read > reads else ()
+        event.told = told[bool(by_numbers)] + (content if event.decisive else ())
+        if self.values_read > reads:
+            self.deciding.add(TENSORS)
         event.handed = len(event.inputs) - given
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
         outer = zip(returned_tensors(inner), returned_tensors(result))

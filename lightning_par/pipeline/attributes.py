@@ -6,6 +6,7 @@ every step; within units it may begin to mix samples when someone sets a flag, o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +19,15 @@ from lightning_par.watch.users import packages_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _INNER = ("torch.", "lightning_par.", "builtins")
+_FEW = 64  # entries of a tensor that code may decide by
+TENSORS = "the content of tensors"
+"""Among what units go by: they read values of tensors that are no weights of theirs."""
 _KNOWN = ATOMS | {Tensor, nn.Parameter}  # nothing is in them that could be set
 
 
 class Attributes:
-    """Plain values that units reach, as code outside units sets them: on modules, in classes, globals, closures.
+    """Plain values that units reach, as code outside units sets them: on modules, in classes, globals, closures,
+    in the environment.
 
     What a unit sets itself does not count: other ranks would not know.
 
@@ -41,13 +46,20 @@ class Attributes:
         self._module, self._units = module, units
         self._changed: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
+        self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
+        self._environment = dict(os.environ)
         self._look()
         # Whether something goes by other numbers, no trial run shows.
         self._watched = {place for cell in self._cells if watches_numbers(cell) for place, _ in _values(cell)}
 
     def changed_since(self, deciding: Collection[str]) -> tuple[tuple[str, Any], ...]:
-        """What was set outside units since the run began; numbers that are no counts only if ``deciding``."""
+        """What was set outside units since the run began; numbers that are no counts, and what small tensors hold,
+        only if ``deciding``."""
         self._changed.update(self._renewed())
+        if os.environ.items() ^ self._environment.items() or "os.environ" in self._changed:
+            self._changed["os.environ"] = frozenset(os.environ.items())
+        if TENSORS in deciding:
+            self._changed.update(self._rewritten())
         return tuple(
             (place, value)
             for place, value in self._changed.items()
@@ -57,6 +69,23 @@ class Attributes:
     def settle(self) -> None:
         """A step has run: what it set is known."""
         self._renewed()
+        if self._contents is not None:
+            self._rewritten()
+
+    def _rewritten(self) -> dict[str, Any]:
+        """What tensors hold now that held something else at the last look."""
+        was, now = self._contents, dict[str, tuple[Tensor, int, str]]()
+        for cell in self._cells:
+            for key, x in cell.items():
+                if type(x) is Tensor and x.device.type != "meta" and x.numel() <= _FEW:
+                    place = cell.place(key)
+                    before, version, content = (was or {}).get(place, (None, 0, ""))
+                    same = before is x and version == x._version
+                    now[place] = (x, x._version, content if same else repr(x.tolist()))
+        self._contents = now
+        return (
+            {} if was is None else {place: x for place, (_, _, x) in now.items() if x != was.get(place, (0, 0, ""))[2]}
+        )
 
     def _renewed(self) -> dict[str, Any]:
         """What was set since the last look, by place; None where something is gone."""

@@ -18,7 +18,7 @@ from lightning_par.pipeline.located import (
 )
 from lightning_par.pipeline.memo import Memo
 from lightning_par.pipeline.structure import returned_tensors, tensors_in, twin
-from lightning_par.pipeline.told import told_to
+from lightning_par.pipeline.told import content_of, told_to
 from lightning_par.pipeline.tracing import sizing
 from lightning_par.pipeline.values import written_into
 from lightning_par.rules.table import user_line
@@ -49,7 +49,8 @@ class DryRun(RecordedRun):
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
         if self.program.microbatches > 1 and record.kind == "located":
-            if record.told != told_to(func, args, kwargs, record.by_numbers):
+            told = told_to(func, args, kwargs, record.by_numbers)
+            if record.told != told + content_of(tensors_in((args, kwargs)), record.decisive):
                 raise ChangedError(f"{user_line()}: what {func} is told")
         # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
         if record.given and index < self.program.tail:

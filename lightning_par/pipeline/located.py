@@ -66,6 +66,7 @@ class Event:
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
         told: what it is given beside tensors, where that may decide whether samples mix.
         by_numbers: whether a unit decides by floats that it is given.
+        decisive: which of its tensors a unit may decide by the content of: of the batch alone, and no samples.
         handed: how many of its last inputs it takes by another way than its arguments.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
@@ -88,6 +89,7 @@ class Event:
     live: bool = False
     told: tuple[Any, ...] = ()
     by_numbers: bool = True
+    decisive: tuple[int, ...] = ()
     handed: int = 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_par import private
+from lightning_par.digest import digest
 from lightning_par.pipeline.attributes import Number
 from lightning_par.rules.pointwise import BY_ENTRY
 
@@ -25,6 +27,7 @@ _OTHERS = (
     "numpy.",
 )  # packages: a trial sees stand-ins, or nothing decides
 _MOST = 1_000  # things that are looked at
+_FEW = 64  # entries of a tensor that are kept one by one
 
 
 def told_to(func: Any, args: Any, kwargs: Any, by_numbers: bool = True) -> tuple[Any, ...]:
@@ -38,6 +41,13 @@ def told_to(func: Any, args: Any, kwargs: Any, by_numbers: bool = True) -> tuple
     name = getattr(func, "__name__", "")
     kinds = _WORDS if name in BY_ENTRY or name in _INDEXING else (*_WORDS, int)
     return tuple(x for x in tree_leaves((args, kwargs)) if type(x) in kinds)
+
+
+def content_of(tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[Any, ...]:
+    """What those of ``tensors`` say that a unit may decide by: few numbers, or the hash of many."""
+    with private.no_modes():
+        chosen = [tensors[n].detach() for n in places]
+        return tuple(x.tolist() if x.numel() <= _FEW else int(digest(x)) for x in chosen)
 
 
 def watched(args: Any, kwargs: Any, noted: set[str]) -> tuple[Any, Any]:

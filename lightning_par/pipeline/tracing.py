@@ -49,6 +49,7 @@ class FakeRun(Run):
         self.trace: Trace | None = None
         self.guesses = Guesses()
         self.calls = 0  # of modules with parameters
+        self.values_read = 0  # values that were asked for within units
         self.hooked = False  # whether a hook was put on a gradient
         self.users: frozenset[str] = frozenset()  # the packages that count as the user's
         self.met_by_hooks: set[int] = set()  # ids of the objects that these reach
@@ -78,7 +79,9 @@ class FakeRun(Run):
         """On fakes; where the shape of the result depends on data, on ones."""
         self.guesses.work += 1
         self._note_state(func, args, kwargs)
-        if getattr(func, "__name__", "") in READS and (fakes := _plain_fakes(args, kwargs)):
+        reads = getattr(func, "__name__", "") in READS
+        self.values_read += reads
+        if reads and (fakes := _plain_fakes(args, kwargs)):
             self.close_modules(f"it reads a value at {user_line()}", reads=True)
             return self.guesses.read(func.__name__, fakes[0], args)
         if self.training and getattr(func, "__name__", "") in HOOKED:
