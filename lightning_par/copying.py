@@ -132,6 +132,12 @@ class TrainerView:
             _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand()
         )
 
+    def __copy__(self) -> TrainerView:
+        return self  # where it is an argument of a layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerView:
+        return self
+
     def let_note(self, noted: Callable[[str], Any]) -> None:
         """Call ``noted`` with the name of each attribute that is read."""
         vars(self)["_noted"] = noted

@@ -6,6 +6,8 @@ import os
 import random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks of a test share few cores
+# torch's store asks for the name of each client's address, and waits 5 s where a name server drops that question.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ torch.set_num_threads(1)
 
 # The files that take longest come first, so that processes that share them out end at the same time.
 LONGEST = """
-    equality fully_sharded hybrid_equality rules launch registry pipeline_surface check features deferred_fit
+    found equality fully_sharded hybrid_equality rules launch registry pipeline_surface check features deferred_fit
+    backward_state
     placement_equality sequence_counts surface_training checkpoint_matrix optimizers pipeline_counts
     pipeline_checkpoints surface_random surface_weights exits pipeline_surface_logging surface_logging
 """.split()

@@ -337,6 +337,31 @@ class SaysSizes(of_units(KeepsSizes)):  # type: ignore[misc]
             self.log(f"first {name}", float(unit.sizes[0]))
 
 
+class SpectralNorm(Scaled):
+    """torch's older one: a hook writes buffers, and computes the weight by several functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(self.layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class TrainerAsArgument(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = GoesByTrainer()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.b(self.a(batch[0], self.trainer)), batch[0].flip(1))
+
+
+class GoesByTrainer(Scaled):
+    def forward(self, x: Tensor, trainer: Any = None) -> Tensor:
+        return x + self.layer(x) * (1 + trainer.current_epoch)
+
+
 FLAG = torch.zeros(())
 
 
@@ -866,10 +891,10 @@ FOUND: dict[str, type[Base]] = {
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
-                 ToldByTheEnvironment, LaterAlongSamples,
+                 ToldByTheEnvironment, TrainerAsArgument, LaterAlongSamples,
                  GrowingMemory)
 }  # fmt: skip
-UNITS = (Scaled, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
+UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent, WholeTable,
          FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS} | {"SaysSizes": SaysSizes}
 

@@ -49,11 +49,13 @@ class Handed:
         self.found: dict[int, Tensor] = {}
         self._path: str | None = None
         self._own: set[int] = set()
+        self._call = 0
 
     @contextmanager
     def unit(self, path: str, module: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
         """Inside, the unit ``path`` runs, and was given ``inputs``."""
         own = (x for x in module.parameters() if id(x) not in self.values)  # for a call it may have others
+        self._call += 1
         self._path, self._own, self.found = path, {*map(id, inputs), *map(id, own)}, {}
         try:
             yield
@@ -68,16 +70,19 @@ class Handed:
         """
         if self._path is None:
             return
-        for x in tensors_in(given):
-            if id(x) in self._own or not is_located(x):
-                continue
+        inputs, results = tensors_in(given), tensors_in(result)
+        for x in inputs:
             maker = maker_of(x)
+            if id(x) in self._own or maker == self._path and x._made_in_call == self._call:  # type: ignore[attr-defined]
+                continue
             if maker is not None:
                 self._check(maker)
-            elif id(x) in self.values or id(x) in self.parameters:
+            elif is_located(x) and (id(x) in self.values or id(x) in self.parameters):
                 self.found[id(x)] = x
-        for x in tensors_in(result):
-            x._made_within = self._path  # type: ignore[attr-defined]
+        if any(is_located(x) or id(x) in self._own or maker_of(x) for x in inputs):  # no constant, as of a cache
+            for x in results:
+                if not any(x is y for y in inputs) or is_located(x):
+                    x._made_within, x._made_in_call = self._path, self._call  # type: ignore[attr-defined]
 
     @staticmethod
     def returned(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_par import generators
 from lightning_par.pipeline.attributes import Attributes
 from lightning_par.pipeline.draws import is_standing
 from lightning_par.pipeline.dry import DryRun
+from lightning_par.pipeline.handed import UnitError
 from lightning_par.pipeline.hooks import Hooks
 from lightning_par.pipeline.located import ChangedError, Program
 from lightning_par.pipeline.memo import Memo
@@ -181,7 +182,7 @@ class Programs:
         program, mixed = None, None
         try:
             program = study(step, self.stages, microbatches)
-        except SamplesMixError as error:
+        except (SamplesMixError, UnitError) as error:
             if microbatches == 1:
                 raise
             mixed = str(error)

@@ -187,6 +187,10 @@ class Spread:
             if isinstance(said, OutsideWriteError):  # it must stay a unit
                 break
             plan, stages, reason = again, again_stages, said
+        if isinstance(reason, UnitError) and wanted > 1:
+            program, said = self._try(step, stages, 1)
+            self._leave_whole(step, reason if program is not None else None)
+            reason = reason if said is None else said
         if program is None and isinstance(reason, SamplesMixError):
             self._take_one(step, reason)
             program, reason = self._try(step, stages, 1)
@@ -217,6 +221,17 @@ class Spread:
             return study(step, stages, wanted), None
         except (SamplesMixError, UnitError) as error:
             return None, error
+
+    def _leave_whole(self, step: Step, reason: UnitError | None) -> None:
+        """Run the batch whole, since modules can be taken as they are only then; not without a ``reason``.
+
+        Raises:
+            ValueError: the user asked for another count, and it is a training step.
+        """
+        if reason is not None and step.grad:
+            if isinstance(self.asked, int) and self.asked > 1:
+                raise ValueError(f"microbatches={self.asked}: {reason} Or write {self.takes_one}.")
+            self.reason, self.microbatches = f"cut apart, {reason}", 1
 
     def _take_one(self, step: Step, reason: Exception | None) -> None:
         """Run the batch whole.

@@ -136,7 +136,8 @@ def _twin(value: Any, tensor: Callable[[Tensor], Any], made: dict[int, Any]) -> 
         _twin_attributes(value, new, tensor, made)
     elif _is_plain_object(value):
         made[id(value)] = new = copy.copy(value)
-        _twin_attributes(value, new, tensor, made)
+        if new is not value:  # as of a trainer, which is to be read only
+            _twin_attributes(value, new, tensor, made)
     else:
         new = map_tensors(tensor, value)
     made[id(value)] = new

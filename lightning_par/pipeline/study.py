@@ -216,17 +216,14 @@ def _run(
 def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
-    # One more, not one less: BatchNorm takes no single sample.
-    more = Step(**{**vars(step), "batch": map_tensors(lambda x: _one_more(x, samples), step.batch)})
-    try:
-        larger, _ = _run(more, stages, None, {}, Guesses(whole.guesses.patterns))
-    except (Exception, EndlessError):  # a step may count on its batch size
-        larger = None
     layouts: Layouts = {}
     positions = Positions.even
     for n, x in enumerate(tensors_in(step.batch)):
         if x.ndim and x.shape[0] == samples:
             layouts[-1, n] = (0, positions(samples, 1))
+    if not any(size % samples == 0 for some in whole.shapes for _, *sizes in some for size in sizes):
+        return layouts
+    larger = _run_larger(step, stages, whole)
     if larger is None or [e.func for e in whole.events] != [e.func for e in larger.events]:
         return layouts
     for some, many in zip(whole.shapes, larger.shapes, strict=True):
@@ -235,6 +232,15 @@ def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
             if len(dims) == 1 and a[1 + dims[0]] * (samples + 1) == b[1 + dims[0]] * samples:
                 layouts[a[0], n] = (dims[0], positions(samples, 1).repeat(a[1 + dims[0]] // samples))
     return layouts
+
+
+def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
+    """The run ``whole`` with another sample: one more, not one less, since BatchNorm takes no single one."""
+    more = replace(step, batch=map_tensors(lambda x: _one_more(x, step.samples), step.batch))
+    try:
+        return _run(more, stages, None, {}, Guesses(whole.guesses.patterns))[0]
+    except (Exception, EndlessError):  # a step may count on its batch size
+        return None
 
 
 def _one_more(x: Tensor, samples: int) -> Tensor:

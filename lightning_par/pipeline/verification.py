@@ -66,31 +66,33 @@ def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Te
     """
     samples = step.samples
     step = replace(step, batch=map_tensors(cloned, step.batch))  # a step may write into its batch
-    count = engine.microbatches_of(step, microbatches)
+    count, whole_batch = engine.microbatches_of(step, microbatches), True
     if count > 2 and engine.flops > _FLOPS and _can_be_shortened(step):
         size = -(-samples // count)
         step = replace(step, batch=map_tensors(lambda x: x[: 2 * size] if x.ndim else x, step.batch))
-        count = 2
+        count, whole_batch = 2, False
     runs = [_rehearsed(engine, step, each, named, key) for each in ((1, 1) if count == 1 else (1, 1, count))]
     whole = runs[0]
     tolerances = {name: _tolerance(engine, x) for name, x in whole.items()}
     moved = _first_difference(whole, runs[1], tolerances)
     mixed = None if moved or count == 1 else _first_difference(whole, runs[2], tolerances)
-    return Verdict(moved, mixed, _unlike(engine, step, whole))
+    return Verdict(moved, mixed, _unlike(engine, step, whole, whole_batch))
 
 
-def _unlike(engine: Engine, step: Step, whole: Values) -> str | None:
+def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str | None:
     """Whether other parameters have a gradient than on one device, where fakes don't tell which these are."""
     axis, before = engine.axis, generators.global_state()
-    untold = expected_gradients(replace(step, batch=map_tensors(cloned, step.batch))) is None
-    if not any(axis.all_gather_object(untold and not engine.inner, "expected")):
+    told = expected_gradients(replace(step, batch=map_tensors(cloned, step.batch)))
+    if whole_batch:
+        engine.foretold = (told,)  # the same of the step itself, which comes next
+    if not any(axis.all_gather_object(told is None and not engine.inner, "expected")):
         return None
     expected = real_gradients(step, axis, engine.programs.holds, _without_draws)
     generators.set_global_state(before)
     mine = {name: bool(x.count_nonzero()) for name, x in whole.items() if name != "the loss"}
-    told = axis.all_gather_object(mine, "expected")  # one may have none on one of several ranks
-    found = {name for rank in told for name in rank}
-    least = {name for rank in told for name, is_any in rank.items() if is_any}
+    others = axis.all_gather_object(mine, "expected")  # one may have none on one of several ranks
+    found = {name for rank in others for name in rank}
+    least = {name for rank in others for name, is_any in rank.items() if is_any}
     trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
     if expected is None:
         return None
