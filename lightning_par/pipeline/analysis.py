@@ -414,7 +414,7 @@ class Analysis(FakeRun):
         plainly = True
         try:
             lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
-            with self.handed.unit(path, module, tensors_in((args, kwargs))), self._keeps(path, module, lent):
+            with self._keeps(path, module, lent), self.handed.unit(path, module, tensors_in((args, kwargs))):
                 if self.axis is None or not self.tries_units:
                     result = original(*args, **kwargs)
                 else:

@@ -66,9 +66,10 @@ class FakeRun(Run):
         if self.depth:
             kwargs = kwargs or {}
             result = self._run(func, args, kwargs)
-            self.inside((args, kwargs), result)
-            if self.trace is not None and not is_metadata(func, getattr(func, "__name__", "")):
-                self.trace.note(func, args, kwargs, result)
+            if not is_metadata(func, getattr(func, "__name__", "")):
+                self.inside((args, kwargs), result)
+                if self.trace is not None:
+                    self.trace.note(func, args, kwargs, result)
             return result
         return super().__torch_function__(func, types, args, kwargs)
 
