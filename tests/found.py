@@ -348,6 +348,19 @@ class SpectralNorm(Scaled):
         return x + self.layer(x)
 
 
+class LogsAMetric(Base):
+    """Of predictions with a graph; the loss is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        self.log("error", self.error(y, batch[0]))
+        return F.mse_loss(y, batch[0].flip(1))
+
+
 class TrainerAsArgument(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -891,7 +904,7 @@ FOUND: dict[str, type[Base]] = {
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
-                 ToldByTheEnvironment, TrainerAsArgument, LaterAlongSamples,
+                 ToldByTheEnvironment, LogsAMetric, TrainerAsArgument, LaterAlongSamples,
                  GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

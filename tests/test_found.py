@@ -18,7 +18,17 @@ from tests.pool import Pool
 from tests.strange import STRANGE
 
 STEPS = 3
-CUT = ("Scaled", "CountsRows", "Numbered", "CountsCalls", "CriterionOverBatch", "Teacher", "TypeAs", "Guarded")
+CUT = (
+    "Scaled",
+    "CountsRows",
+    "Numbered",
+    "CountsCalls",
+    "CriterionOverBatch",
+    "Teacher",
+    "TypeAs",
+    "Guarded",
+    "LogsAMetric",
+)
 """Those that stay cut into microbatches: it is safe, and faster."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},

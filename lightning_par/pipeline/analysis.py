@@ -479,7 +479,9 @@ class Analysis(FakeRun):
         return not isinstance(x, ShardedTensor) and any(size and size % self.samples == 0 for size in x.shape)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        sources = [x for x in tensors_in((args, kwargs)) if is_located(x)]
+        located = [x for x in tensors_in((args, kwargs)) if is_located(x)]
+        # Of a part of the batch its value is of no use; whether it is the loss, its tag tells.
+        sources = [x.local if isinstance(x, ShardedTensor) else x for x in located]
         value = value_like(metric, method, args, kwargs)
         result = map_tensors(lambda x: linked(self.mode.from_tensor(x.detach()), sources * x.requires_grad), value)
         self._keep(("metric", method), "located", tensors_in((args, kwargs)), result)

@@ -46,8 +46,8 @@ def texts() -> Any:
     return DataLoader(torch.utils.data.TensorDataset(x, padded), batch_size=BATCH)
 
 
-def _stranger(make: Callable[[], nn.Module], chunk: int = 0) -> Stranger:
-    return with_trainer(lambda: LitLLM(make, chunk), texts, transformer=True, sequence=True, microbatches=BATCH)
+def _stranger(make: Callable[[], nn.Module], chunk: int = 0, microbatches: int = BATCH) -> Stranger:
+    return with_trainer(lambda: LitLLM(make, chunk), texts, transformer=True, sequence=True, microbatches=microbatches)
 
 
 def _lora() -> nn.Module:
@@ -67,6 +67,8 @@ STRANGERS: dict[str, Stranger] = {
     "pythia_chunked": _stranger(_of("pythia-14m"), chunk=16),
     "llama3": _stranger(_of("Llama-3.2-1B", n_query_groups=2, intermediate_size=64)),
     "gemma2": _stranger(_of("Gemma-2-2b", n_query_groups=2, intermediate_size=64, head_size=8)),
-    "mixtral": _stranger(_of("Mixtral-8x7B-v0.1", n_query_groups=2, intermediate_size=48, n_expert=4)),
+    "mixtral": _stranger(  # it looks for each expert's tokens in the whole batch
+        _of("Mixtral-8x7B-v0.1", n_query_groups=2, intermediate_size=48, n_expert=4), microbatches=1
+    ),
     "lora": _stranger(_lora),
 }

@@ -70,7 +70,7 @@ def _stranger(kind: Any, data: Any, **arguments: Any) -> Stranger:
     more: dict[str, Any] = {}
     for name in [name for name in arguments if name in ("refused", "microbatches", "transformer", "sequence")]:
         more[name] = arguments.pop(name)
-    more.setdefault("microbatches", BATCH)
+    more.setdefault("microbatches", 1)  # a torchmetrics metric of the whole batch is the loss
     loss = arguments.pop("loss", forecasting.SMAPE)
     return with_trainer(
         lambda: kind.from_dataset(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from torch import nn
+
 STRATEGIES = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "layer_placement", "fsdp")
 STEPS = 3  # of the optimizer
 
@@ -76,6 +78,9 @@ def with_trainer(
     def fit(arguments: Arguments) -> None:
         replicas, replica = arguments.pop("replicas")
         own = module()
+        for one in own.modules():
+            if isinstance(one, nn.Dropout):  # which no argument turns off; masks are no one device's
+                one.p = 0.0
         batches = loader()
         assert len(batches) >= 2 * STEPS, "a replica has too few batches of its own"
         if replicas > 1:  # its own batches, in turn
