@@ -361,6 +361,24 @@ class LogsAMetric(Base):
         return F.mse_loss(y, batch[0].flip(1))
 
 
+class FillsACache(Base):
+    """Its layers leave words in an object that goes through all of them, as models that can generate do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = LeavesWord(), LeavesWord()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        cache = SimpleNamespace(begun=False, words=[])
+        return F.mse_loss(self.b(self.a(batch[0], cache), cache), batch[0].flip(1))
+
+
+class LeavesWord(Scaled):
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        cache.begun = True
+        return x + self.layer(x)
+
+
 class TrainerAsArgument(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -904,7 +922,7 @@ FOUND: dict[str, type[Base]] = {
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
-                 ToldByTheEnvironment, LogsAMetric, TrainerAsArgument, LaterAlongSamples,
+                 ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, LaterAlongSamples,
                  GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -34,7 +34,7 @@ from lightning_par.pipeline.routes import Use
 from lightning_par.pipeline.shares import Share, tag_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_returned, map_tensors, returned_tensors, tensors_in, twin
-from lightning_par.pipeline.told import content_of, told_to, watched
+from lightning_par.pipeline.told import told_to, watched
 from lightning_par.pipeline.tracing import FakeRun, sizing
 from lightning_par.pipeline.unit_trial import acts_plainly
 from lightning_par.pipeline.values import cut_to, written_into
@@ -402,14 +402,13 @@ class Analysis(FakeRun):
         self.stretches.meet(path, len(self.events))
         inputs = tensors_in((args, kwargs))
         sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)
-        told, by_numbers = {flag: told_to(path, args, kwargs, flag) for flag in (False, True)}, set[str]()
+        by_numbers = set[str]()
         if self.axis is not None:
             args, kwargs = watched(args, kwargs, by_numbers)
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
         plain = [n for n, x in enumerate(tensors_in((args, kwargs))) if not isinstance(x, ShardedTensor | FakeTensor)]
-        content = () if self.axis is None else content_of(inputs, plain)
         flops, stood, reads = self.frames[-1].flops, standing(), self.values_read
         plainly = True
         try:
@@ -441,7 +440,7 @@ class Analysis(FakeRun):
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
         event.by_numbers, event.decisive = bool(by_numbers), tuple(plain) if self.values_read > reads else ()
-        event.told = told[bool(by_numbers)] + (content if event.decisive else ())
+        event.told = None  # what units before it left in objects, the step's own code alone does not
         if self.values_read > reads:
             self.deciding.add(TENSORS)
         event.handed = len(event.inputs) - given

@@ -49,8 +49,10 @@ class DryRun(RecordedRun):
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
         if self.program.microbatches > 1 and record.kind == "located":
-            told = told_to(func, args, kwargs, record.by_numbers)
-            if record.told != told + content_of(tensors_in((args, kwargs)), record.decisive):
+            content = content_of(tensors_in((args, kwargs)), record.decisive)
+            told = told_to(func, args, kwargs, record.by_numbers) + content
+            record.told = told if record.told is None else record.told
+            if record.told != told:
                 raise ChangedError(f"{user_line()}: what {func} is told")
         # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
         if record.given and index < self.program.tail:

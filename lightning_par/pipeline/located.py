@@ -64,7 +64,8 @@ class Event:
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
-        told: what it is given beside tensors, where that may decide whether samples mix.
+        told: what it is given beside tensors, where that may decide whether samples mix; of a unit what the first
+            dry run finds.
         by_numbers: whether a unit decides by floats that it is given.
         decisive: which of its tensors a unit may decide by the content of: of the batch alone, and no samples.
         handed: how many of its last inputs it takes by another way than its arguments.
@@ -87,7 +88,7 @@ class Event:
     flops: float = 0.0
     viewed: bool = False
     live: bool = False
-    told: tuple[Any, ...] = ()
+    told: tuple[Any, ...] | None = ()
     by_numbers: bool = True
     decisive: tuple[int, ...] = ()
     handed: int = 0
