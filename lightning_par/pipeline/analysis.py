@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
@@ -408,7 +408,6 @@ class Analysis(FakeRun):
             if any(tag_of(self.tags, x) for x in inputs):
                 raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
             args, kwargs = self._with_samples(args), self._with_samples(kwargs)
-        plain = [n for n, x in enumerate(tensors_in((args, kwargs))) if not isinstance(x, ShardedTensor | FakeTensor)]
         flops, stood, reads = self.frames[-1].flops, standing(), self.values_read
         plainly = True
         try:
@@ -439,7 +438,7 @@ class Analysis(FakeRun):
         self.units.append((path, len(self.events)))
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
-        event.by_numbers, event.decisive = bool(by_numbers), tuple(plain) if self.values_read > reads else ()
+        event.by_numbers, event.by_content = bool(by_numbers), self.values_read > reads
         event.told = None  # what units before it left in objects, the step's own code alone does not
         if self.values_read > reads:
             self.deciding.add(TENSORS)

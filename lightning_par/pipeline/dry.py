@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.pipeline.located import (
     ChangedError,
@@ -49,7 +49,7 @@ class DryRun(RecordedRun):
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
         if self.program.microbatches > 1 and record.kind == "located":
-            content = content_of(tensors_in((args, kwargs)), record.decisive)
+            content = content_of(self._without_samples(args, kwargs)) if record.by_content else ()
             told = told_to(func, args, kwargs, record.by_numbers) + content
             record.told = told if record.told is None else record.told
             if record.told != told:
@@ -63,6 +63,11 @@ class DryRun(RecordedRun):
             for n, x in enumerate(returned_tensors(record.result)):
                 (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)
         return index, record
+
+    def _without_samples(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Tensors of the batch alone that are the same for all samples."""
+        there = [x for x in tensors_in((args, kwargs)) if id(x) not in self.names]
+        return [x for x in there if self.memo.keys.get(id(x)) not in self.program.layouts]
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.may_be_setting(func, args, kwargs):

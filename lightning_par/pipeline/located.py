@@ -67,7 +67,7 @@ class Event:
         told: what it is given beside tensors, where that may decide whether samples mix; of a unit what the first
             dry run finds.
         by_numbers: whether a unit decides by floats that it is given.
-        decisive: which of its tensors a unit may decide by the content of: of the batch alone, and no samples.
+        by_content: whether a unit decides by values of tensors.
         handed: how many of its last inputs it takes by another way than its arguments.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
@@ -90,7 +90,7 @@ class Event:
     live: bool = False
     told: tuple[Any, ...] | None = ()
     by_numbers: bool = True
-    decisive: tuple[int, ...] = ()
+    by_content: bool = False
     handed: int = 0
 
 

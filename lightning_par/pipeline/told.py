@@ -43,11 +43,10 @@ def told_to(func: Any, args: Any, kwargs: Any, by_numbers: bool = True) -> tuple
     return tuple(x for x in tree_leaves((args, kwargs)) if type(x) in kinds)
 
 
-def content_of(tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[Any, ...]:
-    """What those of ``tensors`` say that a unit may decide by: few numbers, or the hash of many."""
+def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What tensors say that a unit may decide by: few numbers, or the hash of many."""
     with private.no_modes():
-        chosen = [tensors[n].detach() for n in places]
-        return tuple(x.tolist() if x.numel() <= _FEW else int(digest(x)) for x in chosen)
+        return tuple(x.tolist() if x.numel() <= _FEW else int(digest(x)) for x in tensors)
 
 
 def watched(args: Any, kwargs: Any, noted: set[str]) -> tuple[Any, Any]:
