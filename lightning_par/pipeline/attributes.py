@@ -19,7 +19,7 @@ from lightning_par.watch.users import packages_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _INNER = ("torch.", "lightning_par.", "builtins")
-_FEW = 64  # entries of a tensor that code may decide by
+FEW = 64  # entries of a tensor that code may decide by
 TENSORS = "the content of tensors"
 """Among what units go by: they read values of tensors that are no weights of theirs."""
 _KNOWN = ATOMS | {Tensor, nn.Parameter}  # nothing is in them that could be set
@@ -77,7 +77,7 @@ class Attributes:
         was, now = self._contents, dict[str, tuple[Tensor, int, str]]()
         for cell in self._cells:
             for key, x in cell.items():
-                if type(x) is Tensor and x.device.type != "meta" and x.numel() <= _FEW:
+                if type(x) is Tensor and x.device.type != "meta" and x.numel() <= FEW:
                     place = cell.place(key)
                     before, version, content = (was or {}).get(place, (None, 0, ""))
                     same = before is x and version == x._version

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.digest import digest
-from lightning_par.pipeline.attributes import Number
+from lightning_par.pipeline.attributes import FEW, Number
 from lightning_par.rules.pointwise import BY_ENTRY
 
 _WORDS = (bool, str, type(None))
@@ -27,7 +27,6 @@ _OTHERS = (
     "numpy.",
 )  # packages: a trial sees stand-ins, or nothing decides
 _MOST = 1_000  # things that are looked at
-_FEW = 64  # entries of a tensor that are kept one by one
 
 
 def told_to(func: Any, args: Any, kwargs: Any, by_numbers: bool = True) -> tuple[Any, ...]:
@@ -44,9 +43,10 @@ def told_to(func: Any, args: Any, kwargs: Any, by_numbers: bool = True) -> tuple
 
 
 def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What tensors say that a unit may decide by: few numbers, or the hash of many."""
+    """What plain tensors say that a unit may decide by: few numbers, in words since NaN equals no NaN, or a hash."""
     with private.no_modes():
-        return tuple(x.tolist() if x.numel() <= _FEW else int(digest(x)) for x in tensors)
+        plain = [x for x in tensors if type(x) is Tensor and not x.is_meta]  # weights may be on another rank
+        return tuple(repr(x.tolist()) if x.numel() <= FEW else int(digest(x)) for x in plain)
 
 
 def watched(args: Any, kwargs: Any, noted: set[str]) -> tuple[Any, Any]:
