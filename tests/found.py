@@ -379,6 +379,148 @@ class LeavesWord(Scaled):
         return x + self.layer(x)
 
 
+class Corrected(Scaled):
+    """As a router of a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("correction", torch.linspace(-1, 1, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = Corrected(), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(x) * (self.gate(x) + self.gate.correction).sigmoid()
+        return out
+
+
+class BufferOfALayer(Base):
+    """Its own code adds a layer's buffer to what that returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Corrected()  # type: ignore[assignment]
+        self.b = Routed()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.a(batch[0]) + self.a.correction
+        return F.mse_loss(self.b(x.tanh()), batch[0].flip(1))
+
+
+class SetsLength(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        out: Tensor = self.layer(x)
+        return out
+
+
+class LengthOfALayer(Base):
+    """Goes by what a layer has set in the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = SetsLength()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss / self.a.length
+
+
+class HookOnInput(Base):
+    """A hook hands out what a layer was given, another one what a layer returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d, self.seen = nn.Linear(C, C), nn.Linear(C, C), dict[str, Tensor]()
+        self.c.register_forward_hook(lambda _, given, out: self.seen.update(given=given[0]))
+        self.b.register_forward_hook(lambda _, given, out: self.seen.update(out=out))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.clear()
+        y = self.d(self.c(self(batch[0]).tanh()))
+        return F.mse_loss(y, batch[0].flip(1)) + self.seen["given"].square().mean() + self.seen["out"].abs().mean()
+
+
+class SetsScale(Scaled):
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        y: Tensor = self.layer(x) * state.scale
+        state.scale += 1.0
+        state.outputs.append(y)
+        return y
+
+
+class WordsBetweenLayers(Base):
+    """One layer leaves a number in an object that goes through both, and the other computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = SetsScale(), SetsScale()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        state = SimpleNamespace(scale=1.0, outputs=[])
+        y = self.b(self.a(batch[0], state).tanh(), state)
+        return F.mse_loss(y, batch[0].flip(1)) + sum(x.square().mean() for x in state.outputs)
+
+
+class WhoRanFirst(Base):
+    """One layer leaves a word on a class, and the other goes by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = LeavesName("a"), LeavesName("b")  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        LeavesName.seen.clear()
+        return super().training_step(batch, batch_idx)
+
+
+class LeavesName(Scaled):
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        LeavesName.seen.append(self.name)
+        out: Tensor = self.layer(x)
+        return out if LeavesName.seen[0] == self.name else out * 3
+
+
+class CountsInArgument(Base):
+    """Layers count their calls in an object that they are given, and that the module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = CountsGiven(), CountsGiven()  # type: ignore[assignment]
+        self.calls = SimpleNamespace(number=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        given = {"calls": self.calls}
+        return F.mse_loss(self.b(self.a(batch[0], given).tanh(), given), batch[0].flip(1))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("calls", float(self.calls.number))
+
+
+class CountsGiven(Scaled):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        given["calls"].number += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
 class TrainerAsArgument(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -922,8 +1064,8 @@ FOUND: dict[str, type[Base]] = {
                  ParameterAsArgument, ParameterOfAnother, SetsData, LeavesValues, LeavesGlobally, DrawsGlobally,
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
-                 ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, LaterAlongSamples,
-                 GrowingMemory)
+                 ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
+                 HookOnInput, WordsBetweenLayers, WhoRanFirst, CountsInArgument, LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
          WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

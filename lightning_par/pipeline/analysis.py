@@ -6,7 +6,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -20,7 +20,7 @@ from lightning_par import private
 from lightning_par.fake_functions import linked
 from lightning_par.guesses import READS
 from lightning_par.pipeline.attributes import TENSORS
-from lightning_par.pipeline.constants import constants_of
+from lightning_par.pipeline.constants import constants_of, words_of
 from lightning_par.pipeline.draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
 from lightning_par.pipeline.lent import Lent
@@ -44,6 +44,7 @@ from lightning_par.rules.table import user_line, writes
 from lightning_par.transforms import TRANSFORMS
 from lightning_par.view import ShardedTensor
 from lightning_par.watch.changes import stored_by
+from lightning_par.watch.snapshot import Snapshot
 
 Layouts = dict[Key, tuple[int, Positions]]
 
@@ -112,6 +113,11 @@ class Analysis(FakeRun):
         self.packages: frozenset[str] | None = None  # the user's, where units that keep something are looked for
         self.keeping: dict[str, str] = {}  # the units that change Python state, and what they change
         self.changes_lent: dict[str, str] = {}  # those that change modules which they are given
+        self.aftereffects: dict[str, str] = {}  # the units that change any object, their arguments too, and which
+        self.module: nn.Module = nn.Module()  # the copy
+        self._lasting: set[int] | None = None  # ids of the objects that it holds
+        self.forgets: Mapping[str, bool] = {}  # units of which that is undone: all of it, or in arguments alone
+        self.called: list[tuple[int, Any, Any]] = []  # within units: by which event, the function, what it is told
         self.in_hooks: frozenset[str] = frozenset()  # the names of objects that hooks on gradients reach
         self.outer: frozenset[str] = frozenset()  # units whose state the step's own code changes, or may
         self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
@@ -119,13 +125,17 @@ class Analysis(FakeRun):
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
         self.regions: dict[int, int] = {}
-        self.constants: list[tuple[int, Any]] = []  # of the events behind the first read
+        self.given: list[tuple[int, Any]] = []  # what events are given beside values of the model
+        self.constants: list[tuple[int, Any]] = []  # those behind the first read
         self.closure: Closure | None = None
 
     def _note_constants(self, index: int, value: Any) -> None:
-        if self.has_read:
+        if self.has_read or self.packages is not None:
             with unset_fake_temporarily():
-                self.constants.append((index, constants_of(value, is_located)))
+                found = index, constants_of(value, is_located)
+            self.given.append(found)
+            if self.has_read:
+                self.constants.append(found)
 
     @contextmanager
     def region(self, by_itself: Any) -> Iterator[bool]:
@@ -135,6 +145,7 @@ class Analysis(FakeRun):
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
+        self.handed.check_outside((args, kwargs))
         if func in TRANSFORMS:
             inputs = tensors_in((args, kwargs))
             self.closure = Closure({id(x) for x in inputs}, takes=any(map(is_located, inputs)))
@@ -400,6 +411,7 @@ class Analysis(FakeRun):
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.stretches.meet(path, len(self.events))
+        self.handed.check_outside((args, kwargs))
         inputs = tensors_in((args, kwargs))
         sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)
         by_numbers = set[str]()
@@ -412,7 +424,8 @@ class Analysis(FakeRun):
         plainly = True
         try:
             lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
-            with self._keeps(path, module, lent), self.handed.unit(path, module, tensors_in((args, kwargs))):
+            taken = tensors_in((args, kwargs))
+            with self._keeps(path, module, lent, (args, kwargs)), self.handed.unit(path, module, taken):
                 if self.axis is None or not self.tries_units:
                     result = original(*args, **kwargs)
                 else:
@@ -430,7 +443,7 @@ class Analysis(FakeRun):
                 raise SamplesMixError(f"{path!r} sums over the samples of a batch")
             if self.axis.cuts > cuts and any(self._may_hold_samples(x) for x in tensors_in((args, kwargs))):
                 raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
-        inner, result = result, map_returned(self._from_unit, result)
+        result = map_returned(self._from_unit, result)
         given = len(self._keys_of(inputs))
         inputs += self.handed.found.values()
         for x in inputs:
@@ -444,33 +457,49 @@ class Analysis(FakeRun):
             self.deciding.add(TENSORS)
         event.handed = len(event.inputs) - given
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
-        outer = zip(returned_tensors(inner), returned_tensors(result))
-        self.keys.update((id(x), self.keys[id(y)]) for x, y in outer if maker_of(x) == path and x is not y)
-        self.kept.append(inner)
         self.tail = len(self.events)
         return result
 
     @contextmanager
-    def _keeps(self, path: str, module: nn.Module, lent: list[nn.Module]) -> Iterator[None]:
+    def _keeps(self, path: str, module: nn.Module, lent: list[nn.Module], given: Any) -> Iterator[None]:
         """A unit runs inside: note it if that changes Python state, its own or that of modules ``lent`` to it."""
-        unseen = self.packages is None or path in self.keeping
-        before = None if unseen else state_of(module, path, self.packages or frozenset(), lent)
-        yield
+        unseen = self.packages is None or path in self.keeping and path not in self.forgets
+        before = None if unseen else state_of(module, path, self.users, lent)
         if before is None:
+            yield
             return
-        for cell in before.cells.values():
+        reached = set(before.cells)
+        before.add(f"what {path!r} is given", given)
+        yield
+        for name, cell in before.cells.items():
             change = None if cell.fixed else cell.change_unlent()
-            if change is not None:
-                self.keeping.setdefault(path, cell.name)
-                if cell.name.startswith(LENT):
-                    self.changes_lent.setdefault(path, cell.name)
-                self.made.update(((id(cell.owner), key), (cell.owner, x)) for key, x in stored_by(change).items())
+            if change is None:
+                continue
+            self.aftereffects.setdefault(path, name)
+            if name not in reached and not self._lasts(cell.owner):
+                continue
+            self.keeping.setdefault(path, name)
+            if name not in reached or name.startswith(LENT):
+                self.changes_lent.setdefault(path, name)
+            self.made.update(((id(cell.owner), key), (cell.owner, x)) for key, x in stored_by(change).items())
+        for name, cell in before.cells.items() if path in self.forgets else ():
+            if self.forgets[path] or name not in reached and not self._lasts(cell.owner):
+                cell.restore()
+
+    def _lasts(self, owner: Any) -> bool:
+        """Whether the module holds an object that a unit was given."""
+        if self._lasting is None:
+            modules = [(path or "self", m) for path, m in self.module.named_modules()]
+            self._lasting = {id(x) for x in Snapshot(modules, self.users).objects.values()}
+        return id(owner) in self._lasting
 
     def _from_unit(self, x: Tensor) -> Tensor:
         return x if id(x) in self.names else self.handed.returned(self._located(x))
 
-    def inside(self, given: Any, result: Any) -> None:
+    def inside(self, func: Any, given: Any, result: Any) -> None:
         self.handed.note(given, result)
+        if self.packages is not None:
+            self.called.append((len(self.events), func, words_of(given)))
 
     def _may_hold_samples(self, x: Tensor) -> bool:
         """Whether a tensor that is not known to hold samples has a dim of their count."""

@@ -31,6 +31,11 @@ def constants_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any,
     return tuple(_content(leaf, is_located) for leaf in tree_leaves(value))
 
 
+def words_of(value: Any) -> tuple[str, ...]:
+    """The numbers and words in ``value``, without its tensors."""
+    return tuple(repr(leaf) for leaf in tree_leaves(value) if type(leaf) in _PLAIN)
+
+
 def _content(leaf: Any, is_located: Callable[[Tensor], bool]) -> Any:
     if isinstance(leaf, Tensor):
         return "value" if is_located(leaf) or leaf.is_meta else _of_tensor(leaf)

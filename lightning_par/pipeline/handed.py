@@ -39,6 +39,7 @@ class Handed:
         parameters: by id, all of the module.
 
     Attributes:
+        buffers: by id, those of units, with the unit.
         found: by id, values and parameters that the unit which is running took and neither has nor was given.
     """
 
@@ -46,9 +47,11 @@ class Handed:
         self, homes: Mapping[str, tuple[int, ...]], values: Mapping[int, Any], parameters: Mapping[int, str]
     ) -> None:
         self.homes, self.values, self.parameters = homes, values, parameters
+        self.buffers: dict[int, str] = {}
         self.found: dict[int, Tensor] = {}
         self._path: str | None = None
         self._own: set[int] = set()
+        self._buffers: set[int] = set()  # of the unit that is running
         self._call = 0
 
     @contextmanager
@@ -57,6 +60,7 @@ class Handed:
         own = (x for x in module.parameters() if id(x) not in self.values)  # for a call it may have others
         self._call += 1
         self._path, self._own, self.found = path, {*map(id, inputs), *map(id, own)}, {}
+        self._buffers = set(map(id, module.buffers()))
         try:
             yield
         finally:
@@ -75,6 +79,8 @@ class Handed:
             maker = maker_of(x)
             if id(x) in self._own or maker == self._path and x._made_in_call == self._call:  # type: ignore[attr-defined]
                 continue
+            if maker is None and id(x) not in self._buffers:
+                maker = self.buffers.get(id(x))
             if maker is not None:
                 self._check(maker)
             elif is_located(x) and (id(x) in self.values or id(x) in self.parameters):
@@ -83,6 +89,21 @@ class Handed:
             for x in results:
                 if not any(x is y for y in inputs) or is_located(x):
                     x._made_within, x._made_in_call = self._path, self._call  # type: ignore[attr-defined]
+
+    def check_outside(self, given: Any) -> None:
+        """A function, or a unit, is given ``given`` by the step's own code.
+
+        Raises:
+            UnitError: a buffer of a unit is in it, which other ranks don't have.
+        """
+        unit = next((self.buffers[id(x)] for x in tensors_in(given) if id(x) in self.buffers), None)
+        if unit is not None:
+            raise UnitError(
+                f"{user_line()}: the step uses a buffer of {unit!r} outside of its forward. Other stages of the "
+                "pipeline don't have it. Use it in the forward of the module that it belongs to, or use "
+                "TensorParallelStrategy.",
+                unit,
+            )
 
     @staticmethod
     def returned(x: Tensor) -> Tensor:

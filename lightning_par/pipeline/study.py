@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_par import generators, intercept, private
 from lightning_par.copying import TrainerView, stand_in
 from lightning_par.guesses import EndlessError, Guesses, Patterns, Repeated, Trial, explore
+from lightning_par.pipeline.aftereffects import refuse_aftereffects
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.attributes import watched_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
@@ -52,6 +54,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     """
     if microbatches == 1:
         run, result = _analyse(step, stages, None, {}, keeps=True)
+        refuse_aftereffects(run, partial(_run_forgetful, step, stages, run), cut=False)
         _follow_numbers(step, stages, None, run)
         return replace(
             make_program(step, run, result, 1, {}),
@@ -66,6 +69,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = MicrobatchAxis(microbatches, 0)
     whole, _ = _analyse(step, stages, None, {}, keeps=True)
+    refuse_aftereffects(whole, partial(_run_forgetful, step, stages, whole), cut=True)
     for path, place in whole.keeping.items():
         if any(map(private.has_hooks, step.module.get_submodule(path).modules())) or private.hooks_on_all():
             error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
@@ -167,6 +171,7 @@ def _run(
     draw: int = 0,
     keeps: bool = False,
     outer: frozenset[str] = frozenset(),
+    forgets: Mapping[str, bool] = {},
 ) -> tuple[Analysis, Any]:
     intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -179,15 +184,16 @@ def _run(
         trainer = vars(copy).get("_trainer")
         if isinstance(trainer, TrainerView):
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
-    run.guesses = guesses
+    run.guesses, run.module = guesses, copy
     run.names.update(fakes.names())
     named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
     run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0
     run.users = packages_of(step.module)
-    run.packages = run.users if keeps else None
+    run.packages, run.forgets = run.users if keeps else None, forgets
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
+    run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
     intercept_calls(copy, run, stages.homes, traced)
     listen(copy, run)
     units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps else None
@@ -241,6 +247,11 @@ def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
         return _run(more, stages, None, {}, Guesses(whole.guesses.patterns))[0]
     except (Exception, EndlessError):  # a step may count on its batch size
         return None
+
+
+def _run_forgetful(step: Step, stages: Stages, whole: Analysis, forgets: Mapping[str, bool]) -> Analysis:
+    """The run ``whole``, of which these units leave nothing behind; see `Analysis.forgets`."""
+    return _run(step, stages, None, {}, Guesses(whole.guesses.patterns), keeps=True, forgets=forgets)[0]
 
 
 def _one_more(x: Tensor, samples: int) -> Tensor:

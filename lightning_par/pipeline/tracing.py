@@ -67,13 +67,13 @@ class FakeRun(Run):
             kwargs = kwargs or {}
             result = self._run(func, args, kwargs)
             if not is_metadata(func, getattr(func, "__name__", "")):
-                self.inside((args, kwargs), result)
+                self.inside(func, (args, kwargs), result)
                 if self.trace is not None:
                     self.trace.note(func, args, kwargs, result)
             return result
         return super().__torch_function__(func, types, args, kwargs)
 
-    def inside(self, given: Any, result: Any) -> None:
+    def inside(self, func: Any, given: Any, result: Any) -> None:
         """A function was called within a unit."""
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -263,7 +263,6 @@ STRANGERS: dict[str, Stranger] = {
         lambda: t.MixtralForCausalLM(t.MixtralConfig(**_LM, num_local_experts=4, output_router_logits=True)),
         texts,
         **_MIXED,
-        refused=dict.fromkeys(("pipeline_parallel", "layer_placement"), "a forward hook or an attribute handed it out"),
     ),
     "qwen3_moe": _stranger(
         lambda: t.Qwen3MoeForCausalLM(
