@@ -15,6 +15,7 @@ from lightning_par.layout import Layout
 from lightning_par.tensor.plan import TensorPlan
 
 Row = tuple[str, str, str, str]
+_LEAST = 28  # characters of the column that may be broken into lines
 
 
 def show_plan(plan: TensorPlan, module: nn.Module, layout: Layout, seconds: float) -> None:
@@ -88,13 +89,26 @@ def _print_rich(
     from rich.console import Console
     from rich.table import Table
 
-    width = len(title)
+    console, width = Console(), len(title)
+    rows = _shortened(header, rows, wraps, console.width)
     table = Table(min_width=width, title=title, title_justify="left", caption="\n".join(footer), caption_justify="left")
     for index, name in enumerate(header):
-        table.add_column(name, overflow="fold", no_wrap=index != wraps)
+        table.add_column(name, overflow="fold", no_wrap=index != wraps, min_width=_LEAST if index == wraps else None)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console.print(table)
+
+
+def _shortened(header: Sequence[str], rows: Sequence[Sequence[str]], wraps: int, width: int) -> Sequence[Sequence[str]]:
+    """``rows`` whose names, the first cells, lack their beginnings where all columns would not fit into ``width``."""
+    widths = [max(len(line) for row in (header, *rows) for line in row[n].split("\n")) for n in range(len(header))]
+    widths[wraps] = min(widths[wraps], _LEAST)
+    room = max(width - 1 - sum(w + 3 for w in widths[1:]) - 3, len(header[0]))
+    if widths[0] <= room:
+        return rows
+    names = (row[0].split("\n") for row in rows)
+    short = ("\n".join(x if len(x) <= room else f"…{x[1 - room :]}" for x in lines) for lines in names)
+    return [(name, *row[1:]) for name, row in zip(short, rows)]
 
 
 def _kind(names: tuple[str, ...]) -> str:

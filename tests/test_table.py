@@ -41,6 +41,19 @@ def test_it_is_printed_with_and_without_rich(
     assert "Weights: 758.4 KB in all, 385.0 KB a rank at most" in " ".join(printed.split())
 
 
+def test_reasons_stay_on_a_narrow_screen(
+    plan: TensorPlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long names give way at their beginnings: layers differ in the ends."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [(f"{'a_module_of_a_long_name.' * 4}{row[0]}", *row[1:]) for row in table.plan_rows(plan)]
+    table.show_table("title", ("parameters", "shape", "style", "a rank holds"), rows, [], wraps=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("gate.weight (4)" in line and "…" in line and "86 x 64" in line for line in lines)
+    assert any("all of it: a vector" in line for line in lines)
+
+
 def test_where_nothing_is_split_it_says_so() -> None:
     module: Any = torch.nn.LayerNorm(4)
     module.training_step = lambda batch: module(batch).sum()

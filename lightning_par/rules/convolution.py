@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.positions import Array, Positions
@@ -127,6 +128,12 @@ def convolution(
     groups: int = 1,
 ) -> Any:  # fmt: skip
     spatial = weight.ndim - 2
+    channels = x.ndim - spatial - 1
+    split = isinstance(weight, ShardedTensor) or isinstance(x, ShardedTensor) and x._dim == channels
+    if split and groups == 1 and _is_product(weight, stride, padding):
+        for _ in range(spatial):
+            weight = weight.squeeze(-1)
+        return F.linear(x.movedim(channels, -1), weight, bias).movedim(-1, channels)
     out = by_rows(func, {"input": spatial + 1}, (x, weight, bias, stride, padding, dilation, groups), {})
     at = _along(x, spatial)
     if out is not NotImplemented or at is None or not all(w is None or _plain(w) for w in (weight, bias)):
@@ -139,6 +146,14 @@ def convolution(
     beside = [0 if i == at else before for i, (before, _) in enumerate(around)]
     weight, bias = enter(weight, x._axis), enter(bias, x._axis)
     return _slid(x, window, 0.0, lambda part: func(part, weight, bias, strides, beside, dilations, groups))
+
+
+def _is_product(weight: Tensor, stride: Any, padding: Any) -> bool:
+    """Whether a convolution is a linear layer of each place, as in some transformers' feed-forwards."""
+    spatial = weight.ndim - 2
+    if set(weight.shape[2:]) != {1} or set(_each(stride, spatial)) != {1}:
+        return False
+    return padding in ("same", "valid") or set(_each(padding, spatial)) == {0}
 
 
 def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:

@@ -59,6 +59,14 @@ def mean(func: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: An
     return (x.sum(dims, keepdim, dtype=accumulated_in(given)) / math.prod(x.shape[d] for d in dims)).to(given)
 
 
+@rule("linalg_norm")
+def vector_or_matrix_norm(func: Any, x: Any, ord: Any = None, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Along one dim, or without an order, it is the norm of vectors; else of matrices, which needs all of them."""
+    if ord is None and dim is None or isinstance(dim, int) or dim is None and x.ndim == 1:
+        return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, *args, **kwargs)
+    return NotImplemented
+
+
 @rule("norm", "linalg_vector_norm")
 def norm(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Torch's `norm(x, p, dim, keepdim, dtype=...)` and `linalg.vector_norm(x, ord, dim, keepdim, dtype=...)`."""

@@ -80,7 +80,8 @@ class Replay:
         args, kwargs = tree_map(value, (event.args, event.kwargs))
         if not any(isinstance(x, ShardedTensor) for x in tree_leaves((args, kwargs))):
             return event.result
-        bias = event.args[2] if event.name == "linear" and len(event.args) > 2 else event.kwargs.get("bias")
+        third = event.name.startswith(("linear", "conv")) and len(event.args) > 2
+        bias = event.args[2] if third else event.kwargs.get("bias")
         bias = event.args[0] if event.name == "addmm" else bias
         if opening is not None and isinstance(bias, Tensor):
             args, kwargs = self._split_bias(position, event, bias, args, kwargs)

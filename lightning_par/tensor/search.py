@@ -22,7 +22,7 @@ from lightning_par.tensor.replay import Found, Replay
 from lightning_par.view import ShardedTensor
 
 PRODUCTS = {"linear", "addmm", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "embedding",
-            "_grouped_mm"}  # fmt: skip
+            "_grouped_mm", "conv1d", "conv2d", "conv3d"}  # fmt: skip
 STATISTICS = {"mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"}
 MIN_ROWS_A_RANK = 8  # an embedding with fewer rows a rank costs an all-reduce and saves next to nothing
 WORTH_A_GATHER = 2**16  # elements of weights; for less, an island that needs a gather is left whole
@@ -142,9 +142,12 @@ class Search(Replay):
             self._note_reshape(position, event)
 
     def _parameter_operand(self, event: Event) -> int | None:
-        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way."""
+        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way, and one
+        that a layer is applied to."""
         if event.name not in PRODUCTS:
             return None
+        if event.name == "linear" and len(event.inputs) > 1 and (weight := self._root(event.inputs[1])) is not None:
+            return weight
         found = [x for x in event.inputs if x.ndim > 1 and self._root(x) is not None]
         whole = [x for x in found if id(x) not in self.picked]
         roots = [self._root(x) for x in whole or found]

@@ -53,6 +53,7 @@ CASES = [
             "vector_norm": lambda p, x: (
                 torch.linalg.vector_norm(x, p),
                 torch.linalg.vector_norm(x, p, dim=-1, keepdim=True),
+                torch.linalg.norm(x, p, 1),
             ),
         }.items()
     ],
@@ -62,6 +63,8 @@ CASES = [
         [zeros],
         every,
     ),
+    Case("linalg.norm", lambda x: (torch.linalg.norm(x), torch.linalg.norm(x, dim=1, keepdim=True)), [zeros], every),
+    Case("linalg.norm of matrices", lambda x: torch.linalg.norm(x, 2), [normal(4, 6)], [(0,)], local=False),
     Case("norm nuc", lambda x: torch.norm(x, "nuc"), [normal(4, 6)], [(0,)], local=False),
     Case("amax", lambda x: (x.amax(1), torch.amin(x, (0, 2), keepdim=True), x.amax()), [x], every, local=None),
     Case(

@@ -68,7 +68,8 @@ STRANGERS: dict[str, Stranger] = {
     "nhits": _stranger(models.NHITS, mlp_units=3 * [[32, 32]]),
     "nbeats": _stranger(models.NBEATS, mlp_units=3 * [[32, 32]]),
     "mlp": _stranger(models.MLP, hidden_size=32, num_layers=2),
-    "tft": _stranger(models.TFT, hidden_size=16, n_head=4, dropout=0.0, attn_dropout=0.0, transformer=True),
+    # Recurrent in most of its weights, whatever its name.
+    "tft": _stranger(models.TFT, hidden_size=16, n_head=4, dropout=0.0, attn_dropout=0.0),
     "patchtst": _stranger(
         models.PatchTST,
         hidden_size=16,

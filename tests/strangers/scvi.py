@@ -32,7 +32,7 @@ def _noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=device).reshape(shape)
 
 
-def _stranger(make: Callable[[], Any], steps_an_epoch: int = CELLS // BATCH) -> Stranger:
+def _stranger(make: Callable[[], Any], steps_an_epoch: int = CELLS // BATCH, **more: Any) -> Stranger:
     def fit(arguments: Arguments) -> None:
         for name in ("num_sanity_val_steps", "max_steps", "devices"):
             given = arguments.pop(name)
@@ -48,7 +48,7 @@ def _stranger(make: Callable[[], Any], steps_an_epoch: int = CELLS // BATCH) -> 
                 **arguments,
             )
 
-    return Stranger(fit, own_loop=True, microbatches=1)
+    return Stranger(fit, own_loop=True, microbatches=1, **more)
 
 
 def _scvi(**arguments: Any) -> Any:
@@ -81,5 +81,5 @@ STRANGERS: dict[str, Stranger] = {
     "scvi_norm": _stranger(lambda: _scvi(use_layer_norm="both", use_batch_norm="none")),
     "linear": _stranger(_linear),
     "peak": _stranger(_peak),
-    "stereoscope": _stranger(_stereoscope),
+    "stereoscope": _stranger(_stereoscope, refused={"pipeline_parallel": "TrainingPlan has only 1 modules"}),
 }

@@ -72,5 +72,6 @@ STRANGERS: dict[str, Stranger] = {
         "convnext_atto", dict(depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), drop_path_rate=0.0), microbatches=BATCH
     ),
     "resnet": _stranger("resnet10t", {}, microbatches=1),
-    "mobilenet": _stranger("mobilenetv3_small_050", {}, microbatches=1),
+    # One ulp in its weights moves a bias by 5e-9 on one device, too.
+    "mobilenet": _stranger("mobilenetv3_small_050", {}, microbatches=1, tolerance=1e-8),
 }
