@@ -150,6 +150,7 @@ class Programs:
         self._warned.add(name)
 
     _fresh: Program | None = None
+    _foreseen: Program | None = None
     _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
     _change = ""
 
@@ -192,16 +193,22 @@ class Programs:
             if step.name in self._cut:
                 self._warn_once(step.name, str(mixed))
             return 1
-        if microbatches > 1:
-            self._cut.add(step.name)
-        if program.deciding - self.deciding:
-            self.deciding |= program.deciding
-            signature = self._signature(step, microbatches)
-            known = self.made.setdefault(signature, [])
-        self._check_parameters(step, program)
-        known.insert(0, program)
+        self._add(step, program)
         self._fresh = program
         return microbatches
+
+    def foresee(self, step: Step, program: Program) -> None:
+        """``program`` was made of ``step`` when the module was whole: where the first batch is like that of ``step``,
+        and a dry run agrees, it need not be studied again."""
+        self._add(step, program)
+        self._foreseen = program
+
+    def _add(self, step: Step, program: Program) -> None:
+        if program.microbatches > 1:
+            self._cut.add(step.name)
+        self.deciding |= program.deciding
+        self._check_parameters(step, program)
+        self.made.setdefault(self._signature(step, program.microbatches), []).insert(0, program)
 
     def _check_parameters(self, step: Step, program: Program) -> None:
         for name, stages in program.uses.items():
@@ -256,7 +263,7 @@ class Programs:
                 for x, was in kept:  # a step that writes into its batch must not do so twice
                     x.copy_(was)
             return None
-        self._fresh = None
+        self._fresh = self._foreseen = None
         self.attributes.changed_since(())
         before, count = (start[2], start[3]), program.microbatches
         memo.standing = before if is_standing(before) else None
@@ -287,7 +294,7 @@ class Programs:
         Raises:
             ValueError: it changes what units hold that change it, too: no rank but theirs would have both.
         """
-        units = sorted(program.keeping) if program is self._fresh else []
+        units = sorted(program.keeping) if program in (self._fresh, self._foreseen) else []
         states = [(path, *self.watch.with_unit(path)) for path in units]
         yield
         for path, state, own in states:

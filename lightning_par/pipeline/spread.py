@@ -102,7 +102,7 @@ class Spread:
         batch = peek_batch(trainer, module)
         step = step_of(trainer, module, batch, device)
         with _as_the_loop_will_run(module, step):
-            plan, stages, program = self._agree(lambda: self._decide(step, batch is not None))
+            plan, stages, program, alike = self._agree(lambda: self._decide(step, batch is not None))
         self.placement = _place(module, stages, program)
         self.check(plan, module, self.placement)
         if self.groups.world.rank == 0:
@@ -128,6 +128,8 @@ class Spread:
 
         hooks = Hooks(module, stages.homes, self.axis, Meeting(self.axis, self.timeout, "hooks"))
         programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size), hooks)
+        if program is not None and alike:
+            programs.foresee(step, program)
         engine = Engine(module, self.axis, device, self.order(), programs, finish)
         engine.coupled = self.coupled
         return engine
@@ -137,8 +139,11 @@ class Spread:
         release_units(module)
         bring_back(module, self.axis, also)
 
-    def _agree(self, decide: Callable[[], tuple[Any, Stages, Program | None]]) -> tuple[Any, Stages, Program | None]:
-        """What is decided, on all ranks; all decide, since the user's step may wait for its peers."""
+    def _agree(
+        self, decide: Callable[[], tuple[Any, Stages, Program | None]]
+    ) -> tuple[Any, Stages, Program | None, bool]:
+        """What is decided, on all ranks, and whether all would cut a batch alike; all decide, since the user's step
+        may wait for its peers."""
         outcome: Any = None
         failure: Exception | None = None
         try:
@@ -152,14 +157,15 @@ class Spread:
             raise failure
         if any(text for text, *_ in answers):
             raise ValueError(next(text for text, *_ in answers if text))
-        self.microbatches = min(count for *_, count in answers)  # hooks may go by the rank
+        counts = {count for *_, count in answers}  # hooks may go by the rank
+        self.microbatches = min(counts)
         for rank, (_, theirs, _) in enumerate(answers):
             if theirs != answers[0][1]:
                 raise ValueError(
                     f"The layers are placed in another way on rank {rank} than on rank 0. On rank 0:\n{answers[0][1]}\n"
                     f"On rank {rank}:\n{theirs}\nThe placement must not depend on the rank."
                 )
-        return outcome
+        return *outcome, len(counts) == 1
 
     def _decide(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
         root = survey(step) if has_batch else _static(step.module)
