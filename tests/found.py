@@ -521,6 +521,36 @@ class CountsGiven(Scaled):
         return out
 
 
+class CountsTokens(Scaled):
+    """As a cache does, of which the first layer counts what all of them have seen."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.register_buffer("places", torch.linspace(0.0, 2.0, 40))
+
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        if self.first:
+            state.seen += x.shape[1]
+        y: Tensor = self.layer(x) + self.places[state.seen : state.seen + x.shape[1], None]
+        return y
+
+
+class TokensSeen(Base):
+    """The layer behind the one that counts has the count, being on its stage; those of the other stage do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = CountsTokens(True)  # type: ignore[assignment]
+        self.layers = nn.ModuleList(CountsTokens(False) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        state, x = SimpleNamespace(seen=0), batch[0]
+        for layer in (self.a, *self.layers):
+            x = layer(x, state).tanh()
+        return F.mse_loss(self.b(x), batch[0].flip(1))
+
+
 class TrainerAsArgument(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -1065,7 +1095,8 @@ FOUND: dict[str, type[Base]] = {
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
-                 HookOnInput, WordsBetweenLayers, WhoRanFirst, CountsInArgument, LaterAlongSamples, GrowingMemory)
+                 HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, LaterAlongSamples,
+                 GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
          WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

@@ -1,97 +1,125 @@
 """What a unit leaves behind in Python objects, which ranks that don't run it do not have while they run the step.
 
-Each rank runs the step's own code, and its own units. What a unit has changed all ranks hear of once it has run, in the
-order of execution; that is too late for code which looks at it in the same step and runs elsewhere. Such code is found
-by a trial in which each unit's changes are undone right behind its call.
+Each rank runs the step's own code, once for each of its stages, and its own units. What a unit has changed others hear
+of too late, or never: the step's own code, which ranks run without any unit to find out what follows; units of another
+stage, of what is in objects that a step makes anew; and all other ranks, where a batch is cut. Code that goes by it
+nevertheless is found by a trial in which a unit's changes are there for those alone that will have them.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
-from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_par.guesses import EndlessError
-from lightning_par.pipeline.analysis import Analysis
 from lightning_par.pipeline.draws import GlobalDrawError
 from lightning_par.pipeline.handed import UnitError
+from lightning_par.pipeline.inner_state import as_it_is
+from lightning_par.pipeline.routes import stage_of
+from lightning_par.watch.changes import Change
+from lightning_par.watch.snapshot import plainly
 
-Forgetful = Callable[[Mapping[str, bool]], Analysis]
-"""Runs the step once more; undone is what these units change: all of it, or what they change in arguments alone."""
+if TYPE_CHECKING:
+    from lightning_par.pipeline.analysis import Analysis
+    from lightning_par.pipeline.stretches import Cut
+    from lightning_par.watch.cells import Cell
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """Of one call of a unit, what it changed in one object.
+
+    Attributes:
+        event: the call.
+        path: the unit.
+        cell: the object, as the unit met it.
+        change: what it did to it.
+        lasts: whether the module holds the object, so that the ranks tell one another.
+    """
+
+    event: int
+    path: str
+    cell: Cell
+    change: Change
+    lasts: bool
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Where two runs of a step part first.
+class Sight:
+    """Who has what units leave behind, while a step runs.
 
-    Attributes:
-        unit: within which they do, None where it is the step's own code.
+    Args:
+        units: those whose changes are looked at; the others' are there for all.
+        cut: the stages.
+        told: whether ranks tell one another what lasts before the next stage runs.
+        reset: the units whose own state the step's code changes, too, which it does again for each stage.
     """
 
-    unit: str | None
+    units: Collection[str]
+    cut: Cut
+    told: bool
+    reset: Collection[str]
+
+    def sees(self, event: int, left: Left) -> bool:
+        """Whether the unit that is called by ``event`` has what was ``left``."""
+        writes, reads = stage_of(self.cut.starts, left.event), stage_of(self.cut.starts, event)
+        if not left.lasts or left.path in self.reset:
+            return writes == reads
+        return self.told or self.cut.at[writes] == self.cut.at[reads]
 
 
-def refuse_aftereffects(whole: Analysis, run: Forgetful, cut: bool) -> None:
-    """Every rank can do what it does in ``whole`` without what units of other ranks have changed.
+def show(left: Iterable[Left], owners: Collection[int]) -> None:
+    """Let objects of these ids hold what was ``left`` in them."""
+    with plainly(), torch.no_grad():
+        for one in left:
+            if id(one.cell.owner) in owners:
+                one.cell.apply(as_it_is(one.change))
+
+
+def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], microbatches: int) -> None:
+    """Every rank can do what it does in ``whole`` without what units of other stages have changed.
 
     Args:
         whole: the step as one device runs it.
-        run: makes the trial runs.
-        cut: whether the batch is cut into microbatches, of which units tell nothing before the step ends.
+        run: runs it once more, so that each unit has what it will have.
+        microbatches: into how many the batch is cut.
 
     Raises:
-        UnitError: code goes by what a unit changes, that is no part of it.
+        UnitError: code goes by what a unit changes, and won't have it.
     """
     paths = [path for path in whole.aftereffects if path in whole.homes]
-    if not paths or not _matters(whole, dict.fromkeys(paths, True), run, cut):
+    if not paths:
         return
-    for path in paths:
-        if _matters(whole, {path: True}, run, cut):
-            raise UnitError(_refusal(whole, path), path)
-    raise UnitError(_refusal(whole, paths[0]), paths[0])
+    cut = whole.stretches.cut(whole, microbatches)
+
+    def matters(units: Collection[str]) -> bool:
+        return _differs(whole, run, Sight(units, cut, microbatches == 1, whole.outer))
+
+    if matters(paths):
+        found = tuple(path for path in paths if matters([path])) if len(paths) > 1 else ()
+        first, *_ = found = found or tuple(paths)
+        raise UnitError(
+            f"code outside of {first!r} goes by what that changes when it runs: {whole.aftereffects[first]}. Other "
+            "stages of the pipeline don't have it in time. Return it from the module's forward, and take it as an "
+            "argument, or use TensorParallelStrategy.",
+            first,
+            found,
+        )
 
 
-def _refusal(whole: Analysis, path: str) -> str:
-    return (
-        f"code outside of {path!r} goes by what that changes when it runs: {whole.aftereffects[path]}. Other stages of "
-        "the pipeline don't run it. Return it from the module's forward, and take it as an argument, or use "
-        "TensorParallelStrategy."
-    )
-
-
-def _matters(whole: Analysis, forgets: Mapping[str, bool], run: Forgetful, cut: bool) -> bool:
-    found = _difference(whole, forgets, run)
-    if found is not None and found.unit is not None and not cut:
-        # Units of other ranks hear in time of what lasts, but not of what is in objects that a step makes anew.
-        found = _difference(whole, dict.fromkeys(forgets, False), run)
-    if found is None or found.unit is None:
-        return found is not None
-    return len({place for path in (*forgets, found.unit) for place in whole.homes.get(path, ())}) > 1
-
-
-def _difference(whole: Analysis, forgets: Mapping[str, bool], run: Forgetful) -> Difference | None:
+def _differs(whole: Analysis, run: Callable[[Sight], Analysis], sight: Sight) -> bool:
     try:
-        other = run(forgets)
+        other = run(sight)
     except GlobalDrawError:
         raise
-    except (Exception, EndlessError) as error:  # the user's code missed something
-        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-        return Difference(next((f.f_locals["path"] for f in frames if f.f_code is Analysis.unit.__code__), None))
-    outside = min(_first(_events(whole), _events(other)), _first(whole.given, other.given))
-    inside = _first(whole.called, other.called)
-    if min(outside, inside) == inf:
-        return None
-    return Difference(None if outside < inside else str(whole.events[int(inside)].func))
+    except (Exception, EndlessError):  # the user's code missed something
+        return True
+    pairs = ((_events(whole), _events(other)), (whole.given, other.given), (whole.called, other.called))
+    return any(some != others for some, others in pairs)
 
 
-def _events(run: Analysis) -> Iterator[tuple[int, Any]]:
-    yield from ((index, (event.func, event.inputs)) for index, event in enumerate(run.events))
-
-
-def _first(some: Iterable[Any], others: Iterable[Any]) -> float:
-    """The event of the first entry that differs."""
-    pairs = zip_longest(some, others)
-    return next((float((a or b or (0,))[0]) for a, b in pairs if a != b), inf)
+def _events(run: Analysis) -> list[Any]:
+    return [(event.func, event.inputs) for event in run.events]

@@ -6,7 +6,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_par import private
 from lightning_par.fake_functions import linked
 from lightning_par.guesses import READS
+from lightning_par.pipeline.aftereffects import Left, Sight, show
 from lightning_par.pipeline.attributes import TENSORS
 from lightning_par.pipeline.constants import constants_of, words_of
 from lightning_par.pipeline.draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
+from lightning_par.pipeline.inner_state import as_it_is
 from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, writes_into
 from lightning_par.pipeline.memo import touches_state
@@ -44,7 +46,7 @@ from lightning_par.rules.table import user_line, writes
 from lightning_par.transforms import TRANSFORMS
 from lightning_par.view import ShardedTensor
 from lightning_par.watch.changes import stored_by
-from lightning_par.watch.snapshot import Snapshot
+from lightning_par.watch.snapshot import Snapshot, plainly
 
 Layouts = dict[Key, tuple[int, Positions]]
 
@@ -116,7 +118,8 @@ class Analysis(FakeRun):
         self.aftereffects: dict[str, str] = {}  # the units that change any object, their arguments too, and which
         self.module: nn.Module = nn.Module()  # the copy
         self._lasting: set[int] | None = None  # ids of the objects that it holds
-        self.forgets: Mapping[str, bool] = {}  # units of which that is undone: all of it, or in arguments alone
+        self.sight: Sight | None = None  # in a run in which units have what they will have of it
+        self.left: list[Left] = []  # in such a run, what they left
         self.called: list[tuple[int, Any, Any]] = []  # within units: by which event, the function, what it is told
         self.in_hooks: frozenset[str] = frozenset()  # the names of objects that hooks on gradients reach
         self.outer: frozenset[str] = frozenset()  # units whose state the step's own code changes, or may
@@ -463,28 +466,47 @@ class Analysis(FakeRun):
     @contextmanager
     def _keeps(self, path: str, module: nn.Module, lent: list[nn.Module], given: Any) -> Iterator[None]:
         """A unit runs inside: note it if that changes Python state, its own or that of modules ``lent`` to it."""
-        unseen = self.packages is None or path in self.keeping and path not in self.forgets
-        before = None if unseen else state_of(module, path, self.users, lent)
-        if before is None:
+        looks = self.sight is not None or path not in self.keeping
+        bare = state_of(module, path, self.users, lent) if self.packages is not None and looks else None
+        if bare is None:
             yield
             return
-        reached = set(before.cells)
-        before.add(f"what {path!r} is given", given)
+        reached = set(bare.cells)
+        bare.add(f"what {path!r} is given", given)
+        before, index = bare, len(self.events)
+        if self.sight is not None:
+            bare.copy_tensors()
+            show((x for x in self.left if self.sight.sees(index, x)), {id(cell.owner) for cell in bare.cells.values()})
+            before = state_of(module, path, self.users, lent) or bare
+            before.add(f"what {path!r} is given", given)
+            before.copy_tensors()
         yield
-        for name, cell in before.cells.items():
-            change = None if cell.fixed else cell.change_unlent()
-            if change is None:
-                continue
-            self.aftereffects.setdefault(path, name)
-            if name not in reached and not self._lasts(cell.owner):
-                continue
-            self.keeping.setdefault(path, name)
-            if name not in reached or name.startswith(LENT):
-                self.changes_lent.setdefault(path, name)
-            self.made.update(((id(cell.owner), key), (cell.owner, x)) for key, x in stored_by(change).items())
-        for name, cell in before.cells.items() if path in self.forgets else ():
-            if self.forgets[path] or name not in reached and not self._lasts(cell.owner):
-                cell.restore()
+        left = []
+        with plainly():
+            changes = [(name, x, None if x.fixed else x.change_unlent()) for name, x in before.cells.items()]
+        for name, cell, change in changes:
+            if change is not None:
+                lasts = name in reached or self._lasts(cell.owner)
+                left.append(Left(index, path, cell, as_it_is(change), lasts))
+                self._note_aftereffect(left[-1], name not in reached)
+        if self.sight is not None:
+            with plainly():
+                before.restore()
+                bare.restore()
+            if path in self.sight.units:
+                self.left += left
+            else:
+                show(left, {id(one.cell.owner) for one in left})
+
+    def _note_aftereffect(self, left: Left, given: bool) -> None:
+        path, cell = left.path, left.cell
+        self.aftereffects.setdefault(path, cell.name)
+        if not left.lasts:
+            return
+        self.keeping.setdefault(path, cell.name)
+        if given or cell.name.startswith(LENT):
+            self.changes_lent.setdefault(path, cell.name)
+        self.made.update(((id(cell.owner), key), (cell.owner, x)) for key, x in stored_by(left.change).items())
 
     def _lasts(self, owner: Any) -> bool:
         """Whether the module holds an object that a unit was given."""
@@ -499,7 +521,8 @@ class Analysis(FakeRun):
     def inside(self, func: Any, given: Any, result: Any) -> None:
         self.handed.note(given, result)
         if self.packages is not None:
-            self.called.append((len(self.events), func, words_of(given)))
+            with unset_fake_temporarily():
+                self.called.append((len(self.events), func, words_of(given, is_located)))
 
     def _may_hold_samples(self, x: Tensor) -> bool:
         """Whether a tensor that is not known to hold samples has a dim of their count."""

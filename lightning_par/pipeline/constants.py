@@ -6,6 +6,7 @@ Two runs whose placeholders for unknown numbers differ, but whose constants agre
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_par import private
+
+_MUCH = 4096  # elements
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -31,9 +35,15 @@ def constants_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any,
     return tuple(_content(leaf, is_located) for leaf in tree_leaves(value))
 
 
-def words_of(value: Any) -> tuple[str, ...]:
-    """The numbers and words in ``value``, without its tensors."""
-    return tuple(repr(leaf) for leaf in tree_leaves(value) if type(leaf) in _PLAIN)
+def words_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any, ...]:
+    """As `constants_of`, of which large tensors give their shapes alone: for what is called very often."""
+
+    def word(x: Any) -> Any:
+        large = isinstance(x, (Tensor, np.ndarray)) and math.prod(x.shape) > _MUCH
+        hidden = isinstance(x, Tensor) and private.in_functorch()  # what a transform wraps has no storage
+        return tuple(x.shape) if large or hidden else _content(x, is_located)
+
+    return tuple(map(word, tree_leaves(value)))
 
 
 def _content(leaf: Any, is_located: Callable[[Tensor], bool]) -> Any:
@@ -41,8 +51,10 @@ def _content(leaf: Any, is_located: Callable[[Tensor], bool]) -> Any:
         return "value" if is_located(leaf) or leaf.is_meta else _of_tensor(leaf)
     if isinstance(leaf, np.ndarray):
         return leaf.shape, hashlib.sha1(np.ascontiguousarray(leaf).tobytes()).digest()
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, (*_PLAIN, torch.dtype, np.generic)):
         return repr(leaf)  # a NaN equals itself
+    if isinstance(leaf, slice):
+        return tuple(_content(x, is_located) for x in (leaf.start, leaf.stop, leaf.step))
     return type(leaf)
 
 

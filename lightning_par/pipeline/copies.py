@@ -115,9 +115,11 @@ def listen(copy: nn.Module, run: Analysis) -> None:
     """What the step logs counts as used at its end."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        run.handed.check_outside(value)
         run.effects += tensors_in(run.followed(value))
 
     def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
+        run.handed.check_outside(dict(values))
         run.effects += tensors_in(run.followed(dict(values)))
 
     def hear(said: Said) -> None:

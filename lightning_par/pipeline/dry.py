@@ -48,7 +48,7 @@ class DryRun(RecordedRun):
         record = self.program.events[index]
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
-        if self.program.microbatches > 1 and record.kind == "located":
+        if (self.program.microbatches > 1 or self.program.leaves) and record.kind == "located":
             content = content_of(self._without_samples(args, kwargs)) if record.by_content else ()
             told = told_to(func, args, kwargs, record.by_numbers) + content
             record.told = told if record.told is None else record.told

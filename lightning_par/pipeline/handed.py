@@ -23,11 +23,12 @@ class UnitError(ValueError):
 
     Attributes:
         unit: the module, if it is known.
+        units: all of them, where there are several.
     """
 
-    def __init__(self, message: str, unit: str | None) -> None:
+    def __init__(self, message: str, unit: str | None, units: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.unit = unit
+        self.unit, self.units = unit, units
 
 
 class Handed:

@@ -127,6 +127,7 @@ class Program:
         overwritten: the parameters, and buffers within units, that the step writes into.
         keeping: the units that change Python state, by their own code or by hooks on them.
         outer: units whose state the step's own code changes, as far as known: those that it does not call.
+        leaves: whether units change objects, which others were seen not to go by.
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
@@ -156,6 +157,7 @@ class Program:
     overwritten: frozenset[str] = frozenset()
     keeping: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
+    leaves: bool = False
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)

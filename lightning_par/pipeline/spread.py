@@ -182,7 +182,8 @@ class Spread:
             mixes, inner = isinstance(reason, SamplesMixError), step.module.get_submodule(unit).children()
             if unit in closed or mixes and next(inner, None) is None:
                 break  # it can't be seen, or there is nothing in it to see
-            opened.append(unit)
+            units = reason.units if isinstance(reason, UnitError) and reason.units else (unit,)
+            opened += [one for one in units if one not in closed]
             try:
                 again, again_stages = self.plan(step.module, root, opened)
             except ValueError:  # it is needed as a unit

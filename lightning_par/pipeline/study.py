@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_par import generators, intercept, private
 from lightning_par.copying import TrainerView, stand_in
 from lightning_par.guesses import EndlessError, Guesses, Patterns, Repeated, Trial, explore
-from lightning_par.pipeline.aftereffects import refuse_aftereffects
+from lightning_par.pipeline.aftereffects import Sight, refuse_aftereffects
 from lightning_par.pipeline.analysis import Analysis, Layouts
 from lightning_par.pipeline.attributes import watched_numbers
 from lightning_par.pipeline.copies import Fakes, cloned, held, intercept_calls, listen
@@ -54,13 +53,14 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     """
     if microbatches == 1:
         run, result = _analyse(step, stages, None, {}, keeps=True)
-        refuse_aftereffects(run, partial(_run_forgetful, step, stages, run), cut=False)
+        refuse_aftereffects(run, partial(_run_apart, step, stages, run), microbatches)
         _follow_numbers(step, stages, None, run)
         return replace(
             make_program(step, run, result, 1, {}),
             patterns=run.guesses.patterns,
             keeping=frozenset(run.keeping),
             outer=run.outer,
+            leaves=bool(run.aftereffects),
             hooked=run.hooked or run.recomputes and bool(run.keeping or run.regions),
             made=run.made,
         )
@@ -69,7 +69,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = MicrobatchAxis(microbatches, 0)
     whole, _ = _analyse(step, stages, None, {}, keeps=True)
-    refuse_aftereffects(whole, partial(_run_forgetful, step, stages, whole), cut=True)
+    refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
     for path, place in whole.keeping.items():
         if any(map(private.has_hooks, step.module.get_submodule(path).modules())) or private.hooks_on_all():
             error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
@@ -86,6 +86,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
         patterns=run.guesses.patterns,
         keeping=frozenset(whole.keeping),
         outer=whole.outer,
+        leaves=bool(whole.aftereffects),
         in_hooks=run.in_hooks,
         made=whole.made,
     )
@@ -171,7 +172,7 @@ def _run(
     draw: int = 0,
     keeps: bool = False,
     outer: frozenset[str] = frozenset(),
-    forgets: Mapping[str, bool] = {},
+    sight: Sight | None = None,
 ) -> tuple[Analysis, Any]:
     intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -190,7 +191,7 @@ def _run(
     run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
     run.tries_units = draw == 0
     run.users = packages_of(step.module)
-    run.packages, run.forgets = run.users if keeps else None, forgets
+    run.packages, run.sight = run.users if keeps else None, sight
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
@@ -249,9 +250,9 @@ def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
         return None
 
 
-def _run_forgetful(step: Step, stages: Stages, whole: Analysis, forgets: Mapping[str, bool]) -> Analysis:
-    """The run ``whole``, of which these units leave nothing behind; see `Analysis.forgets`."""
-    return _run(step, stages, None, {}, Guesses(whole.guesses.patterns), keeps=True, forgets=forgets)[0]
+def _run_apart(step: Step, stages: Stages, whole: Analysis, sight: Sight) -> Analysis:
+    """The run ``whole``, in which units have of what others leave behind what they will have."""
+    return _run(step, stages, None, {}, Guesses(whole.guesses.patterns), keeps=True, sight=sight)[0]
 
 
 def _one_more(x: Tensor, samples: int) -> Tensor:
