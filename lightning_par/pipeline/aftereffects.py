@@ -95,31 +95,46 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
         return
     cut = whole.stretches.cut(whole, microbatches)
 
-    def matters(units: Collection[str]) -> bool:
-        return _differs(whole, run, Sight(units, cut, microbatches == 1, whole.outer))
+    def seen_by(units: Collection[str]) -> Sight:
+        return Sight(units, cut, microbatches == 1, whole.outer)
 
-    if matters(paths):
-        found = tuple(path for path in paths if matters([path])) if len(paths) > 1 else ()
-        first, *_ = found = found or tuple(paths)
-        raise UnitError(
-            f"code outside of {first!r} goes by what that changes when it runs: {whole.aftereffects[first]}. Other "
-            "stages of the pipeline don't have it in time. Return it from the module's forward, and take it as an "
-            "argument, or use TensorParallelStrategy.",
-            first,
-            found,
-        )
+    if not _differs(whole, run, seen_by(paths)):
+        return
+    repeats = not _differs(whole, run, seen_by(()))
+    if not repeats and not _differs(whole, run, seen_by(paths), contents=False):
+        return
+    found = tuple(path for path in paths if _differs(whole, run, seen_by([path]), repeats)) if len(paths) > 1 else ()
+    first, *_ = found = found or tuple(paths)
+    raise UnitError(
+        f"code outside of {first!r} goes by what that changes when it runs: {whole.aftereffects[first]}. Other stages "
+        "of the pipeline don't have it in time. Return it from the module's forward, and take it as an argument, or "
+        "use TensorParallelStrategy.",
+        first,
+        found,
+    )
 
 
-def _differs(whole: Analysis, run: Callable[[Sight], Analysis], sight: Sight) -> bool:
+def _differs(whole: Analysis, run: Callable[[Sight], Analysis], sight: Sight, contents: bool = True) -> bool:
+    """Whether the step does something else in a run by ``sight``.
+
+    Args:
+        whole: the step.
+        run: makes the run.
+        sight: who has what.
+        contents: whether values of tensors count, which no two runs share where one is left as memory was.
+    """
     try:
         other = run(sight)
     except GlobalDrawError:
         raise
     except (Exception, EndlessError):  # the user's code missed something
         return True
-    pairs = ((_events(whole), _events(other)), (whole.given, other.given), (whole.called, other.called))
-    return any(some != others for some, others in pairs)
+    if [(event.func, event.inputs) for event in whole.events] != [(event.func, event.inputs) for event in other.events]:
+        return True
+    some, others = ((*run.given, *run.called) for run in (whole, other))
+    return some != others if contents else [*map(_without_contents, some)] != [*map(_without_contents, others)]
 
 
-def _events(run: Analysis) -> list[Any]:
-    return [(event.func, event.inputs) for event in run.events]
+def _without_contents(entry: tuple[Any, ...]) -> tuple[Any, ...]:
+    *what, words = entry
+    return (*what, *(x[0] if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], bytes) else x for x in words))
