@@ -48,8 +48,10 @@ class DryRun(RecordedRun):
         record = self.program.events[index]
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
-        if (self.program.microbatches > 1 or self.program.leaves) and record.kind == "located":
-            content = content_of(self._without_samples(args, kwargs)) if record.by_content else ()
+        left = self.program.leaves and isinstance(func, str)  # units may go by what others leave from now on
+        cut = self.program.microbatches > 1
+        if (cut or left) and record.kind == "located":
+            content = content_of(self._without_samples(args, kwargs)) if record.by_content and cut else ()
             told = told_to(func, args, kwargs, record.by_numbers) + content
             record.told = told if record.told is None else record.told
             if record.told != told:

@@ -193,6 +193,8 @@ class Programs:
             if step.name in self._cut:
                 self._warn_once(step.name, str(mixed))
             return 1
+        if microbatches == 1 and self.studies[shapes] > MOST_STUDIES:
+            program.leaves = False  # it is told something else at each step, which so far came to nothing
         self._add(step, program)
         self._fresh = program
         return microbatches

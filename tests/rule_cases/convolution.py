@@ -61,7 +61,6 @@ CASES = [
         [(None, 0, 0), (1, 1, None), (None, 1, None), (1, None, None)],
     ),
     Case("conv2d of one place", _conv(2, padding=0), [image, *_weights(1, 1)], [(None, 0, 0), (1, 1, None)]),
-    Case("conv1d of one place, strided", _conv(1, stride=2), [line, *_weights(1)], [(None, 0, 0)], local=False),
     Case("conv1d along, unbatched", _conv(1, padding=1), [line[0], *_weights(3)], [(1, None, None)], local=False),
     Case("conv1d along, too short", _conv(1), [line, *_weights(12)], [(2, None, None)], local=False),
     Case("conv1d causal by a cut", _cut, [line, *_weights(4, inputs=1)], [(2, None, None)], local=False),
