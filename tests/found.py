@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 C = 8
 
@@ -549,6 +550,22 @@ class TokensSeen(Base):
         for layer in (self.a, *self.layers):
             x = layer(x, state).tanh()
         return F.mse_loss(self.b(x), batch[0].flip(1))
+
+
+class Checkpoints(Base):
+    """Its own code is run again in backward, beginning with the batch, and counts how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def first(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.a(x).tanh()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = checkpoint(self.first, batch[0], use_reentrant=False)
+        return F.mse_loss(self.b(y), batch[0].flip(1))
 
 
 class TrainerAsArgument(Base):
@@ -1095,7 +1112,7 @@ FOUND: dict[str, type[Base]] = {
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
-                 HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, LaterAlongSamples,
+                 HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints, LaterAlongSamples,
                  GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -200,7 +200,8 @@ class StageRun(RecordedRun):
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
         end = self.program.regions.get(self.count)
-        if end is None or self.first <= self.count and end <= self.end:
+        inside = end is None or self.first <= self.count and end <= self.end
+        if inside and not self._cuts_in(self.count, end or self.count):
             yield True
             return
         before, self.again = self.again, by_itself  # in backward there are no values of other stages
@@ -208,6 +209,12 @@ class StageRun(RecordedRun):
             yield False
         finally:
             self.again = before
+
+    def _cuts_in(self, first: int, end: int) -> bool:
+        """Whether events are given a part of what depends on the batch alone: backward would run them on all of it."""
+        if self.program.microbatches == 1:
+            return False
+        return any(event.kind == "batch" or event.cuts or event.given for event in self.program.events[first:end])
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]
