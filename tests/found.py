@@ -1112,8 +1112,8 @@ FOUND: dict[str, type[Base]] = {
                  UsedLate, Transformed, StoredAsWritten, MaskedWeights, WeightsOfAnother, Guarded, DecidesByLoss,
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
-                 HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints, LaterAlongSamples,
-                 GrowingMemory)
+                 HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
+                 LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
          WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
