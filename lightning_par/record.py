@@ -11,6 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def record_step(
 
     def trial(guesses: Guesses) -> Trial[Recording]:
         with kept(module):  # class bodies, globals and closures, which the copy shares
-            recording = _record(module, step, batch, shared, context, prepare, loaders, guesses)
+            recording = copy_context().run(_record, module, step, batch, shared, context, prepare, loaders, guesses)
         turns = guesses.endless is not None  # of a loop, which come to nothing
         worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
         return Trial(recording, guesses, worth, recording.is_whole)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
+from contextvars import ContextVar
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -472,6 +473,53 @@ class WordsBetweenLayers(Base):
         state = SimpleNamespace(scale=1.0, outputs=[])
         y = self.b(self.a(batch[0], state).tanh(), state)
         return F.mse_loss(y, batch[0].flip(1)) + sum(x.square().mean() for x in state.outputs)
+
+
+class Remembers(Scaled):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        y: Tensor = self.layer(x)
+        if self.last is not None:
+            y = y + self.last
+        self.last = y
+        return y
+
+
+class LastUntilReset(Base):
+    """A layer keeps a tensor between its calls in one step, and the step resets that before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Remembers(), Remembers()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.a.last = self.b.last = None
+        parts = [self.b(self.a(part).tanh()) for part in batch[0].split(batch[0].shape[1] // 2, 1)]
+        self.a.last = self.b.last = None
+        return F.mse_loss(torch.cat(parts, 1), batch[0].flip(1))
+
+
+_SCALE = ContextVar("_SCALE", default=1.0)
+
+
+class SetsContext(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * _SCALE.get()
+        _SCALE.set(_SCALE.get() + 1.0)
+        return y
+
+
+class InContext(Base):
+    """One layer sets a `ContextVar`, and the other computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = SetsContext(), SetsContext()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _SCALE.set(1.0 + batch_idx)
+        return super().training_step(batch, batch_idx)
 
 
 class WhoRanFirst(Base):
@@ -1113,6 +1161,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
+                 LastUntilReset, InContext,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

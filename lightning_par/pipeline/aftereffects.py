@@ -96,7 +96,7 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
     cut = whole.stretches.cut(whole, microbatches)
 
     def seen_by(units: Collection[str]) -> Sight:
-        return Sight(units, cut, microbatches == 1, whole.outer)
+        return Sight(units, cut, microbatches == 1, whole.resets)
 
     if not _differs(whole, run, seen_by(paths)):
         return

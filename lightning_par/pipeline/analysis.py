@@ -7,7 +7,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -123,6 +123,8 @@ class Analysis(FakeRun):
         self.called: list[tuple[int, Any, Any]] = []  # within units: by which event, the function, what it is told
         self.in_hooks: frozenset[str] = frozenset()  # the names of objects that hooks on gradients reach
         self.outer: frozenset[str] = frozenset()  # units whose state the step's own code changes, or may
+        self.resets: frozenset[str] = frozenset()  # those that keep something, whose state that changes, too
+        self.resetting: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
         self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
@@ -428,7 +430,7 @@ class Analysis(FakeRun):
         try:
             lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
             taken = tensors_in((args, kwargs))
-            with self._keeps(path, module, lent, (args, kwargs)), self.handed.unit(path, module, taken):
+            with self.resetting(path), self._keeps(path, module, lent, (args, kwargs)), self.handed.unit(path, module, taken):
                 if self.axis is None or not self.tries_units:
                     result = original(*args, **kwargs)
                 else:

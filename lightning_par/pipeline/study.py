@@ -197,7 +197,9 @@ def _run(
     run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
     intercept_calls(copy, run, stages.homes, traced)
     listen(copy, run)
-    units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps else None
+    units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps and sight is None else None
+    if units is not None:
+        run.resetting = partial(units.call, keeping=run.keeping)
     before = vars(streams).copy()
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
@@ -214,7 +216,7 @@ def _run(
         run.in_hooks = frozenset(cell.name for cell in cells if id(cell.owner) in run.met_by_hooks)
     run.returned = tensors_in(run.followed(result))
     run.effects += run.returned
-    run.outer = outer if units is None else units.outer(run)
+    run.outer, run.resets = (outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
     run.effects += held(copy, stages.homes.keys() - run.outer, batch, run)
     run.finish()
     return run, run.followed(result)
@@ -252,7 +254,8 @@ def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
 
 def _run_apart(step: Step, stages: Stages, whole: Analysis, sight: Sight) -> Analysis:
     """The run ``whole``, in which units have of what others leave behind what they will have."""
-    return _run(step, stages, None, {}, Guesses(whole.guesses.patterns), keeps=True, sight=sight)[0]
+    guesses = Guesses(whole.guesses.patterns)
+    return _run(step, stages, None, {}, guesses, keeps=True, outer=whole.outer, sight=sight)[0]
 
 
 def _one_more(x: Tensor, samples: int) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lightning_par.pipeline.watch import users_within
+from lightning_par.watch.cells import Cell
 from lightning_par.watch.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class UnitState:
-    """What units hold before a trial run of a step.
+    """What units hold before a trial run of a step, and between its calls of them.
 
     Args:
         module: that the trial runs.
@@ -25,19 +27,51 @@ class UnitState:
 
     def __init__(self, module: nn.Module, units: Collection[str], packages: frozenset[str]) -> None:
         found = {path: users_within(module.get_submodule(path), path, packages) for path in units}
-        self._units = [path for path, inner in found.items() if inner]
-        self._before = Snapshot([], packages)
-        self._own = self._before.add_units([pair for inner in found.values() for pair in inner])
+        self._module, self._packages = module, packages
+        self._units = {path: inner for path, inner in found.items() if inner}
+        before = Snapshot([], packages)
+        own = before.add_units([pair for inner in self._units.values() for pair in inner])
+        self._before = {path: [before.cells[name] for name in own if _is_in(path, name)] for path in self._units}
+        self._last = self._before.copy()  # what each holds since its last call
+        self._moved: dict[str, list[Cell]] = {}  # what code outside of a unit changed
+
+    @contextmanager
+    def call(self, path: str, keeping: Collection[str]) -> Iterator[None]:
+        """The unit ``path`` runs inside, which is among ``keeping`` afterwards if it changes anything."""
+        self._compare(path)
+        yield
+        if path in keeping and path in self._units:
+            now = Snapshot([], self._packages, code=False, hooks=False)
+            self._last[path] = [now.cells[name] for name in now.add_units(self._units[path]) if _is_in(path, name)]
+
+    def _compare(self, path: str) -> None:
+        changed = [cell for cell in self._last.get(path, ()) if cell.change_unlent() is not None]
+        self._moved.setdefault(path, []).extend(changed)
 
     def outer(self, run: Analysis) -> frozenset[str]:
         """The units that ``run``, which has ended, changed by other code than their own, or that it never called."""
         called = {path for path, _ in run.units}
-        cells = (self._before.cells[name] for name in self._own)
-        changed = [cell.name for cell in cells if cell.change_unlent() is not None]
+        changed = {path for path, cells in self._before.items() if any(x.change_unlent() is not None for x in cells)}
         return frozenset(
-            path
-            for path in self._units
-            if path not in called
-            or path not in run.keeping
-            and any(name.startswith((f"{path}.", f"{path}[")) or name == path for name in changed)
+            path for path in self._units if path not in called or path not in run.keeping and path in changed
         )
+
+    def resets(self, run: Analysis) -> frozenset[str]:
+        """The units of ``run``, which has ended, that keep something, and whose state code outside changes, too."""
+        for path in run.keeping:
+            self._compare(path)
+        return frozenset(path for path in run.keeping if self._has_alone(path, self._moved.get(path, ())))
+
+    def _has_alone(self, path: str, cells: Collection[Cell]) -> bool:
+        """Whether nothing but the unit holds one of ``cells``."""
+        if not cells:
+            return False
+        inner = {id(m) for m in self._module.get_submodule(path).modules()}
+        named = [(name or "self", m) for name, m in self._module.named_modules() if id(m) not in inner]
+        held = Snapshot(named, self._packages, dict.fromkeys(inner, path), code=False).names
+        return any(id(cell.owner) not in held or id(cell.owner) in inner for cell in cells)
+
+
+def _is_in(path: str, name: str) -> bool:
+    """Whether the object of this name is held by the unit, or is it."""
+    return name == path or name.startswith((f"{path}.", f"{path}["))

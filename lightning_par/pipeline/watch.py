@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -258,7 +259,7 @@ def untraced(trial: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(trial)
     def run(step: Step, *args: Any, **kwargs: Any) -> T:
         with kept(step.module, step.batch, {id(x) for x in tensors_in(step.batch)}):
-            return trial(step, *args, **kwargs)
+            return copy_context().run(trial, step, *args, **kwargs)  # a ContextVar can't be left without a value again
 
     return run
 

@@ -7,6 +7,7 @@ so that a run may change them in place and keep them for its backward, while the
 
 from __future__ import annotations
 
+import contextvars
 import types
 from collections.abc import Collection, Iterator, MutableMapping, MutableSequence, Sequence
 from operator import is_
@@ -310,6 +311,30 @@ class AttributesCell(NamesCell):
 
     def _delete(self, key: Any) -> None:
         delattr(self.owner, key)
+
+
+class ContextCell(NamesCell):
+    """A `contextvars.ContextVar` in this thread's context. One can't be left without a value again, so that one that
+    has neither value nor default may not change."""
+
+    _UNSET = "The step sets a ContextVar that has no value and no default: {places}. Give it a default."
+
+    def __init__(self, name: str, owner: contextvars.ContextVar[Any]) -> None:
+        super().__init__(name, owner, ("value",))
+        if not self.before:
+            self.fixed = self._UNSET
+
+    def _get(self, name: str) -> Any:
+        try:
+            return self.owner.get()
+        except LookupError:
+            return _NOTHING
+
+    def _put(self, key: Any, value: Any) -> None:
+        self.owner.set(value)
+
+    def _delete(self, key: Any) -> None:
+        """Nothing: the run ends with what `fixed` says."""
 
 
 class SequenceCell(Cell):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextvars
 import functools
 import operator
 import sys
@@ -24,6 +25,7 @@ from lightning_par.watch.cells import (
     BodyCell,
     BuffersCell,
     Cell,
+    ContextCell,
     MappingCell,
     NamesCell,
     SequenceCell,
@@ -323,6 +325,9 @@ class Reach:
     def _closed(self, found: _Found) -> None:
         self._keep(found, AttributesCell(self._name(found.name, found.value), found.value, ("cell_contents",)))
 
+    def _context(self, found: _Found) -> None:
+        self._keep(found, ContextCell(self._name(found.name, found.value), found.value))
+
     def _bound(self, found: _Found) -> None:
         self._waiting.append(_Found(found.name, found.value.__self__))
         self._waiting.append(_Found(found.name, getattr(found.value, "__func__", None)))
@@ -447,6 +452,7 @@ _BY_KIND: tuple[tuple[Any, Callable[[Reach, _Found], None]], ...] = (
     (functools.partial, Reach._partial),
     (type, Reach._type),
     (types.CellType, Reach._closed),
+    (contextvars.ContextVar, Reach._context),
     (weakref.ref, Reach._reference),
     (dict, Reach._mapping),
     ((list, deque), Reach._sequence),

@@ -19,7 +19,7 @@ numpy scipy transformers tokenizers
 """.split()
 )
 # Parts of the standard library whose objects are plain containers of what a user puts in.
-_CONTAINERS = frozenset("collections types argparse queue functools itertools".split())
+_CONTAINERS = frozenset("collections types argparse queue functools itertools _thread".split())
 # Objects of libraries whose attributes move in a step.
 _WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp", "torch.amp", "torch.autograd",
             "transformers.cache_utils", "transformers.modeling_outputs", "transformers.utils.generic")  # fmt: skip
