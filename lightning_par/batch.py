@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_par.comm import Axis
 
@@ -160,6 +161,8 @@ class _Packer(pickle.Pickler):
         return self._index[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, RemovableHandle):  # it would come with a copy of the dict that it removes from
+            raise TypeError("it is the handle of a hook")
         if isinstance(obj, type) and _is_named_tuple(obj) and not _is_importable(obj):
             defaults = tuple(getattr(obj, "_field_defaults", {}).items())
             return _named_tuple, (obj.__module__, obj.__name__, vars(obj)["_fields"], defaults)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -394,6 +394,36 @@ def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:
     """The user's hooks on ``module``, of its calls and of gradients."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return [hook for hooks in kinds for hook in _of_user(hooks)]
+
+
+def handles_made() -> int:
+    """How many handles of hooks there were so far; torch counts them by no public name."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
+def dicts_of_hooks(module: nn.Module | None) -> tuple[MutableMapping[int, Any], ...]:
+    """Where a module keeps hooks on its calls and gradients, and what it knows of them; all modules' without one."""
+    from torch.nn.modules import module as everywhere
+
+    kinds = ("_global_forward", "_global_backward") if module is None else ("_forward", "_backward")
+    held = vars(everywhere if module is None else module)
+    return tuple(x for name, x in held.items() if name.startswith(kinds) and "hooks" in name and isinstance(x, dict))
+
+
+def users_hooks(dicts: tuple[MutableMapping[int, Any], ...]) -> tuple[dict[int, Any], ...]:
+    """What of the ``dicts`` of one module is of hooks of the user's."""
+    hooks = {key: x for held in dicts for key, x in held.items() if not isinstance(x, bool)}
+    users = {id(x) for x in _of_user(hooks)}
+    ours = {key for key, x in hooks.items() if id(x) not in users}
+    return tuple({key: x for key, x in held.items() if key not in ours} for held in dicts)
+
+
+def hang(dicts: tuple[MutableMapping[int, Any], ...], held: tuple[Mapping[int, Any], ...]) -> None:
+    """Let the ``dicts`` of one module hold these hooks of the user's, and of ours those that they hold."""
+    for into, users, new in zip(dicts, users_hooks(dicts), held, strict=True):
+        ours = {key: x for key, x in into.items() if key not in users}
+        into.clear()
+        into.update({**new, **ours})
 
 
 def number_of_backward_hooks(module: nn.Module) -> int:

@@ -430,7 +430,11 @@ class Analysis(FakeRun):
         try:
             lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
             taken = tensors_in((args, kwargs))
-            with self.resetting(path), self._keeps(path, module, lent, (args, kwargs)), self.handed.unit(path, module, taken):
+            with (
+                self.resetting(path),
+                self._keeps(path, module, lent, (args, kwargs)),
+                self.handed.unit(path, module, taken),
+            ):
                 if self.axis is None or not self.tries_units:
                     result = original(*args, **kwargs)
                 else:

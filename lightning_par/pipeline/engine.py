@@ -364,6 +364,7 @@ class Engine:
             run.told = self.inner_state if first and not part.apart else None
             run.hushed = None if counts and run.axis is None else not first
         with watch.told(step.batch, not part.apart) if counts else watch.undone(step.batch) as found:
+            run.hooks = watch.hooks
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))

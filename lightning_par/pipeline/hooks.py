@@ -53,7 +53,7 @@ class Hooks:
         Raises:
             RuntimeError: they did on some ranks alone.
         """
-        now = self._now()
+        now = self.now()
         if self._first:
             self._first = False
             told = self.axis.all_gather_object(now, "hooks")
@@ -74,7 +74,8 @@ class Hooks:
         self.meeting("studied a step anew", "Let all ranks do the same in a step.")  # one alone would wait for ever
         return next((told for told in self.axis.all_gather_object(reason, "hooks") if told), None)
 
-    def _now(self) -> tuple[tuple[str, int], ...]:
+    def now(self) -> tuple[tuple[str, int], ...]:
+        """The modules that have some now, with their number."""
         found = [
             (name, private.number_of_hooks(m)) for name, m, within in self._modules if within and private.has_hooks(m)
         ]

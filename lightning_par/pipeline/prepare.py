@@ -315,9 +315,8 @@ class Programs:
         Raises:
             ChangedError: it set something else than when ``program`` was made.
         """
-        if program.microbatches == 1:
-            return
-        found = dict(self.attributes.changed_since(self.deciding))
+        found = dict(self.attributes.changed_since(self.deciding)) if program.microbatches > 1 else {}
+        found |= {f"a hook on {name}": n for name, n in self.hooks.now()} if self.watch.hooks.moved() else {}
         _, known = self._set_within.setdefault(id(program), (program, found))
         if found != known:
             place = next(p for p in (*found, *known) if p not in found or p not in known or found[p] != known[p])

@@ -32,6 +32,7 @@ from lightning_par.rules.table import user_line
 from lightning_par.sequence.tokens import Tokens
 from lightning_par.view import ShardedTensor
 from lightning_par.watch.cells import set_to
+from lightning_par.watch.hooks import HooksCell
 
 
 class StageRun(RecordedRun):
@@ -49,6 +50,7 @@ class StageRun(RecordedRun):
 
     Attributes:
         told: what units change is told through it, if it is.
+        hooks: those that hung when the run began.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
     """
 
@@ -57,6 +59,7 @@ class StageRun(RecordedRun):
 
     told: InnerState | None = None
     hushed: bool | None = None
+    hooks: HooksCell
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class StageRun(RecordedRun):
             return self._from_before(index, record)
         args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
         self.ran.append(path)
-        with drawing((*self.draws, index), module), self.aside(), self._heard(), self._telling(index, path):
+        with drawing((*self.draws, index), module), self.aside(), self._heard(), self._keeping(index, path):
             call = partial(original, *args, **kwargs)
             before = standing() if self.memo.standing is None else None
             result = call() if self.again is None else self.again(call)
@@ -194,8 +197,10 @@ class StageRun(RecordedRun):
         """What a unit prints inside is heard on this rank, once for all microbatches, or by the run that is on."""
         return nullcontext() if self.hushed is None else hushed() if self.hushed else speaking()
 
-    def _telling(self, index: int, path: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.told is None else self.told.call(index, path)
+    @contextmanager
+    def _keeping(self, index: int, path: str) -> Iterator[None]:
+        with self.hooks.within_unit(), nullcontext() if self.told is None else self.told.call(index, path):
+            yield
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:

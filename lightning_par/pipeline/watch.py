@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.watch.cells import Cell
 from lightning_par.watch.changes import Change, MappingChange, stored_by
+from lightning_par.watch.hooks import Holders, HooksCell
 from lightning_par.watch.reach import ATOMS
 from lightning_par.watch.snapshot import Snapshot, kept, reading, too_large
 from lightning_par.watch.spares import Spares
@@ -71,6 +72,7 @@ class Watch:
         self.units = [path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), UnitCall)]
         self._inner: list[tuple[str, nn.Module]] = []
         self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
+        self._holders = Holders(lightning_module)
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     @contextlib.contextmanager
@@ -150,7 +152,7 @@ class Watch:
         """What is there now, the unit's own attributes included, and the names of these."""
         inner = [(f"self.{name}", m) for name, m in self._within(path)]
         apart = {key: name for key, name in self._units.items() if all(key != id(m) for _, m in inner)}
-        snapshot = self._walked(apart)
+        snapshot = self._walked(apart, hooks=False)
         return snapshot, set(snapshot.add_units(inner))
 
     def everything(self, parameters: bool = False) -> tuple[Snapshot, set[str]]:
@@ -189,7 +191,7 @@ class Watch:
         if not all(cells[name].renew(ATOMS) for name in changed if name in cells):
             self._snapshot = None
 
-    def _walked(self, apart: dict[int, str] | None = None) -> Snapshot:
+    def _walked(self, apart: dict[int, str] | None = None, hooks: bool = True) -> Snapshot:
         apart, outer = self._units if apart is None else apart, {id(m) for _, m in self._outer}
         snapshot = Snapshot(self.modules, self._packages, {key: x for key, x in apart.items() if key not in outer})
         snapshot.add_units(self._outer)
@@ -198,7 +200,15 @@ class Watch:
         for name, m in self._inner:
             for n, hook in enumerate(private.hooks_on(m)):
                 snapshot.add(f"hook {n} of {name}", hook)
+        if hooks:
+            snapshot.cells[HooksCell.NAME] = HooksCell(self._holders)
         return snapshot
+
+    @property
+    def hooks(self) -> HooksCell:
+        """Those that hung when the run that is on began."""
+        found = self.snapshot() if self._snapshot is None else self._snapshot
+        return cast(HooksCell, found.cells[HooksCell.NAME])
 
     def _of_batch(self, state: Snapshot, batch: Any) -> Snapshot | None:
         """What the batch holds, None if that is nothing but tensors."""
