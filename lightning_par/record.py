@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lightning_par.deferred.tensor import Deferred, fake_of
 from lightning_par.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.recorder import Recorder
 from lightning_par.recording import Recording, returned
-from lightning_par.steps import Repeated, fetches_itself, step_arguments
+from lightning_par.steps import Repeated, call_start_hooks, fetches_itself, has_start_hooks, step_arguments
 from lightning_par.view import OutOfSightError
 from lightning_par.watch.snapshot import kept
 
@@ -67,19 +68,26 @@ def record_step(
         assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
     """
 
-    def trial(guesses: Guesses) -> Trial[Recording]:
-        with kept(module):  # class bodies, globals and closures, which the copy shares
-            recording = copy_context().run(_record, module, step, batch, shared, context, prepare, loaders, guesses)
-        turns = guesses.endless is not None  # of a loop, which come to nothing
-        worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
-        return Trial(recording, guesses, worth, recording.is_whole)
+    def explored(starts: bool) -> Trial[Recording]:
+        def trial(guesses: Guesses) -> Trial[Recording]:
+            with kept(module):  # class bodies, globals and closures, which the copy shares
+                run = partial(_record, module, step, batch, shared, context, prepare, loaders, guesses, starts)
+                recording = copy_context().run(run)
+            turns = guesses.endless is not None  # of a loop, which come to nothing
+            worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
+            return Trial(recording, guesses, worth, recording.is_whole)
 
-    with torch.no_grad():
-        best = explore(trial, patterns)
-    if best.value.stopped is not None and best.guesses.endless is None:
-        with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
-            again = explore(trial, best.value.patterns)
-        best = again if again.worth >= best.worth else best
+        with torch.no_grad():
+            best = explore(trial, patterns)
+        if best.value.stopped is not None and best.guesses.endless is None:
+            with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
+                again = explore(trial, best.value.patterns)
+            best = again if again.worth >= best.worth else best
+        return best
+
+    best = explored(False)
+    if best.value.stopped is not None and has_start_hooks(module):  # it may lack what `on_train_epoch_start` sets
+        best = max(best, explored(True), key=lambda found: found.worth)
     return best.value
 
 
@@ -92,6 +100,7 @@ def _record(
     prepare: Callable[[Any], Any] | None,
     loaders: int,
     guesses: Guesses,
+    starts: bool,
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -112,6 +121,9 @@ def _record(
     recorder = Recorder(mode, guesses)
     copy = stand_in(module, stand, shared, recorder.took)
     own_batch = copied(batch)
+    if starts:
+        with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
+            call_start_hooks(copy, step, own_batch)
     result, stopped, refused = None, None, None
     # Compiled code would read the memory that fake tensors don't have.
     with generators.kept(), quiet(), private.uncompiled(), recorder, context():

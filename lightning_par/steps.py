@@ -10,6 +10,46 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 """By the Trainer's entry point."""
 
 
+_KINDS = {"training_step": "train", "validation_step": "validation", "test_step": "test", "predict_step": "predict"}
+
+
+def call_start_hooks(module: Any, step: str, batch: Any) -> None:
+    """Call what Lightning calls on a module between ``strategy.setup`` and the first run of a step.
+
+    A step may go by what they set: ``on_train_epoch_start`` that begins a list of outputs.
+
+    Args:
+        module: a copy of the user's, since they will be called on that one, too.
+        step: the name of the step.
+        batch: its first one.
+
+    Example::
+
+        class Model(LightningModule):
+            def on_train_epoch_start(self):
+                self.outputs = []
+
+        model = Model()
+        call_start_hooks(model, "training_step", None)
+        assert model.outputs == []
+    """
+    if step == "training_step":
+        module.on_fit_start()
+    kind = _KINDS[step]
+    getattr(module, f"on_{kind}_start")()
+    getattr(module, f"on_{kind}_epoch_start")()
+    getattr(module, f"on_{kind}_batch_start")(batch, 0)
+
+
+def has_start_hooks(module: Any) -> bool:
+    """Whether `call_start_hooks` would call code of the user's."""
+    names = [f"on_{kind}_{when}" for kind in _KINDS.values() for when in ("start", "epoch_start", "batch_start")]
+    hooks = (getattr(type(module), name, None) for name in (*names, "on_fit_start"))
+    return any(
+        hook is not None and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks
+    )
+
+
 def step_arguments(function: Callable[..., Any], loaders: int = 1) -> tuple[int, ...]:
     """What Lightning hands to a step beside its first batch.
 

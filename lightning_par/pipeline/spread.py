@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.units import Call, walk
 from lightning_par.pipeline.watch import Watch
 from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
+from lightning_par.steps import has_start_hooks
 
 
 class Spread:
@@ -102,7 +104,7 @@ class Spread:
         batch = peek_batch(trainer, module)
         step = step_of(trainer, module, batch, device)
         with _as_the_loop_will_run(module, step):
-            plan, stages, program, alike = self._agree(lambda: self._decide(step, batch is not None))
+            plan, stages, program, alike = self._agree(lambda: self._decide_as_started(step, batch is not None))
         self.placement = _place(module, stages, program)
         self.check(plan, module, self.placement)
         if self.groups.world.rank == 0:
@@ -166,6 +168,14 @@ class Spread:
                     f"On rank {rank}:\n{theirs}\nThe placement must not depend on the rank."
                 )
         return *outcome, len(counts) == 1
+
+    def _decide_as_started(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
+        try:
+            return self._decide(step, has_batch)
+        except Exception:  # it may lack what `on_train_epoch_start` sets
+            if not has_batch or not has_start_hooks(step.module):
+                raise
+            return self._decide(replace(step, starts=True), has_batch)
 
     def _decide(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
         root = survey(step) if has_batch else _static(step.module)

@@ -30,6 +30,7 @@ class Step:
         grad: whether gradients will be asked for.
         device: where parameters live, or would live.
         shared: objects that a copy of the module shares with it.
+        starts: whether hooks that Lightning has not called yet are called on copies before they run the step.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class Step:
     grad: bool
     device: torch.device
     shared: tuple[Any, ...] = ()
+    starts: bool = False
 
     @property
     def samples(self) -> int:

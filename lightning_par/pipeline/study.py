@@ -35,6 +35,7 @@ from lightning_par.pipeline.watch import untraced
 from lightning_par.positions import Positions
 from lightning_par.random import streams
 from lightning_par.record import quiet
+from lightning_par.steps import call_start_hooks
 from lightning_par.watch.snapshot import Snapshot
 from lightning_par.watch.users import packages_of
 
@@ -180,6 +181,9 @@ def _run(
     batch = map_tensors(cloned, step.batch)
     run = Analysis(mode, stages, step.grad, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
+    if step.starts:
+        with generators.kept(), quiet(), hushed():
+            call_start_hooks(copy, step.name, batch)
     numbers = nullcontext() if axis is None else watched_numbers(copy, stages.homes, run.deciding)
     if axis is not None:
         trainer = vars(copy).get("_trainer")

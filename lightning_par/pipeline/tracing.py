@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,6 +87,11 @@ class FakeRun(Run):
             return self.guesses.read(func.__name__, fakes[0], args)
         if self.training and getattr(func, "__name__", "") in HOOKED:
             self.hooked = True
+            if isinstance(args[0], nn.Parameter):
+                raise NotImplementedError(
+                    f"{user_line()}: a hook on a parameter is registered within a step, which each rank of the "
+                    "pipeline runs for each of its stages. Register it before, as in on_fit_start or __init__."
+                )
             if self.axis is not None:
                 self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:

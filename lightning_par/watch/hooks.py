@@ -1,0 +1,133 @@
+"""Hooks that a run of a step registers or removes: on modules, on parameters, on the calls of all modules.
+
+Each rank has made its own hooks, by its own run of the step's code, with the handles that remove them: they do not
+travel, a rank goes on with those that it has made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, MutableMapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from lightning_par import private
+from lightning_par.watch.cells import Cell
+from lightning_par.watch.changes import MappingChange
+
+_Dicts = tuple[MutableMapping[int, Any], ...]  # of one module, by kind: hooks by the ids of their handles
+_Held = tuple[dict[int, Any], ...]  # what of it is the user's
+
+
+class Hung:
+    """The user's hooks on one module or parameter, for the rank alone that has made them.
+
+    Args:
+        dicts: where they hang.
+        held: what of each dict is the user's.
+    """
+
+    def __init__(self, dicts: _Dicts, held: _Held) -> None:
+        self.dicts, self.held = dicts, held
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("it is a hook that goes by values of the model, or that other ranks do not make")
+
+
+class Holders:
+    """Where hooks hang that a step meets: on the modules within ``module``, its parameters, and on all modules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = {"all modules": private.dicts_of_hooks(None)}
+        self.modules |= {
+            f"self.{name}" if name else "self": private.dicts_of_hooks(m) for name, m in module.named_modules()
+        }
+        self.parameters = {f"parameter {name}": p for name, p in module.named_parameters()}
+
+
+class HooksCell(Cell):
+    """The user's hooks on all modules and parameters.
+
+    Args:
+        holders: where they may hang.
+
+    Example::
+
+        hooks = HooksCell(Holders(module))
+        module.register_forward_hook(print)
+        hooks.restore()
+        assert not module._forward_hooks
+    """
+
+    NAME = "the hooks on modules"
+    before: dict[str, _Held]
+
+    def __init__(self, holders: Holders) -> None:
+        super().__init__(self.NAME, self)
+        self._modules, self._parameters = holders.modules, holders.parameters
+        self._note()
+
+    def _dicts(self, name: str) -> _Dicts:
+        if name in self._modules:
+            return self._modules[name]
+        return private.hooks_of(self._parameters[name])
+
+    def _now(self) -> dict[str, _Held]:
+        """What is the user's, where anything is."""
+        dicts = {name: found for name, found in self._modules.items() if any(found)}
+        dicts |= {name: found for name, p in self._parameters.items() if any(found := private.hooks_of(p))}
+        held = {name: private.users_hooks(found) for name, found in dicts.items()}
+        return {name: found for name, found in held.items() if any(found)}
+
+    def _note(self) -> None:
+        self.before, self._handles = self._now(), private.handles_made()
+
+    def moved(self) -> bool:
+        if private.handles_made() == self._handles:  # at most something was removed
+            return any(private.users_hooks(self._dicts(name)) != held for name, held in self.before.items())
+        if self._now() != self.before:
+            return True
+        self._handles = private.handles_made()
+        return False
+
+    def renew(self, atoms: Collection[Any]) -> bool:
+        if self.moved():
+            self._note()
+        return True
+
+    def change(self) -> MappingChange | None:
+        if not self.moved():
+            return None
+        now = self._now()
+        changed = [name for name in {**self.before, **now} if now.get(name) != self.before.get(name)]
+        return MappingChange(
+            {name: Hung(d, private.users_hooks(d)) for name, d in ((name, self._dicts(name)) for name in changed)}
+        )
+
+    def restore(self) -> None:
+        if not self.moved():
+            return
+        for name in {**self.before, **self._now()}:
+            dicts = self._dicts(name)
+            private.hang(dicts, self.before.get(name, ({},) * len(dicts)))
+
+    def apply(self, change: MappingChange) -> None:
+        for name, hung in change.entries.items():
+            private.hang(hung.dicts, hung.held)
+            if name in self._parameters:
+                private.set_hooks(self._parameters[name], hung.dicts)
+
+    @contextlib.contextmanager
+    def within_unit(self) -> Iterator[None]:
+        """What is registered and removed inside is the business of a layer that runs, which is not undone."""
+        start = self._now() if self.moved() else self.before
+        count = private.handles_made()
+        yield
+        if private.handles_made() == count and all(private.users_hooks(self._dicts(n)) == x for n, x in start.items()):
+            return
+        now = self._now()
+        for name in {**start, **now}:
+            if start.get(name) != now.get(name):
+                self.before.pop(name, None)
+                self.before |= {name: now[name]} if name in now else {}
