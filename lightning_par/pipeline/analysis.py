@@ -124,6 +124,7 @@ class Analysis(FakeRun):
         self.in_hooks: frozenset[str] = frozenset()  # the names of objects that hooks on gradients reach
         self.outer: frozenset[str] = frozenset()  # units whose state the step's own code changes, or may
         self.resets: frozenset[str] = frozenset()  # those that keep something, whose state that changes, too
+        self.hooks_on_gradients: dict[nn.Module, int] = {}  # on modules of the copy, as the step begins
         self.resetting: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
         self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
         self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
@@ -428,6 +429,7 @@ class Analysis(FakeRun):
         flops, stood, reads = self.frames[-1].flops, standing(), self.values_read
         plainly = True
         try:
+            self.refuse_backward_hooks(module.modules())
             lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
             taken = tensors_in((args, kwargs))
             with (
@@ -468,6 +470,15 @@ class Analysis(FakeRun):
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
         self.tail = len(self.events)
         return result
+
+    def refuse_backward_hooks(self, modules: Iterable[nn.Module]) -> None:
+        """Raises NotImplementedError where the step has registered hooks on the gradients of ``modules``."""
+        for m in modules:
+            if private.number_of_backward_hooks(m) > self.hooks_on_gradients.get(m, 0):
+                raise NotImplementedError(
+                    f"The step registers a hook on the gradients of a {type(m).__name__}. The ranks of a pipeline "
+                    "have to know of it before: register it in on_fit_start or __init__, or use TensorParallelStrategy."
+                )
 
     @contextmanager
     def _keeps(self, path: str, module: nn.Module, lent: list[nn.Module], given: Any) -> Iterator[None]:

@@ -200,6 +200,7 @@ def _run(
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
     intercept_calls(copy, run, stages.homes, traced)
+    run.hooks_on_gradients = {m: n for m in copy.modules() if (n := private.number_of_backward_hooks(m))}
     listen(copy, run)
     units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps and sight is None else None
     if units is not None:
@@ -213,6 +214,7 @@ def _run(
                 result = getattr(copy, step.name)(batch, *step.rest)
     finally:
         vars(streams).update(before)
+    run.refuse_backward_hooks(copy.modules())
     run.kept.append(result)
     if run.met_by_hooks:
         modules = [(f"self.{path}" if path else "self", m) for path, m in copy.named_modules()]

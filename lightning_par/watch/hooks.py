@@ -38,8 +38,11 @@ class Hung:
 class Holders:
     """Where hooks hang that a step meets: on the modules within ``module``, its parameters, and on all modules."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
         self.modules = {"all modules": private.dicts_of_hooks(None)}
+        self.parameters: dict[str, nn.Parameter] = {}
+        if module is None:
+            return
         self.modules |= {
             f"self.{name}" if name else "self": private.dicts_of_hooks(m) for name, m in module.named_modules()
         }

@@ -14,6 +14,7 @@ from lightning_par import private
 from lightning_par.watch.cells import Cell, TupleCell, forget_write, is_written, overwrite, version_of
 from lightning_par.watch.changes import Change
 from lightning_par.watch.contents import LockedCell
+from lightning_par.watch.hooks import Holders, HooksCell
 from lightning_par.watch.iterators import IteratorCell
 from lightning_par.watch.reach import ATOMS, Reach
 from lightning_par.watch.spares import Spares, grouped, may_be_copied
@@ -187,6 +188,7 @@ def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_c
     modules = [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()]
     state = Snapshot(modules, packages_of(module))
     state.add("batch", batch)
+    state.cells[HooksCell.NAME] = HooksCell(Holders(None if is_copy else module))
     state.lend(Spares(), as_is, modules=not is_copy)
     try:
         with reading(state.locked()):
