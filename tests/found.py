@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 C = 8
@@ -520,6 +521,63 @@ class InContext(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         _SCALE.set(1.0 + batch_idx)
         return super().training_step(batch, batch_idx)
+
+
+class HooksOnce(Base):
+    """The step puts a hook on a layer when it first runs, and uses what that keeps; another comes anew each time."""
+
+    ready, handle = False, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d = nn.Linear(C, C), nn.Linear(C, C)
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.outputs.clear()
+        if not self.ready:
+            self.b.register_forward_hook(lambda layer, inputs, output: self.outputs.append(output))
+            self.ready = True
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = self.c.register_forward_hook(lambda layer, inputs, output: output * (1.0 + batch_idx))
+        y = self.d(self.c(self(batch[0]).tanh()))
+        return F.mse_loss(y, batch[0].flip(1)) + self.outputs[0].square().mean()
+
+
+class HookOnAll(Base):
+    """The step puts a hook on all modules there are, once, which scales the outputs of some."""
+
+    handle: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.handle is None:
+            self.handle = register_module_forward_hook(
+                lambda layer, inputs, output: output * 2.0 if layer is self.a else None
+            )
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.handle.remove()
+
+
+class SetAtTheStart(Base):
+    """The step goes by what hooks at the start of training, an epoch and a batch set."""
+
+    def on_fit_start(self) -> None:
+        self.scale = 2.0
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.number = batch_idx + 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * self.scale / self.number
+        self.losses.append(loss.detach())
+        self.log("mean", torch.stack(self.losses).mean())
+        return loss
 
 
 class WhoRanFirst(Base):
@@ -1161,7 +1219,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
-                 LastUntilReset, InContext,
+                 LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

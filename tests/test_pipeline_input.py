@@ -57,6 +57,18 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
+class HooksWeight(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.down.weight.register_hook(lambda grad: 2 * grad)
+        return super().training_step(batch, batch_idx)
+
+
+class HooksBackward(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.down.register_full_backward_hook(lambda layer, grads, outer: (2 * grads[0],))
+        return super().training_step(batch, batch_idx)
+
+
 class Fetches(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self(next(dataloader_iter)[0]).square().mean()
@@ -266,6 +278,16 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         WritesBatch,
         {},
         [line(WritesBatch.forward, "self.down"), "a tensor is used here into which a module wrote in place", "x.clone"],
+    ),
+    "a hook on a parameter, of the step": (
+        HooksWeight,
+        {},
+        [line(HooksWeight.training_step, "register_hook"), "Register it before, as in on_fit_start or __init__"],
+    ),
+    "a hook on a module's gradients, of the step": (
+        HooksBackward,
+        {},
+        ["The step registers a hook on the gradients of a Linear", "register it in on_fit_start or __init__"],
     ),
     "an empty batch": (EmptyBatch, {}, ["training_step: the batch is empty", "0 samples"]),
 }

@@ -21,12 +21,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
 
 from lightning_par import generators
 from lightning_par.pipeline.effects import apply
 from lightning_par.pipeline.watch import Watch
+from lightning_par.private import hooks_on_all
 from lightning_par.watch.cells import SequenceCell
+from lightning_par.watch.hooks import Holders, HooksCell
 from lightning_par.watch.reach import Reach
 from lightning_par.watch.snapshot import kept
 
@@ -428,3 +431,39 @@ def test_what_a_batch_makes_for_itself_need_not_be_sent() -> None:
     given = batches()
     assert _run(LooksUp(), given, watched=True) == _run(LooksUp(), batches(), watched=False)
     assert all("find" in batch["columns"].cache for batch in given)
+
+
+def test_hooks_are_put_back_and_hung_again() -> None:
+    module, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)
+    kept = module[0].register_forward_hook(print)
+    hooks = HooksCell(Holders(module))
+    assert not hooks.moved()
+    other.register_forward_hook(print)
+    assert not hooks.moved() and hooks.change() is None
+    kept.remove()
+    added = module[1].register_forward_pre_hook(print, with_kwargs=True)
+    everywhere = register_module_forward_hook(print)
+    on_weight = module[0].weight.register_hook(print)
+    change = hooks.change()
+    assert change is not None
+    assert list(change.entries) == ["self.0", "all modules", "self.1", "parameter 0.weight"]
+    hooks.restore()
+    assert list(module[0]._forward_hooks.values()) == [print]
+    assert not (module[1]._forward_pre_hooks or module[1]._forward_pre_hooks_with_kwargs or hooks_on_all())
+    assert not module[0].weight._backward_hooks
+    hooks.apply(change)
+    assert not module[0]._forward_hooks and list(module[1]._forward_pre_hooks_with_kwargs.values()) == [True]
+    assert list(module[0].weight._backward_hooks.values()) == [print] and hooks_on_all() == [print]
+    for handle in (added, everywhere, on_weight):  # which still know where their hooks are
+        handle.remove()
+    assert not (module[1]._forward_pre_hooks or module[0].weight._backward_hooks or hooks_on_all())
+
+
+def test_what_a_layer_registers_itself_stays() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    hooks = HooksCell(Holders(module))
+    module.register_forward_hook(print)
+    with hooks.within_unit():
+        module[0].register_forward_hook(print)
+    hooks.restore()
+    assert not module._forward_hooks and module[0]._forward_hooks

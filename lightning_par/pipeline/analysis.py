@@ -190,9 +190,10 @@ class Analysis(FakeRun):
         sets = name == "__setitem__" and target is None
         result = args[0] if sets else result
         reduced = self.axis is not None and self.axis.sums > sums
+        told = told_to(func, args, kwargs, self.keys)
         event = self._keep(func, "located", inputs, result)
         self._note_constants(len(self.events) - 1, (args, kwargs))
-        event.told = told_to(func, args, kwargs)
+        event.told = told
         if isinstance(result, Tensor) and id(result) in self.names:
             event.itself = next((n for n, x in enumerate(inputs) if x is result), None)
             if event.itself is not None and not writes(name):  # as `flatten` does of a vector

@@ -52,7 +52,7 @@ class DryRun(RecordedRun):
         cut = self.program.microbatches > 1
         if (cut or left) and record.kind == "located":
             content = content_of(self._without_samples(args, kwargs)) if record.by_content and cut else ()
-            told = told_to(func, args, kwargs, record.by_numbers) + content
+            told = told_to(func, args, kwargs, names, record.by_numbers) + content
             record.told = told if record.told is None else record.told
             if record.told != told:
                 raise ChangedError(f"{user_line()}: what {func} is told")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import groupby
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_par import private
 from lightning_par.digest import digest
 from lightning_par.pipeline.attributes import FEW, Number
+from lightning_par.pipeline.structure import tensors_in
 from lightning_par.rules.pointwise import BY_ENTRY
 
 _WORDS = (bool, str, type(None))
@@ -29,17 +31,22 @@ _OTHERS = (
 _MOST = 1_000  # things that are looked at
 
 
-def told_to(func: Any, args: Any, kwargs: Any, by_numbers: bool = True) -> tuple[Any, ...]:
+def told_to(
+    func: Any, args: Any, kwargs: Any, of_model: Container[int] = (), by_numbers: bool = True
+) -> tuple[Any, ...]:
     """Words and flags among the arguments of an event, and whole numbers but where each entry is by itself.
 
-    Of what a unit is given all plain content counts, but for its own float arguments if not ``by_numbers``.
+    Which of the tensors are values of the model, whose ids are in ``of_model``, is told, too, but not how many others
+    there are in a row: a list may grow. Of what a unit is given all plain content counts, but for its own float
+    arguments if not ``by_numbers``.
     """
     if isinstance(func, str):
         own = [x for x in (*args, *kwargs.values()) if by_numbers or type(x) is not float]
         return tuple(_content([*kwargs, own]))
     name = getattr(func, "__name__", "")
     kinds = _WORDS if name in BY_ENTRY or name in _INDEXING else (*_WORDS, int)
-    return tuple(x for x in tree_leaves((args, kwargs)) if type(x) in kinds)
+    rows = tuple(is_model for is_model, _ in groupby(id(x) in of_model for x in tensors_in((args, kwargs))))
+    return (rows, *(x for x in tree_leaves((args, kwargs)) if type(x) in kinds))
 
 
 def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
