@@ -464,7 +464,6 @@ class Analysis(FakeRun):
         self._note_constants(len(self.events), (args, kwargs))
         event = self._keep(path, "located", inputs, result)
         event.by_numbers, event.by_content = bool(by_numbers), self.values_read > reads
-        event.told = None  # what units before it left in objects, the step's own code alone does not
         if self.values_read > reads:
             self.deciding.add(TENSORS)
         event.handed = len(event.inputs) - given

@@ -64,8 +64,8 @@ class Event:
         given: the shapes of its inputs that depend on the batch alone.
         flops: that it costs.
         viewed: whether a unit is to see the whole batch's shapes, as the step does.
-        told: what it is given beside tensors, where that may decide whether samples mix; of a unit what the first
-            dry run finds.
+        told: what it is given beside tensors, where that may decide whether samples mix; None until the first dry
+            run finds it.
         by_numbers: whether a unit decides by floats that it is given.
         by_content: whether a unit decides by values of tensors.
         handed: how many of its last inputs it takes by another way than its arguments.
@@ -88,7 +88,7 @@ class Event:
     flops: float = 0.0
     viewed: bool = False
     live: bool = False
-    told: tuple[Any, ...] | None = ()
+    told: tuple[Any, ...] | None = None
     by_numbers: bool = True
     by_content: bool = False
     handed: int = 0

@@ -59,7 +59,7 @@ class StageRun(RecordedRun):
 
     told: InnerState | None = None
     hushed: bool | None = None
-    hooks: HooksCell
+    hooks: HooksCell | None = None
 
     def __init__(
         self,
@@ -199,7 +199,8 @@ class StageRun(RecordedRun):
 
     @contextmanager
     def _keeping(self, index: int, path: str) -> Iterator[None]:
-        with self.hooks.within_unit(), nullcontext() if self.told is None else self.told.call(index, path):
+        hung = nullcontext() if self.hooks is None else self.hooks.within_unit()
+        with hung, nullcontext() if self.told is None else self.told.call(index, path):
             yield
 
     @contextmanager
