@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -141,4 +142,6 @@ def _is_sum(whole: Tensor, a: Tensor, b: Tensor) -> bool:
     if not (whole.is_floating_point() or whole.is_complex()) or a.shape != whole.shape:
         return False
     tolerance = 64 * torch.finfo(whole.dtype).eps * float(max(a.abs().max(), b.abs().max())) if whole.numel() else 0.0
+    if not isfinite(tolerance):  # a number that it is given is not finite: it tells nothing
+        return bool(torch.equal(torch.isfinite(a), torch.isfinite(whole)))
     return bool(torch.allclose(a + b, whole, rtol=0, atol=tolerance))

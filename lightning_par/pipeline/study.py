@@ -205,10 +205,11 @@ def _run(
     units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps and sight is None else None
     if units is not None:
         run.resetting = partial(units.call, keeping=run.keeping)
+    sets = nullcontext() if units is None else units.listening(run)
     before = vars(streams).copy()
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, run:
+        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, sets, run:
             streams.begin_step(0, 0)
             with standing_in(axis is not None, draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -34,6 +34,24 @@ class UnitState:
         self._before = {path: [before.cells[name] for name in own if _is_in(path, name)] for path in self._units}
         self._last = self._before.copy()  # what each holds since its last call
         self._moved: dict[str, list[Cell]] = {}  # what code outside of a unit changed
+        self._assigned: set[str] = set()  # the units on whose modules it assigned anything, as `None` where that was
+
+    @contextmanager
+    def listening(self, run: Analysis) -> Iterator[None]:
+        """``run`` runs inside: what the step's own code assigns to attributes of units is noted."""
+        owners = {id(m): path for path in self._units for m in self._module.get_submodule(path).modules()}
+        plain = nn.Module.__setattr__
+
+        def assign(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) in owners and not run.depth and name != "training":
+                self._assigned.add(owners[id(module)])
+            plain(module, name, value)
+
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
     @contextmanager
     def call(self, path: str, keeping: Collection[str]) -> Iterator[None]:
@@ -60,7 +78,9 @@ class UnitState:
         """The units of ``run``, which has ended, that keep something, and whose state code outside changes, too."""
         for path in run.keeping:
             self._compare(path)
-        return frozenset(path for path in run.keeping if self._has_alone(path, self._moved.get(path, ())))
+        return frozenset(
+            path for path in run.keeping if path in self._assigned or self._has_alone(path, self._moved.get(path, ()))
+        )
 
     def _has_alone(self, path: str, cells: Collection[Cell]) -> bool:
         """Whether nothing but the unit holds one of ``cells``."""
