@@ -69,8 +69,10 @@ class Refused(Exception):  # noqa: N818 (a signal within this file, not an error
 
 def trial(
     call: Call, shapes: list[Any], high: int, seed: int, expected: tuple[Out | None, ...] | None = None
-) -> tuple[tuple[Out | None, ...], Any]:
-    """What the parts' results are of the whole results, which must hold for their gradients too.
+) -> tuple[tuple[tuple[Out | None, ...], ...], Any]:
+    """What the parts' results may be of the whole results: of each all that fits, as where integers happen to be equal.
+
+    It must hold for their gradients, too, where but one way fits.
 
     Raises:
         Refused: nothing, or not what is ``expected``.
@@ -90,13 +92,15 @@ def trial(
             raise Refused
     of_parts = [[each[j] for each in part_results] for j in range(len(results))]
     if expected is None:
-        outs = tuple(_out(x, parts_of, call, seed) for x, parts_of in zip(results, of_parts))
+        outs = tuple(_outs(x, parts_of, call, seed) for x, parts_of in zip(results, of_parts))
     else:
-        outs = expected
-        for x, parts_of, out in zip(results, of_parts, outs, strict=True):
+        outs = tuple((out,) for out in expected)
+        for x, parts_of, out in zip(results, of_parts, expected, strict=True):
             if not _is_out(out, x, parts_of, call):
                 raise Refused
-    _same_gradients(call, outs, given, results, parts, part_results, generator)
+    if all(len(ways) == 1 for ways in outs):
+        one = [way for (way,) in outs]
+        _same_gradients(call, one, given, results, parts, part_results, generator)
     return outs, tuple(tuple(x.shape) for x in results)
 
 
@@ -139,10 +143,11 @@ def _close(x: Tensor, y: Tensor) -> bool:
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance * (1 if largest < 1 else largest), equal_nan=True)
 
 
-def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | None:
-    """How the parts make the whole."""
+def _outs(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> tuple[Out | None, ...]:
+    """The ways in which the parts may make the whole."""
     if whole.numel() == 0:
         raise Refused
+    found: dict[Place, Out] = {}
     for source, (x, place) in enumerate(zip(call.leaves, call.placed, strict=True)):
         if not isinstance(x, ShardedTensor) or place is None:
             continue
@@ -151,8 +156,12 @@ def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | Non
             for tiled in (False, True) if size % of.size == 0 else ():
                 out = Out(dim, source, size // of.size, tiled and size > of.size)
                 positions = out.positions(of)
+                if (dim, positions) in found:
+                    continue
                 if all(_close(_part(whole, dim, positions, rank), part) for rank, part in enumerate(parts)):
-                    return out
+                    found[dim, positions] = out
+    if found:
+        return tuple(found.values())
     if (
         whole.dtype == torch.bool
         or (seed != CONSTANT and not whole.any())
@@ -161,7 +170,7 @@ def _out(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> Out | Non
         raise Refused
     if not _close(torch.stack(parts).sum(0).to(whole.dtype), whole):
         raise Refused
-    return None
+    return (None,)
 
 
 def _is_out(out: Out | None, whole: Tensor, parts: list[Tensor], call: Call) -> bool:

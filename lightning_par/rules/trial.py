@@ -146,16 +146,33 @@ def _tried(func: Any, leaves: list[Any], spec: Any, ranks: int) -> Found | None:
         for high in (2, 1):  # integers may be indices
             with contextlib.suppress(Exception):
                 sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed)]
-                seen = set()
-                for shape, place, short in sizes:
-                    call = Call(func, leaves, spec, place, 2 if short else ranks)
-                    for outs, shown in (trial(call, shape, high, seed) for seed in _SEEDS):
-                        seen.add((outs, _unshortened(outs, shown, leaves)))
-                    for seed in EXTREME if len(seen) == 1 else ():
+                calls = [
+                    (Call(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes
+                ]
+                tried = [trial(call, shape, high, seed) for call, shape in calls for seed in _SEEDS]
+                outs = _only_way([ways for ways, _ in tried])
+                shown = {_unshortened(outs, some, leaves) for _, some in tried}
+                in_doubt = any(len(way) > 1 for ways, _ in tried for way in ways)  # then gradients were not looked at
+                for call, shape in calls if len(shown) == 1 else ():
+                    for seed in (*_SEEDS, *EXTREME) if in_doubt else EXTREME:
                         trial(call, shape, high, seed, outs)
-                if len(seen) == 1:
-                    return Found(tuple(cuts), lead, *seen.pop())
+                if len(shown) == 1:
+                    return Found(tuple(cuts), lead, outs, shown.pop())
     return None
+
+
+def _only_way(tried: list[Any]) -> tuple[Out | None, ...]:
+    """Of each result the one way that fits in all trials.
+
+    Raises:
+        Refused: there is none, or more than one.
+    """
+    ways = [
+        [way for way in result[0] if all(way in others for others in result)] for result in zip(*tried, strict=True)
+    ]
+    if not all(len(fitting) == 1 for fitting in ways):
+        raise Refused
+    return tuple(fitting[0] for fitting in ways)
 
 
 def _ways_to_cut(leaves: list[Any], lead: ShardedTensor) -> list[list[int | None]]:
