@@ -12,10 +12,11 @@ import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.batch import Known, broadcast_batch, refusal
 from lightning_par.comm import Axis
@@ -23,6 +24,7 @@ from lightning_par.meeting import Meeting
 from lightning_par.pipeline.located import Program
 from lightning_par.pipeline.made import ByPlace, flat, place_of_made, stand_in_for
 from lightning_par.pipeline.messages import lost
+from lightning_par.pipeline.structure import tensors_in
 from lightning_par.pipeline.watch import Watch
 from lightning_par.watch.changes import Change, MappingChange, stored_by
 from lightning_par.watch.snapshot import Snapshot
@@ -36,11 +38,26 @@ class Changed:
         path: the unit; "" where it is what backward runs.
         shared: by name, of what is reached outside of the unit, too.
         own: by name, of what the unit alone holds.
+        graphs: of ``shared`` the names of changes with tensors that have a graph, and which of their tensors.
     """
 
     path: str
     shared: dict[str, Change] = field(default_factory=dict)
     own: dict[str, Change] = field(default_factory=dict)
+    graphs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def with_graphs(self) -> Changed:
+        """Itself, with ``graphs``, before it travels."""
+        found = {name: _with_graph(change) for name, change in self.shared.items()}
+        return replace(self, graphs={name: which for name, which in found.items() if which})
+
+    def refuse_gradients(self) -> None:
+        """It has travelled: a gradient for what had a graph on the unit's rank ends the job."""
+        for name, which in self.graphs.items():
+            tensors = tensors_in(vars(self.shared[name]))
+            for n in which:
+                if not tensors[n].requires_grad:
+                    tensors[n].requires_grad_().register_hook(partial(_lost, self.who, name))
 
     @property
     def who(self) -> str:
@@ -200,12 +217,14 @@ class InnerState:
         told = Told()
         if source == self.axis.rank:
             first, end = self._program.starts[stage], self._program.end(stage)
-            told.calls = {index: x for index, x in self._calls.items() if first <= index < end}
+            told.calls = {index: x.with_graphs() for index, x in self._calls.items() if first <= index < end}
             self.leave_what_cannot_travel(told, known)
         told = self.sent(told, source, "state of units", known)
         if told.refused:
             raise TypeError(" ".join(told.refused))
         if source != self.axis.rank:
+            for changed in told.calls.values():
+                changed.refuse_gradients()
             self._heard.update(told.calls)
         self._next = stage + 1
 
@@ -270,6 +289,18 @@ class InnerState:
             if name not in now.cells:
                 raise RuntimeError(f"{who} changes {name}, which is not there on every rank of the pipeline.")
             now.cells[name].apply(as_it_is(change))  # which the run goes on to change
+
+
+def _with_graph(change: Change) -> tuple[int, ...]:
+    return tuple(n for n, x in enumerate(tensors_in(vars(change))) if x.requires_grad and x.grad_fn is not None)
+
+
+def _lost(who: str, name: str, gradient: Tensor) -> None:
+    raise RuntimeError(
+        f"The loss goes by what {who} stores in {name}, which it did not when the step was first run. Its gradient "
+        "can't get back to the stage of the pipeline that computed it. Return the value from the module's forward, or "
+        "use TensorParallelStrategy."
+    )
 
 
 def as_it_is(change: Change) -> Change:
