@@ -580,6 +580,23 @@ class SetAtTheStart(Base):
         return loss
 
 
+class RunningAccuracy(Base):
+    """What was predicted in all steps is compared with the targets of all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guesses: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0]).mean(1)
+        self.guesses.append(logits.argmax(-1))
+        self.targets.append(torch.arange(len(batch[1])) + batch_idx)
+        hits = torch.cat(self.guesses) == torch.cat(self.targets)
+        self.log("accuracy", hits.double().mean())
+        return F.cross_entropy(logits, batch[1])
+
+
 class WhoRanFirst(Base):
     """One layer leaves a word on a class, and the other goes by that."""
 
@@ -1219,7 +1236,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
-                 LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart,
+                 LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, RunningAccuracy,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -268,9 +268,25 @@ class GoesByRates(Base):
         return loss + sum(p.square().sum() for p in self.trainer.optimizers[0].param_groups[0]["params"]) * 0.01
 
 
+class OnRankZero(Base):
+    """The first rank alone logs, and keeps losses, as users of DDP write it: ranks of one replica do the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            self.log("first", loss)
+        if self.trainer.is_global_zero:
+            self.losses.append(loss.item())
+        return loss * (1.0 + len(self.losses))
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
-                 LendsAModule, ModeWithin, WeightNormed, GoesByRates)
+                 LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero)
 }  # fmt: skip

@@ -306,6 +306,34 @@ def test_what_cant_be_is_refused_alike_on_all_ranks_at_once(name: str, pool: Poo
         assert part in first
 
 
+class Penalty(Net):
+    """A hook keeps a tensor that the loss goes by, from the second step on."""
+
+    mean: Tensor | None = None
+    penalty: Any = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        mean = output.mean()
+        if self.mean is not None:
+            self.penalty = (mean - self.mean).square()
+        self.mean = mean.detach()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.penalty = 0.0
+        return super().training_step(batch, batch_idx) + self.penalty
+
+
+def test_a_gradient_for_what_a_hook_keeps_later_is_refused(pool: Pool) -> None:
+    errors = pool.run(2, run, Penalty)
+    assert any("The loss goes by what a hook of 'up' or its own code stores in self" in error for error in errors), (
+        errors
+    )
+
+
 def _too_many_ranks() -> str:
     return run(Net)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import private
+from lightning_par.callers import Count
 from lightning_par.data.sharing import unstore
 from lightning_par.data.using import use_throughout
 from lightning_par.launch import StartMethod
@@ -20,6 +21,7 @@ from lightning_par.namespace import Namespace
 from lightning_par.optim.places import Stages
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.engine import Engine
+from lightning_par.pipeline.located import Run
 from lightning_par.pipeline.outside import Outside
 from lightning_par.pipeline.spent import spent_gradients
 from lightning_par.pipeline.spread import Spread
@@ -100,6 +102,17 @@ class StagedMixin(StrategyMixin):
             axis = self.groups.pipeline
             meeting = Meeting(axis, self.timeout, "pipeline")
             self._outside = Outside(self.lightning_module, self._spread.placement, axis, self.root_device, meeting)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number; within a step, which all ranks of a replica run alike, that of their first one."""
+        if Run.current is None or self._groups is None:
+            return super().global_rank
+        return Count(self.groups.data.rank, self.groups.replica.ranks[0])
+
+    @property
+    def is_global_zero(self) -> bool:
+        return super().is_global_zero if Run.current is None else self.global_rank == 0
 
     def _holding(self) -> Stages | None:
         if self._spread is None or self.groups.pipeline.size == 1:
