@@ -565,7 +565,7 @@ class SetAtTheStart(Base):
     """The step goes by what hooks at the start of training, an epoch and a batch set."""
 
     def on_fit_start(self) -> None:
-        self.scale = 2.0
+        self.scale, self.seen = 2.0, torchmetrics.MeanMetric()
 
     def on_train_epoch_start(self) -> None:
         self.losses: list[Tensor] = []
@@ -577,7 +577,11 @@ class SetAtTheStart(Base):
         loss = super().training_step(batch, batch_idx) * self.scale / self.number
         self.losses.append(loss.detach())
         self.log("mean", torch.stack(self.losses).mean())
+        self.seen.update(loss)
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", self.seen.compute())
 
 
 class RunningAccuracy(Base):

@@ -193,7 +193,12 @@ class Watch:
 
     def _walked(self, apart: dict[int, str] | None = None, hooks: bool = True) -> Snapshot:
         apart, outer = self._units if apart is None else apart, {id(m) for _, m in self._outer}
-        snapshot = Snapshot(self.modules, self._packages, {key: x for key, x in apart.items() if key not in outer})
+        known = {id(m) for _, m in self.modules} | self._units.keys()
+        late = [
+            (f"self.{n}", m) for n, m in self.lightning_module.named_modules() if id(m) not in known
+        ]  # on_fit_start
+        modules, apart = [*self.modules, *late], {key: x for key, x in apart.items() if key not in outer}
+        snapshot = Snapshot(modules, self._packages, apart)
         snapshot.add_units(self._outer)
         for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
             snapshot.add(kind.__qualname__, kind)
