@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from lightning_par.namespace import Namespace
 
@@ -72,6 +72,38 @@ class Count(int):
 
     def __format__(self, spec: str) -> str:
         return format(self.processes, spec)
+
+
+class RankInStep(Count):
+    """A rank within a step that all ranks of a replica run alike: it is the replica's first one, and itself.
+
+    So what a user does on rank 0 alone, all of the replica do, as one device does; and what on rank 1, that one.
+
+    Args:
+        replicas: the number to compute with.
+        processes: the number of the replica's first process.
+        own: of this process.
+
+    Example::
+
+        assert RankInStep(0, 0, own=1) == 0 and RankInStep(0, 0, own=1) == 1 and not RankInStep(0, 0, own=1)
+    """
+
+    own: int
+
+    def __new__(cls, replicas: int, processes: int, own: int) -> RankInStep:
+        self = cast(RankInStep, super().__new__(cls, replicas, processes))
+        self.own = own
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return _processes(other) in (self.processes, self.own)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.processes)
 
     def __reduce__(self) -> Any:  # a dataset that has it is copied, and travels to workers
         return Count, (int(self), self.processes)

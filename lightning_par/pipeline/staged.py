@@ -9,10 +9,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_par import private
-from lightning_par.callers import Count
+from lightning_par.callers import RankInStep
 from lightning_par.data.sharing import unstore
 from lightning_par.data.using import use_throughout
 from lightning_par.launch import StartMethod
@@ -105,10 +106,11 @@ class StagedMixin(StrategyMixin):
 
     @property
     def global_rank(self) -> int:
-        """This process's number; within a step, which all ranks of a replica run alike, that of their first one."""
+        """This process's number; within a step see `callers.RankInStep`."""
+        rank = super().global_rank
         if Run.current is None or self._groups is None:
-            return super().global_rank
-        return Count(self.groups.data.rank, self.groups.replica.ranks[0])
+            return rank
+        return RankInStep(self.groups.data.rank, self.groups.replica.ranks[0], dist.get_rank())
 
     @property
     def is_global_zero(self) -> bool:
