@@ -73,6 +73,9 @@ class Count(int):
     def __format__(self, spec: str) -> str:
         return format(self.processes, spec)
 
+    def __reduce__(self) -> Any:  # a dataset that has it is copied, and travels to workers
+        return Count, (int(self), self.processes)
+
 
 class RankInStep(Count):
     """A rank within a step that all ranks of a replica run alike: it is the replica's first one, and itself.
@@ -104,9 +107,6 @@ class RankInStep(Count):
 
     def __hash__(self) -> int:
         return hash(self.processes)
-
-    def __reduce__(self) -> Any:  # a dataset that has it is copied, and travels to workers
-        return Count, (int(self), self.processes)
 
 
 def _processes(value: Any) -> Any:
