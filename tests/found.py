@@ -584,6 +584,17 @@ class SetAtTheStart(Base):
         self.log("seen", self.seen.compute())
 
 
+class CallsAgainLater(Base):
+    """From the third step on the model is called again: its layers in their order, then in the other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, loss = batch[0], super().training_step(batch, batch_idx)
+        if batch_idx >= 2:
+            y = self(x * 0.9)
+            loss = loss + F.mse_loss(self.a(self.b(y).tanh()), y + x.flip(1))
+        return loss
+
+
 class RunningAccuracy(Base):
     """What was predicted in all steps is compared with the targets of all steps."""
 
@@ -1240,7 +1251,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByAnObject, ToldByAnEnum, ToldByANumber, ToldByATensor, ToldByATensorOnIt, ToldByAGlobalTensor,
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
-                 LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, RunningAccuracy,
+                 LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

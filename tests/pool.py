@@ -151,6 +151,7 @@ class Pool:
         *args: Any,
         timeout: float = PATIENCE,
         grace: float = GRACE,
+        until: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank; returns the results by rank.
@@ -160,6 +161,7 @@ class Pool:
             function: a module-level function (it travels by name); its arguments and results must pickle.
             timeout: seconds until ranks that have not answered are killed.
             grace: seconds that the others get to end once one rank has failed.
+            until: the rank with whose failure the run ends at once.
 
         Raises:
             RanksFailedError: a rank raised, died or did not answer in time.
@@ -177,7 +179,7 @@ class Pool:
             worker.connection.send_bytes(
                 pickle.dumps((function.__module__, function.__qualname__, args, kwargs, variables))
             )
-        results, reports = _collect(workers, starts, timeout, grace)
+        results, reports = _collect(workers, starts, timeout, grace, until)
         del store
         if any(worker.lost for worker in workers):
             self.restart()
@@ -200,7 +202,7 @@ class Pool:
 
 
 def _collect(
-    workers: list[_Worker], starts: list[int], timeout: float, grace: float
+    workers: list[_Worker], starts: list[int], timeout: float, grace: float, until: int | None
 ) -> tuple[dict[int, Any], dict[int, str]]:
     """Results and failure reports by rank; marks workers that died or hung as lost."""
     results: dict[int, Any] = {}
@@ -221,7 +223,7 @@ def _collect(
                 results[rank] = answer
             else:
                 reports[rank] = answer
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, time.monotonic() + (0.0 if rank == until else grace))
     for rank in waiting.values():
         workers[rank].lost = True
         reports[rank] = f"no answer after {timeout:g} s; stacks:\n{workers[rank].stacks(starts[rank])}"

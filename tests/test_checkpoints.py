@@ -598,7 +598,7 @@ def test_a_checkpoint_is_saved_when_all_ranks_fail_alike(kind: str, pool: Pool, 
 @pytest.mark.parametrize(("kind", "rank"), [("exception_only", 0), ("on_exception", 1)])
 def test_no_checkpoint_is_waited_for_when_one_rank_fails(kind: str, rank: int, pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        pool.run(2, _raise_alone, tmp_path, rank, kind, grace=0.5)
+        pool.run(2, _raise_alone, tmp_path, rank, kind, until=rank)
     report = caught.value.reports[rank]
     assert f"ValueError: rank {rank} broke" in report
     assert "since every rank holds a part of it and not all of the 2 ranks came within 1 s" in report

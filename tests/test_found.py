@@ -19,6 +19,7 @@ from tests.strange import STRANGE
 
 STEPS = 3
 CUT = (
+    "CallsAgainLater",
     "Scaled",
     "CountsRows",
     "Numbered",

@@ -417,7 +417,7 @@ def test_in_a_pipeline_a_write_within_the_step_is_refused(pool: Pool) -> None:
 
 def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waited 1 s for rank 1"):
-        pool.run(2, _alone, grace=0)
+        pool.run(2, _alone, until=0)
 
 
 def _alone_and_warned() -> list[str]:

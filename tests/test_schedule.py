@@ -18,6 +18,7 @@ from lightning_par.pipeline.schedule import (
     check,
     make_forward_schedule,
     make_schedule,
+    make_schedule_again,
     place_stages,
     stages_per_rank,
 )
@@ -49,11 +50,23 @@ def test_every_schedule_can_be_run(name: str, ranks: int) -> None:
             check(make_forward_schedule(schedule, microbatches))
 
 
-def test_forwards_can_be_run_under_any_placement() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_go_through_its_stages_again(name: str, ranks: int) -> None:
+    for stages in stage_counts(name, ranks):
+        for microbatches in range(1, 10):
+            once = make_schedule(name, ranks, microbatches, stages)
+            again = make_schedule_again(name, once.placement * 3, microbatches)
+            check(again)
+            assert again.trains and again.placement == once.placement * 3
+
+
+def test_forwards_can_be_run_under_any_placement_and_the_backwards_after_them() -> None:
     draw = random.Random(0)
     for _ in range(100):
         placement = tuple(draw.randrange(4) for _ in range(draw.randint(1, 9)))
         check(make_forward_schedule(placement, draw.randint(1, 7)))
+        check(make_schedule_again("gpipe", placement, draw.randint(1, 7)))
     for microbatches, wanted in ((8, 3 / 19), (1, 0.75)):
         looped = make_forward_schedule(make_schedule("interleaved_1f1b", 4, 8), microbatches)
         assert bubble(simulate(looped), 4) == pytest.approx(wanted)

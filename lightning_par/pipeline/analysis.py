@@ -90,7 +90,7 @@ class Analysis(FakeRun):
         layouts: Layouts,
     ) -> None:
         super().__init__(mode, axis)
-        self.stages, self.stretches, self.homes = stages, stages.stretches(grad), stages.homes
+        self.stages, self.stretches, self.homes = stages, stages.stretches(), stages.homes
         self.names: dict[int, str] = {}  # of fake parameters, by id
         self.keys: dict[int, Key] = {}
         self.handed = Handed(self.homes, self.keys, self.names)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from lightning_par.pipeline.located import Program
-from lightning_par.pipeline.schedule import Schedule, make_forward_schedule, make_schedule
+from lightning_par.pipeline.schedule import Schedule, make_forward_schedule, make_schedule, make_schedule_again
 
 
 class Order(Protocol):
@@ -44,6 +44,9 @@ class PipelineOrder:
     stages: int
 
     def training(self, programs: Sequence[Program]) -> Schedule:
+        at = programs[0].at
+        if len(at) > self.stages:
+            return make_schedule_again(self.name, at, len(programs))
         return make_schedule(self.name, self.ranks, len(programs), self.stages)
 
     def forwards(self, programs: Sequence[Program]) -> Schedule:

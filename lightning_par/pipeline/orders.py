@@ -137,3 +137,9 @@ def forwards(placement: tuple[int, ...], microbatches: int) -> list[list[Action]
             if stage + 1 < len(placement):
                 arrived.setdefault((placement[stage + 1], rank), deque()).append((stage + 1, i))
     return orders
+
+
+def there_and_back(placement: tuple[int, ...], microbatches: int) -> list[list[Action]]:
+    """All forwards under any placement, then the backwards in the reverse order, in which messages fit as well."""
+    orders = forwards(placement, microbatches)
+    return [[*order, *(Action("B", f.stage, f.microbatch) for f in reversed(order))] for order in orders]

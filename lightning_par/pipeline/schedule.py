@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -144,6 +144,31 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
     placement = place_stages(name, ranks, stages)
     actions = tuple(tuple(kind.order(rank, ranks, stages, microbatches)) for rank in range(ranks))
     return Schedule(name, ranks, microbatches, placement, actions)
+
+
+@lru_cache(maxsize=64)
+def make_schedule_again(name: str, placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """The schedule ``name`` for steps that go through a pipeline's stages more than once.
+
+    Where the stages follow one another in a loop over the ranks, its backwards begin as early as interleaved ones do;
+    else they come after all forwards.
+
+    Args:
+        name: one of `SCHEDULES`.
+        placement: the rank of each stage, those of the later rounds included.
+        microbatches: microbatches in a step.
+
+    Example::
+
+        print(make_schedule_again("1f1b", (0, 1, 0, 1), microbatches=4))
+    """
+    ranks = max(placement) + 1
+    kind = _kind(name)
+    if name != "gpipe" and kind.shape != "v":
+        looped = name if kind.shape == "loop" else "interleaved_1f1b"
+        return replace(make_schedule(looped, ranks, microbatches, len(placement)), name=name)
+    actions = orders.there_and_back(placement, microbatches)
+    return Schedule(name, ranks, microbatches, placement, tuple(map(tuple, actions)))
 
 
 def make_forward_schedule(placement: Schedule | tuple[int, ...], microbatches: int) -> Schedule:

@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_par.rules.table import user_line
-
 if TYPE_CHECKING:
     from lightning_par.pipeline.analysis import Analysis
 
@@ -64,8 +62,8 @@ class Stages(Protocol):
     def without(self, paths: Collection[str]) -> Stages:
         """The same with fewer units."""
 
-    def stretches(self, grad: bool) -> Stretches:
-        """Watches a run; ``grad`` says whether a backward follows."""
+    def stretches(self) -> Stretches:
+        """Watches a run."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,15 @@ class Row:
     def without(self, paths: Collection[str]) -> Row:
         return replace(self, homes={path: homes for path, homes in self.homes.items() if path not in paths})
 
-    def stretches(self, grad: bool) -> Stretches:
-        return _InRow(self, may_begin_again=not grad)
+    def stretches(self) -> Stretches:
+        return _InRow(self)
 
 
 class _InRow:
-    """Forwards without backwards may go through all stages again."""
+    """A step that calls a unit of an earlier stage goes through all stages again."""
 
-    def __init__(self, row: Row, may_begin_again: bool) -> None:
-        self._homes, self._at, self._again = row.homes, row.at, may_begin_again
+    def __init__(self, row: Row) -> None:
+        self._homes, self._at = row.homes, row.at
         self._called: Counter[str] = Counter()
         self._starts = [0]
 
@@ -117,16 +115,10 @@ class _InRow:
         homes, stage = self._homes[path], len(self._starts) - 1
         planned = homes[min(self._called[path], len(homes) - 1)]
         self._called[path] += 1
-        began = stage // len(self._at) * len(self._at) if self._again else 0
+        began = stage // len(self._at) * len(self._at)
         ahead = [began + home for home in (planned, *homes) if began + home >= stage]
-        if not ahead and self._again:
-            ahead = [began + len(self._at) + min(homes)]
         if not ahead:
-            raise ValueError(
-                f"{user_line()}: {path!r} lives on stage {homes[-1]} of the pipeline, but here it is called after "
-                f"modules of stage {stage}. Steps of one model must call its modules in the same order; or name "
-                "stages with `stages=` so that both orders fit."
-            )
+            ahead = [began + len(self._at) + min(homes)]
         self._starts += [event] * (ahead[0] - stage)
 
     def cut(self, run: Analysis, microbatches: int) -> Cut:

@@ -49,12 +49,12 @@ class Places:
     def without(self, paths: Collection[str]) -> Places:
         return replace(self, homes={path: home for path, home in self.homes.items() if path not in paths})
 
-    def stretches(self, grad: bool) -> Stretches:
-        return _WherePlaceChanges(self, grad)
+    def stretches(self) -> Stretches:
+        return _WherePlaceChanges(self)
 
 
 class _WherePlaceChanges:
-    def __init__(self, places: Places, grad: bool) -> None:
+    def __init__(self, places: Places) -> None:
         self._places = places
         self._starts: list[int] = []
         self._at: list[int] = []
