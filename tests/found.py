@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections import deque
@@ -20,6 +21,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 C = 8
@@ -593,6 +595,95 @@ class CallsAgainLater(Base):
             y = self(x * 0.9)
             loss = loss + F.mse_loss(self.a(self.b(y).tanh()), y + x.flip(1))
         return loss
+
+
+class AveragesByHand(Base):
+    """Averages of weights in tensors of the module's own, made before the fit and in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = {name: p.detach().clone().double() for name, p in self.named_parameters()}
+
+    def on_fit_start(self) -> None:
+        self.late = [p.detach().clone() for p in self.parameters()]
+        self.kept, self.speed = [copy.deepcopy(self.b)], [torch.zeros_like(p) for p in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, p in self.named_parameters():
+            self.early[name].lerp_(p, 0.5)
+        torch._foreach_lerp_(list(self.early.values()), [p.detach() for p in self.parameters()], 0.25)
+        for late, speed, p in zip(self.late, self.speed, self.parameters(), strict=True):
+            speed.mul_(0.5).add_(p - late)
+            late.mul_(0.5).add_(p, alpha=0.5)
+            p.sub_(speed, alpha=0.1)
+        for kept, p in zip(self.kept[0].parameters(), self.b.parameters(), strict=True):
+            torch.add(kept * 0.5, p, alpha=0.5, out=kept)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("early", torch.stack([x.norm() for x in self.early.values()]).sum())
+        self.log("late", torch.stack([x.abs().sum() for x in (*self.late, *self.speed)]).sum())
+        self.log("called", self.kept[0](torch.ones(C, dtype=torch.float64)).sum().detach())
+
+
+class GradientsByHand(Base):
+    """Gradients are averaged and added in place, to tensors of other layers, too; weights are kept with their graph."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 0:
+            self.kept = [torch.zeros_like(p) for p in self.parameters()]
+        total = torch.zeros(C, C)
+        for kept, p in zip(self.kept, self.parameters(), strict=True):
+            kept.mul_(0.9).add_(p.grad, alpha=0.1)
+            p.grad.add_(kept)
+        for layer in (self.a, self.b):
+            total.add_(layer.weight.grad).sub_(layer.weight.detach())
+        self.a.weight.data.add_(self.b.weight.grad, alpha=0.1)
+        self.before = [p.clone() for p in self.parameters()]
+        self.log_dict({"total": total.norm(), "kept": torch.stack([x.norm() for x in self.kept]).sum()})
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        moved = [(p - before).norm() for p, before in zip(self.parameters(), self.before, strict=True)]
+        self.log("moved", torch.stack(moved).sum().detach())
+        self.log("bias", self.b.bias[0])
+
+
+class AveragedModule(Base):
+    """torch's own averages: in a submodule that no step calls, and of a layer with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(6))
+        self.averaged = AveragedModel(self.b, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        self.seen = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.averaged.update_parameters(self.b)
+        self.seen += int(self.b[1].num_batches_tracked)
+        self.log("tracked", self.averaged.n_averaged)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", float(self.seen))
+        self.log("buffers", torch.stack([x.double().abs().sum() for x in self.buffers()]).sum())
+        self.b[1].reset_running_stats()
+
+
+class InnerBuffers(Base):
+    """A layer uses buffers of the modules within it, which lie on another stage where it is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _InnerBuffers()
+
+
+class _InnerBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*[nn.Linear(C, C) for _ in range(8)])
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(C, C))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x)) * self.second.parametrizations["weight"][0]._u.square().sum()
 
 
 class RunningAccuracy(Base):
@@ -1252,6 +1343,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
+                 AveragesByHand, GradientsByHand, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -68,6 +68,15 @@ class Gradient(torch.Tensor):
         self.owner.axis.broadcast_(leaf(self.here).detach().contiguous(), "gradients", self.source)
         return self.here
 
+    def beside(self, ranks: set[int]) -> Tensor:
+        """What a function needs of it that writes on ``ranks``: its values, where those that hold it are others.
+
+        All ranks must call it.
+        """
+        if not ranks <= {*self.owner.holders_of(self.of)}:
+            return self.whole()
+        return torch.empty(self.shape, dtype=self.dtype, device="meta") if self.here is None else self.here
+
     def empty(self) -> Tensor:
         """Room for its values, sharded as it is over another axis than its owner's."""
         shape = list(self.shape)

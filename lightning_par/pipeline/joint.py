@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from lightning_par.meeting import Meeting
 from lightning_par.optim.closures import with_closures
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
+from lightning_par.pipeline.holders import Holders
 from lightning_par.pipeline.weight import Weight, WeightView
 from lightning_par.pipeline.weights import Placement
 from lightning_par.view import ShardedTensor
@@ -56,12 +58,12 @@ class JointGradients:
 
     def __init__(self, module: nn.Module, placement: Placement, axis: Axis, meeting: Meeting) -> None:
         self.axis, self.meeting = axis, meeting
-        self.sources: dict[str, int] = {}  # of spread parameters: who sends the gradient
-        self._parameters: dict[str, Tensor] = {}
-        for name, p in module.named_parameters():
-            if len(placement.of(name, axis.size)) < axis.size:
-                self.sources[name] = placement.first(name)
-                self._parameters[name] = p
+        self.others = Holders(axis)
+        self._parameters = _spread(module.named_parameters(), placement, axis)
+        # Steps may exchange buffers: they are found anew.
+        self._buffers = {name: _place_of(module, name) for name in _spread(module.named_buffers(), placement, axis)}
+        self.sources = {name: placement.first(name) for name in (*self._parameters, *self._buffers)}  # who sends them
+        self._views: dict[int, weakref.ref[Tensor]] = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._classes: dict[tuple[type, type], type] = {}
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
@@ -73,7 +75,9 @@ class JointGradients:
     def close(self) -> None:
         """Let every parameter and optimizer be what it was. No communication."""
         self._hide()
-        self._unseen += 1  # for views that someone keeps
+        self._unseen += 1
+        for view in [view for ref in [*self._views.values()] if (view := ref()) is not None]:
+            _be_plain(view)
         for undo in self._undo.values():
             undo()
         self._undo.clear()
@@ -173,7 +177,7 @@ class JointGradients:
         """The names of the parameters that have a gradient, on any rank."""
         if self._known is None:
             self.meet("looked which parameters have gradients")
-            first = [name for name, source in self.sources.items() if source == self.axis.rank]
+            first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
             mine = [name for name in first if _held(self._parameters[name]) is not None]
             self._known = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
         return self._known
@@ -197,12 +201,31 @@ class JointGradients:
                 p._lender = self  # type: ignore[attr-defined]
             elif not isinstance(p, _Joint):
                 p.__class__ = self.class_of(_Joint, type(p))
+        for name, x in self._buffers_now():
+            self.show(x, name)
 
     def _hide(self) -> None:
         for p in self._parameters.values():
             vars(p).pop("_lender", None)
             if isinstance(p, _Joint):
                 p.__class__ = p._plain
+        for _, x in self._buffers_now():
+            _be_plain(x)
+
+    def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (buffers, own) in self._buffers.items():
+            x = buffers.get(own)
+            if x is not None and not isinstance(x, ShardedTensor):
+                yield name, x
+
+    def show(self, x: Any, of: str) -> Any:
+        """Let user code see ``x``, on the ranks of the parameter or buffer ``of``, as it sees that one; ``x`` again."""
+        if isinstance(x, Weight):
+            return x
+        key = id(x)
+        x.__class__, x._of = self.class_of(WeightView, type(x)), of
+        self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
+        return x
 
     def class_of(self, way: type, kind: type) -> Any:
         """The subclass of ``kind`` that begins with ``way``."""
@@ -217,8 +240,6 @@ class JointGradients:
 class _Joint(Weight):
     """What the class of a spread parameter begins with while user code may read it and its gradient."""
 
-    _plain: ClassVar[Any]
-
     @property
     def grad(self) -> Tensor | None:
         return self._owner.read(_tensor(self), sys._getframe(1))
@@ -231,11 +252,20 @@ class _Joint(Weight):
     def grad(self) -> None:
         self.grad = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = self._plain.__deepcopy__(self, memo)
-        if isinstance(copied, _Joint):
-            copied.__class__ = self._plain
-        return copied
+
+def _spread(tensors: Iterable[tuple[str, Tensor]], placement: Placement, axis: Axis) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors if len(placement.of(name, axis.size)) < axis.size}
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path)._buffers, own
+
+
+def _be_plain(x: Tensor) -> None:
+    if isinstance(x, WeightView):
+        x.__class__ = x._plain  # type: ignore[assignment]
+        del x._of
 
 
 def _for_user(frame: types.FrameType) -> bool:

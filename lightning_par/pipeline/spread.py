@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lightning_par.data.stored import Stored
 from lightning_par.data.using import in_use, parts_of_gradients
@@ -29,7 +30,7 @@ from lightning_par.pipeline.step import Step, step_of
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.study import study, survey
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
-from lightning_par.pipeline.units import Call, walk
+from lightning_par.pipeline.units import Call, ancestors, close, walk
 from lightning_par.pipeline.watch import Watch
 from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
 from lightning_par.steps import has_start_hooks
@@ -183,27 +184,12 @@ class Spread:
         if not has_batch:
             return plan, stages, None
         wanted = self._wanted(step)
-        opened: list[str] = []
-        closed = {call.path for call in walk(root) if call.closed is not None}
-        program, reason = self._try(step, stages, wanted)
-        while reason is not None and (unit := reason.unit) is not None and unit not in opened:
-            # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps
-            # from one call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
-            mixes, inner = isinstance(reason, SamplesMixError), step.module.get_submodule(unit).children()
-            if unit in closed or mixes and next(inner, None) is None:
-                break  # it can't be seen, or there is nothing in it to see
-            units = reason.units if isinstance(reason, UnitError) and reason.units else (unit,)
-            opened += [one for one in units if one not in closed]
-            try:
-                again, again_stages = self.plan(step.module, root, opened)
-            except ValueError:  # it is needed as a unit
-                break
-            if again == plan:
-                break
-            program, said = self._try(step, again_stages, wanted)
-            if isinstance(said, OutsideWriteError):  # it must stay a unit
-                break
-            plan, stages, reason = again, again_stages, said
+        first = _Cut(root, plan, stages, *self._try(step, stages, wanted))
+        cut = self._improved(step, first, wanted, opens=True)
+        if isinstance(cut.reason, UnitError):
+            other = self._improved(step, first, wanted, opens=False)
+            cut = cut if isinstance(other.reason, UnitError) else other
+        plan, stages, program, reason = cut.plan, cut.stages, cut.program, cut.reason
         if isinstance(reason, UnitError) and wanted > 1:
             program, said = self._try(step, stages, 1)
             self._leave_whole(step, reason if program is not None else None)
@@ -214,6 +200,31 @@ class Spread:
         if program is None:
             raise ValueError(str(reason))
         return plan, self._without_unused(step.module, stages, program), program
+
+    def _improved(self, step: Step, cut: _Cut, wanted: int, opens: bool) -> _Cut:
+        """``cut``, with units opened, or else closed, until it can be run or nothing more helps."""
+        mixing: _Cut | None = None
+        met: list[str] = []
+        while cut.reason is not None and cut.reason.unit is not None and met.count(cut.reason.unit) < 2:
+            ways = _ways(step.module, cut, cut.reason)
+            for root, opened in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
+                try:
+                    plan, stages = self.plan(step.module, root, opened)
+                except ValueError:  # it is needed as a unit, or apart
+                    continue
+                if plan != cut.plan:
+                    break
+            else:
+                break
+            met.append(cut.reason.unit)
+            other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened)
+            if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
+                break
+            if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):
+                mixing = cut
+            cut = other
+        # Where what was opened to see whether samples mix can't be run, that was no use.
+        return mixing if mixing is not None and isinstance(cut.reason, UnitError) else cut
 
     def _without_unused(self, module: nn.Module, stages: Stages, program: Program) -> Stages:
         """A module that is never called is no unit where the step itself reads its parameters."""
@@ -281,6 +292,43 @@ def _as_the_loop_will_run(module: nn.Module, step: Step) -> Iterator[None]:
     finally:
         for m, mode in training.items():
             m.training = mode
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A step cut into stages: its calls, the plan, and the program, or the reason why there is none.
+
+    Attributes:
+        opened: modules that are no units for a reason that came up.
+    """
+
+    root: Call
+    plan: Any
+    stages: Stages
+    program: Program | None
+    reason: SamplesMixError | UnitError | None
+    opened: tuple[str, ...] = ()
+
+
+def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Call, tuple[str, ...]]]:
+    """What may be done about the unit of a ``reason``: the calls, and what is opened of them."""
+    assert reason.unit is not None
+    root, opened = cut.root, cut.opened
+    # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps from one
+    # call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
+    mixes, inner = isinstance(reason, SamplesMixError), module.get_submodule(reason.unit).children()
+    closed = {call.path for call in walk(root) if call.closed is not None}
+    units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
+    seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
+    ways = [(root, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
+    # What other code takes from within it is at hand in the module around, where that is called as a whole.
+    called = {call.path for call in walk(root)}
+    around = next((path for path in ancestors(reason.unit) if path in called), None)
+    if mixes or around is None or around in opened:
+        return ways
+    kind = type_before_parametrizations(module.get_submodule(around))
+    alike = {path for path, m in module.named_modules() if path and type_before_parametrizations(m) is kind}
+    return [*ways, (close(root, alike.difference(opened), f"its code needs what is within {reason.unit!r}"), opened)]
 
 
 def _place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:

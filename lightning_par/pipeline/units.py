@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_par.pipeline.balance import UnitCall, bottleneck, costs_of, split
 
@@ -64,6 +64,17 @@ def ancestors(path: str) -> list[str]:
     """
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def close(root: Call, paths: Collection[str], reason: str) -> Call:
+    """``root``, in which the modules ``paths`` can't be opened, for a ``reason``.
+
+    Example::
+
+        assert close(Call("net", 8, 8), {"net"}, "reads a value").closed == "reads a value"
+    """
+    children = tuple(close(child, paths, reason) for child in root.children)
+    return replace(root, children=children, closed=root.closed or (reason if root.path in paths else None))
 
 
 def unit_calls(root: Call, units: Collection[str]) -> list[UnitCall]:

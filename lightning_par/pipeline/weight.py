@@ -1,12 +1,13 @@
-"""A weight that lives on some ranks of a pipeline, as user code between two steps sees it on every rank.
+"""A weight or buffer that lives on some ranks of a pipeline, as user code between two steps sees it on every rank.
 
-Functions that write into it run where it is. Views of it are known on every rank, too. All other functions first send
+Functions that write into it run where it is. Its views and copies are where it is, too. All other functions first send
 its values, so that all ranks go on with one result; they meet before. Where the weight is kept in parts, too, they are
 refused. See `lightning_par.pipeline.joint`.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 import types
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lightning_par import private
 from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere, sharding_of
+from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.travel import kind_of, send_to_all
@@ -28,28 +30,38 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.joint import JointGradients
 
 _AS_IT_IS = frozenset("""
-clone empty_like zeros_like ones_like full_like requires_grad_ swap_tensors register_hook retain_grad backward
-register_post_accumulate_grad_hook __deepcopy__ __reduce_ex__
+requires_grad_ swap_tensors register_hook retain_grad backward register_post_accumulate_grad_hook __deepcopy__
+__reduce_ex__
 """.split())  # fmt: skip
+_WHERE_IT_IS = frozenset("detach clone empty_like zeros_like ones_like full_like".split())
 _OURS = ("lightning_par.", "torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed")
 _BETWEEN = (__name__, "lightning_par.pipeline.elsewhere")
+_USERS = ("torch.optim.swa_utils",)  # no optimizer, but what is called between steps
+_CALLS = ("_call_impl", "_wrapped_call_impl")  # of a module that is no unit, such as a copy of one
+_LOG = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # one rank alone will read what is logged
 
 
 class Weight:
-    """What the class of a spread parameter, or of a view of one, begins with.
+    """What the class of a spread parameter or buffer, or of a view or a copy of one, begins with.
 
     Attributes:
         _owner: carries it over the ranks.
+        _plain: its class outside of the run.
     """
 
     _owner: ClassVar[JointGradients]
+    _plain: ClassVar[Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         known = is_metadata(func, name) or name in _AS_IT_IS or name == "__format__" and args[0].ndim
-        if known or not cls._owner.shows or private.in_backward() or not _is_users(sys._getframe(1)):
+        shows = not known and cls._owner.shows and not private.in_backward()
+        user = _user(sys._getframe(1)) if shows else None
+        if user is None:
             return _as_it_is(func, args, kwargs)
+        if name in _WHERE_IT_IS and user not in _LOG or name == "__get__" and func.__self__.__name__ == "data":
+            return _stays(cls._owner, func, name, args, kwargs)
         return _run(cls._owner, func, name, args, kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -60,18 +72,26 @@ class Weight:
         x: Any = self
         return torch.Tensor.tolist(x)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        x: Any = self
+        way, x.__class__ = x.__class__, x._plain
+        try:
+            copied = copy.deepcopy(x, memo)
+        finally:
+            x.__class__ = way
+        vars(copied).pop("_of", None)
+        shows = self._owner.shows and _user(sys._getframe(1)) is not None
+        return self._owner.show(copied, self._owner.name_of(self)) if shows else copied
+
 
 class WeightView(Weight):
-    """A view of a spread parameter.
+    """A spread buffer, or a view or a copy of a spread parameter or buffer.
 
     Attributes:
-        _of: the parameter's name.
+        _of: the name of the parameter or buffer.
     """
 
     _of: str
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), _plain(self).clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
@@ -83,16 +103,17 @@ def _plain(x: Any) -> Any:
         return x.detach()
 
 
-def _is_users(frame: types.FrameType | None) -> bool:
-    """Whether a function was called by user code, or for it by torch's."""
+def _user(frame: types.FrameType | None) -> str | None:
+    """The module whose code called a function, by itself or by torch's; None where that is not for user code."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_OURS) and module not in _BETWEEN:
-            return False
-        if module not in _BETWEEN and module.partition(".")[0] != "torch":
-            return True
+        calls = frame.f_code.co_name in _CALLS and module == "torch.nn.modules.module"
+        if module.startswith(_OURS) and module not in (*_BETWEEN, *_USERS) and not calls:
+            return None
+        if module not in _BETWEEN and module.partition(".")[0] not in ("torch", "copy"):
+            return str(module)
         frame = frame.f_back
-    return False
+    return None
 
 
 def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
@@ -103,9 +124,15 @@ def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A view or a copy, on the ranks of the weight; in no graph, which would hold the weight beyond the run."""
+    x, links = args[0], name == "clone" and torch.is_grad_enabled() and args[0].requires_grad
+    with torch.no_grad():
+        result = _as_it_is(func, args, kwargs)
+    return owner.show(_unlinked(result) if links and not is_elsewhere(result) else result, owner.name_of(x))
+
+
 def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if name == "detach" or name == "__get__" and func.__self__.__name__ == "data":
-        return _view(owner, owner.name_of(args[0]), _as_it_is(func, args, kwargs))
     if writes(name) or "out" in kwargs:
         return _write(owner, func, name, args, kwargs)
     if name == "equal" and all(isinstance(x, Tensor) for x in args[:2]) and args[0].dtype == args[1].dtype:
@@ -114,28 +141,54 @@ def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
 
 
 def _write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Where the weight is; of another one, which is not there, all ranks get the values first."""
-    first = args[0] if args else None
-    if not isinstance(first, Weight):
-        return _as_it_is(func, args, kwargs)
-    there = set(owner.holders_of(owner.name_of(first)))
+    """Where what is written is; of weights that are not there, all ranks get the values first."""
+    written = kwargs.get("out", next(iter((*args, *kwargs.values()))))
+    many = isinstance(written, (list, tuple))
+    weights = [x for x in tensors_in((args, kwargs)) if isinstance(x, Weight)]
+    there = [_holders(owner, name, x, weights) for x in (written if many else [written])]
 
-    def given(x: Tensor) -> Tensor:
-        away = isinstance(x, Weight) and not there <= set(owner.holders_of(owner.name_of(x)))
-        return _sent(owner, name, x) if away else x
+    def given(value: Any, *homes: set[int]) -> Any:
+        def there_too(x: Tensor) -> Tensor:
+            if isinstance(x, Gradient):
+                return x.beside(set().union(*homes))
+            away = isinstance(x, Weight) and not set().union(*homes) <= set(owner.holders_of(owner.name_of(x)))
+            return _sent(owner, name, x) if away else x
 
-    return _as_it_is(func, (first, *map_tensors(given, args[1:])), map_tensors(given, kwargs))
+        if value is written:
+            return value
+        if many and isinstance(value, (list, tuple)) and len(value) == len(there):
+            return [given(x, home) for x, home in zip(value, there, strict=True)]
+        return map_tensors(there_too, value)
+
+    args = [given(value, *there) for value in args]
+    kwargs = {key: given(value, *there) for key, value in kwargs.items()}
+    return written if "out" in kwargs and is_elsewhere(written) else _as_it_is(func, args, kwargs)
+
+
+def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any]) -> set[int]:
+    """The ranks that hold what ``name`` writes, of the ``weights``."""
+    if isinstance(written, Weight):
+        return {*owner.holders_of(owner.name_of(written))}
+    known = owner.others.known(written)
+    if known is not None:
+        return {*known}
+    if is_elsewhere(written) and any(sharding_of(x) is not None for x in weights):
+        return {*written.origin.holders}  # those that hold parts write into theirs, and don't meet
+    for x in weights:
+        _refuse_parts(name, owner.name_of(x), x)
+    owner.meet(f"called `{name}` with weights of the model between two steps")
+    return {*owner.others.ask(written)}
 
 
 def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
-    sent: dict[int, Any] = {}  # weights, by the memory of what was sent of them
+    sent: dict[int, Any] = {}  # weights and what was sent of them, by its memory
 
     def whole(x: Tensor) -> Tensor:
         if not isinstance(x, Weight):
             return x
         values = _sent(owner, name, x)
-        sent[private.memory_of(values)] = x
+        sent[private.memory_of(values)] = x, values
         return values
 
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
@@ -144,23 +197,22 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # what is written into a copy would be lost
     tensors = tensors_in(result)
-    base = sent.get(private.memory_of(tensors[0])) if tensors and tensors[0].layout == torch.strided else None
-    if base is None:
+    found = sent.get(private.memory_of(tensors[0])) if tensors and tensors[0].layout == torch.strided else None
+    if found is None:
         return map_tensors(_unlinked, result) if links else result
+    base, values = found
     of = owner.name_of(base)
-    if is_elsewhere(base):
-        return map_tensors(lambda x: _view(owner, of, Elsewhere(x.shape, x.dtype, x.device, base.origin)), result)
-    return map_tensors(lambda x: _view(owner, of, x), _as_it_is(func, args, kwargs))
+    if not is_elsewhere(base):
+        return map_tensors(lambda x: owner.show(x, of), _as_it_is(func, args, kwargs))
+
+    def away(x: Tensor) -> Tensor:
+        return base if x is values else owner.show(Elsewhere(x.shape, x.dtype, x.device, base.origin), of)
+
+    return map_tensors(away, result)
 
 
 def _unlinked(x: Tensor) -> Tensor:
     return unlinked(x, "is made of a pipeline's weights between two steps")
-
-
-def _view(owner: JointGradients, of: str, x: Any) -> Any:
-    x.__class__ = owner.class_of(WeightView, Elsewhere if is_elsewhere(x) else Tensor)
-    x._of = of
-    return x
 
 
 def _sent(owner: JointGradients, name: str, x: Any) -> Tensor:
