@@ -63,6 +63,15 @@ class HooksWeight(Net):
         return super().training_step(batch, batch_idx)
 
 
+class KeepsAtTheStart(Net):
+    def on_fit_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        away = sum((p - kept).square().sum() for p, kept in zip(self.parameters(), self.kept, strict=True))
+        return super().training_step(batch, batch_idx) + away
+
+
 class HooksBackward(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.down.register_full_backward_hook(lambda layer, grads, outer: (2 * grads[0],))
@@ -278,6 +287,11 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         WritesBatch,
         {},
         [line(WritesBatch.forward, "self.down"), "a tensor is used here into which a module wrote in place", "x.clone"],
+    ),
+    "copies of weights from on_fit_start, in the step": (
+        KeepsAtTheStart,
+        {},
+        [line(KeepsAtTheStart.training_step, "(p - kept)"), "such as on_fit_start, made of the", "Make it in `setup`"],
     ),
     "a hook on a parameter, of the step": (
         HooksWeight,

@@ -112,6 +112,7 @@ class Analysis(FakeRun):
         self.has_read = False
         self.deciding: set[str] = set()
         self.tries_units = True
+        self.started = False  # whether hooks of the start ran on the copy
         self.packages: frozenset[str] | None = None  # the user's, where units that keep something are looked for
         self.keeping: dict[str, str] = {}  # the units that change Python state, and what they change
         self.changes_lent: dict[str, str] = {}  # those that change modules which they are given
@@ -379,13 +380,19 @@ class Analysis(FakeRun):
             if id(x) in self.keys:
                 found.append(self.keys[id(x)])
             elif self.homes and is_located(x) and id(x) not in self.names:
-                raise UnitError(
-                    f"{user_line()}: the step uses a value from within a module that the module did not return: a "
-                    "forward hook or an attribute handed it out. Other stages of the pipeline can't see that. Return "
-                    "it from the module's forward, or use TensorParallelStrategy.",
-                    maker_of(x),
-                )
+                raise UnitError(f"{user_line()}: {self._why_unknown(x)} Or use TensorParallelStrategy.", maker_of(x))
         return tuple(found)
+
+    def _why_unknown(self, x: Tensor) -> str:
+        if self.started and maker_of(x) is None:
+            return (
+                "the step uses a tensor that a hook, such as on_fit_start, made of the model's weights. Other stages "
+                "of the pipeline don't have it. Make it in `setup`, when each rank has all weights."
+            )
+        return (
+            "the step uses a value from within a module that the module did not return: a forward hook or an attribute "
+            "handed it out. Other stages of the pipeline can't see that. Return it from the module's forward."
+        )
 
     def _use_parameter(self, x: Tensor) -> None:
         if id(x) in self.names:

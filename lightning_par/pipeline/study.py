@@ -193,7 +193,7 @@ def _run(
     run.names.update(fakes.names())
     named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
     run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
-    run.tries_units = draw == 0
+    run.tries_units, run.started = draw == 0, step.starts
     run.users = packages_of(step.module)
     run.packages, run.sight = run.users if keeps else None, sight
     run.training, run.samples = step.grad, max(1, step.samples)
