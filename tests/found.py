@@ -648,6 +648,32 @@ class GradientsByHand(Base):
         self.log("bias", self.b.bias[0])
 
 
+class WritesByHand(Base):
+    """Items, slices, draws, states and sums over gradients and weights, of both layers and from one to the other."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weights = [*self.a.parameters(), *self.b.parameters()]
+        self.log("saliency", torch.stack([(p.grad * p.data).abs().sum() for p in weights]).sum())
+        for p in weights:
+            p.grad.add_(p, alpha=0.01)
+        self.a.weight.grad.add_(self.b.weight.data, alpha=0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        a, b = self.a.weight.data, self.b.weight.data
+        for x in (a, b):
+            x[0], x[1:3, 2] = 0.0, 0.25
+            x[:, 1] *= 0.5
+        a[3], b[4, 0] = b[5], a[6, 1]
+        nn.init.orthogonal_(self.a.weight)
+        both = torch.broadcast_tensors(self.a.bias, b)
+        noise = torch.randn(b.shape, out=torch.empty_like(b))
+        b.add_(noise, alpha=0.01).add_(both[0], alpha=0.1)
+        if self.global_step == 2:
+            self.added = copy.deepcopy(self.b)  # a parameter more, on one stage
+            self.b.load_state_dict(self.a.state_dict())
+        self.log("state", torch.stack([x.norm() for x in self.b.state_dict().values()]).sum())
+
+
 class AveragedModule(Base):
     """torch's own averages: in a submodule that no step calls, and of a layer with buffers."""
 
@@ -1343,7 +1369,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
-                 AveragesByHand, GradientsByHand, AveragedModule, InnerBuffers,
+                 AveragesByHand, GradientsByHand, WritesByHand, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -183,9 +183,10 @@ def _counted(x: Gradient) -> Tensor:
 
 
 def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
-    rest, kwargs = _wholes(rest), _wholes(kwargs)
+    rest, kwargs = x.owner.present(name, (rest, kwargs), x.of)
     if x.here is not None:
-        func(x.here, *rest, **kwargs)
+        with x.owner.unseen():  # what is written on some ranks alone
+            func(x.here, *rest, **kwargs)
     elif name in _DRAW:  # so that the generators of all ranks stay equal
         func(x.empty(), *rest, **kwargs)
     return None if name in ("__setitem__", "__set__") else x
@@ -200,9 +201,11 @@ def _write_those_here(func: Any, args: Any, kwargs: Any) -> None:
         many = isinstance(value, (list, tuple)) and len(value) == len(absent)
         return [x for x, gone in zip(value, absent, strict=True) if not gone] if many else value
 
+    owner = next(x.owner for x in tensors_in((args, kwargs)) if isinstance(x, Gradient))
     args, kwargs = (first, *_wholes(args[1:])), _wholes(kwargs)
     if not all(absent):
-        func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
+        with owner.unseen():
+            func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
 
 
 def _wholes(value: Any) -> Any:

@@ -26,7 +26,7 @@ from lightning_par.optim.closures import with_closures
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.holders import Holders
-from lightning_par.pipeline.weight import Weight, WeightView
+from lightning_par.pipeline.weight import Weight, WeightView, present
 from lightning_par.pipeline.weights import Placement
 from lightning_par.view import ShardedTensor
 
@@ -120,6 +120,10 @@ class JointGradients:
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a spread parameter."""
         return self._holders[name]
+
+    def present(self, name: str, value: Any, of: str) -> Any:
+        """``value`` as the function ``name`` needs it to write where the parameter ``of`` is."""
+        return present(self, name, value, {*self._holders[of]})
 
     def adopt(self, optimizer: Any) -> None:
         """Let the steps of ``optimizer`` see plain gradients, but for its closure, in which hooks of the user's run."""

@@ -118,16 +118,19 @@ class Spread:
         watch = Watch(module, containers, around=_around)
 
         def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
-            held = {name: p for name, p in module.named_parameters() if in_use(p) in grads}
+            known = self.placement.holders  # what was registered since belongs to no stage
+            held = {name: p for name, p in module.named_parameters() if name in known and in_use(p) in grads}
             like = {name: in_use(p) for name, p in held.items()}
             named = {name: grads[x] for name, x in like.items()}
             summed = sum_over_holders(named, self.placement, axes, like)
             stored: dict[Stored, Tensor | None] = {
                 p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored) and like[name] is not p.local
             }
-            return {like[name]: g for name, g in summed.items()} | {
-                p.local: g for p, g in parts_of_gradients(stored).items()
-            }
+            return (
+                grads
+                | {like[name]: g for name, g in summed.items()}
+                | {p.local: g for p, g in parts_of_gradients(stored).items()}
+            )
 
         hooks = Hooks(module, stages.homes, self.axis, Meeting(self.axis, self.timeout, "hooks"))
         programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size), hooks)

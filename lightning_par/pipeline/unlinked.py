@@ -10,9 +10,9 @@ from torch import Tensor
 
 class _Unlinked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, what: str) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, boxed: list[Tensor], what: str) -> Tensor:
         ctx.what = what
-        return x.view_as(x)
+        return boxed[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -31,5 +31,6 @@ def unlinked(x: Tensor, what: str) -> Tensor:
     """
     if not (x.is_floating_point() or x.is_complex()):
         return x
-    linked: Tensor = _Unlinked.apply(torch.zeros((), device=x.device, requires_grad=True), x, what)
+    # In a list it is no input, of which the result would be a view that can't be written into.
+    linked: Tensor = _Unlinked.apply(torch.zeros((), device=x.device, requires_grad=True), [x.detach()], what)
     return linked

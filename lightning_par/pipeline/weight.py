@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_par import private
-from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere, sharding_of
+from lightning_par.pipeline.elsewhere import Elsewhere, ElsewhereError, is_elsewhere, sharding_of
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
@@ -35,9 +35,14 @@ __reduce_ex__
 """.split())  # fmt: skip
 _WHERE_IT_IS = frozenset("detach clone empty_like zeros_like ones_like full_like".split())
 _OURS = ("lightning_par.", "torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed")
-_BETWEEN = (__name__, "lightning_par.pipeline.elsewhere")
+_BETWEEN = (__name__, "lightning_par.pipeline.elsewhere", "lightning_par.pipeline.gradient")
 _USERS = ("torch.optim.swa_utils",)  # no optimizer, but what is called between steps
-_CALLS = ("_call_impl", "_wrapped_call_impl")  # of a module that is no unit, such as a copy of one
+# What runs for user code in torch's modules: calls of one that is no unit, as a copy is, and its state_dict.
+_CALLS = frozenset(
+    """
+_call_impl _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
+""".split()
+)
 _LOG = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # one rank alone will read what is logged
 
 
@@ -148,21 +153,38 @@ def _write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
     there = [_holders(owner, name, x, weights) for x in (written if many else [written])]
 
     def given(value: Any, *homes: set[int]) -> Any:
-        def there_too(x: Tensor) -> Tensor:
-            if isinstance(x, Gradient):
-                return x.beside(set().union(*homes))
-            away = isinstance(x, Weight) and not set().union(*homes) <= set(owner.holders_of(owner.name_of(x)))
-            return _sent(owner, name, x) if away else x
-
         if value is written:
             return value
         if many and isinstance(value, (list, tuple)) and len(value) == len(there):
             return [given(x, home) for x, home in zip(value, there, strict=True)]
-        return map_tensors(there_too, value)
+        return present(owner, name, value, set().union(*homes))
 
     args = [given(value, *there) for value in args]
     kwargs = {key: given(value, *there) for key, value in kwargs.items()}
-    return written if "out" in kwargs and is_elsewhere(written) else _as_it_is(func, args, kwargs)
+    if not is_elsewhere(written):
+        return _as_it_is(func, args, kwargs)
+    if name == "__setitem__":
+        return None
+    if "out" in kwargs and not any(map(is_elsewhere, tensors_in((args, {**kwargs, "out": None})))):
+        # The generators of all ranks stay equal, should it draw.
+        func(*args, **{**kwargs, "out": torch.empty(written.shape, dtype=written.dtype, device=written.device)})
+        return written
+    try:
+        return _as_it_is(func, args, kwargs)
+    except ElsewhereError:  # it goes by parts or by values of what is written, where that is
+        return written
+
+
+def present(owner: JointGradients, name: str, value: Any, ranks: set[int]) -> Any:
+    """``value`` as a function needs it that writes on ``ranks``: these have the weights and gradients in it."""
+
+    def there(x: Tensor) -> Tensor:
+        if isinstance(x, Gradient):
+            return x.beside(ranks)
+        away = isinstance(x, Weight) and not ranks <= set(owner.holders_of(owner.name_of(x)))
+        return _sent(owner, name, x) if away else x
+
+    return map_tensors(there, value)
 
 
 def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any]) -> set[int]:
@@ -196,11 +218,11 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     result = func(*given[0], **given[1])
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # what is written into a copy would be lost
-    tensors = tensors_in(result)
-    found = sent.get(private.memory_of(tensors[0])) if tensors and tensors[0].layout == torch.strided else None
-    if found is None:
+    strided = [x for x in tensors_in(result) if x.layout == torch.strided]
+    memories = {private.memory_of(x) for x in strided}
+    if len(memories) != 1 or not memories <= sent.keys():  # no view, or views of several
         return map_tensors(_unlinked, result) if links else result
-    base, values = found
+    base, values = sent[memories.pop()]
     of = owner.name_of(base)
     if not is_elsewhere(base):
         return map_tensors(lambda x: owner.show(x, of), _as_it_is(func, args, kwargs))
