@@ -649,7 +649,7 @@ class GradientsByHand(Base):
 
 
 class WritesByHand(Base):
-    """Items, slices, draws, states and sums over gradients and weights, of both layers and from one to the other."""
+    """Items, slices, draws and sums over gradients and weights, of both layers and from one to the other."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         weights = [*self.a.parameters(), *self.b.parameters()]
@@ -670,8 +670,6 @@ class WritesByHand(Base):
         b.add_(noise, alpha=0.01).add_(both[0], alpha=0.1)
         if self.global_step == 2:
             self.added = copy.deepcopy(self.b)  # a parameter more, on one stage
-            self.b.load_state_dict(self.a.state_dict())
-        self.log("state", torch.stack([x.norm() for x in self.b.state_dict().values()]).sum())
 
 
 class AveragedModule(Base):

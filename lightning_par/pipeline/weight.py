@@ -37,12 +37,7 @@ _WHERE_IT_IS = frozenset("detach clone empty_like zeros_like ones_like full_like
 _OURS = ("lightning_par.", "torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed")
 _BETWEEN = (__name__, "lightning_par.pipeline.elsewhere", "lightning_par.pipeline.gradient")
 _USERS = ("torch.optim.swa_utils",)  # no optimizer, but what is called between steps
-# What runs for user code in torch's modules: calls of one that is no unit, as a copy is, and its state_dict.
-_CALLS = frozenset(
-    """
-_call_impl _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
-""".split()
-)
+_CALLS = ("_call_impl", "_wrapped_call_impl")  # of a module that is no unit, such as a copy of one
 _LOG = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # one rank alone will read what is logged
 
 
