@@ -126,8 +126,9 @@ class Spread:
             stored: dict[Stored, Tensor | None] = {
                 p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored) and like[name] is not p.local
             }
+            mine = set(map(id, like.values()))  # of a stored weight the part alone is kept, not the whole
             return (
-                grads
+                {x: g for x, g in grads.items() if id(x) not in mine}
                 | {like[name]: g for name, g in summed.items()}
                 | {p.local: g for p, g in parts_of_gradients(stored).items()}
             )
