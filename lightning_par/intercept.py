@@ -116,7 +116,11 @@ def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _take_data(x: Tensor, value: Any, set_data: Callable[[Tensor, Tensor], None]) -> bool:
-    """``x.data = value`` of a plain ``x`` and a sharded value, whose memory it has from now on."""
+    """``x.data = value`` of a plain ``x`` and a sharded value, whose memory it has from now on, or one that is spread
+    over a pipeline."""
+    lend = getattr(value, "lend_data", None)
+    if lend is not None and not hasattr(x, "lend_data"):
+        return bool(lend(x))
     if not isinstance(value, ShardedTensor) or isinstance(x, ShardedTensor):
         return False
     announce_gather(_SET, [value])

@@ -504,6 +504,17 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
         return x.untyped_storage()
 
 
+def is_shared(x: Tensor) -> bool:
+    """Whether another tensor, wherever it is, has memory of the strided ``x``."""
+
+    def uses(x: Tensor) -> int:  # torch counts them for its own graphs; the storage that asks is one
+        count: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        return count
+
+    with torch._C.DisableTorchFunction():
+        return uses(x) > uses(torch.empty(1))
+
+
 class _Data(property):
     """``torch.Tensor.data``, whose name is asked for by what watches torch functions."""
 

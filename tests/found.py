@@ -672,6 +672,37 @@ class WritesByHand(Base):
             self.added = copy.deepcopy(self.b)  # a parameter more, on one stage
 
 
+class MemoryByHand(Base):
+    """Weights, gradients and tensors of no layer share memory, which is read and written on either side."""
+
+    def on_train_start(self) -> None:
+        self.flat = nn.utils.parameters_to_vector(self.parameters()).detach() * 0.9
+        nn.utils.vector_to_parameters(self.flat, self.parameters())
+        self.other = [nn.Parameter(torch.zeros_like(p)) for p in (self.a.weight, self.b.weight)]
+        for p, layer in zip(self.other, (self.a, self.b), strict=True):
+            p.data = layer.weight.data
+        self.copy = self.a.weight.data.clone()
+        self.b.weight.data = self.copy
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        given = [p.grad * 2 for p in self.parameters()]
+        for p, g in zip(self.parameters(), given, strict=True):
+            p.grad = g
+        views = [row for layer in (self.a, self.b) for row in layer.weight.grad.t()]
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        F.dropout(self.b.weight.grad, 0.5, inplace=True)
+        views[0].mul_(0.5)
+        given[-1].add_(0.01)
+        for name, x in {"given": given, "views": views}.items():
+            self.log(name, torch.stack([y.norm() for y in x]).sum())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.flat.mul_(0.99)
+        self.a.bias.data.add_(0.01)
+        for name, x in {"flat": [self.flat], "other": self.other, "copy": [self.copy]}.items():
+            self.log(name, torch.stack([y.norm() for y in x]).sum().detach())
+
+
 class AveragedModule(Base):
     """torch's own averages: in a submodule that no step calls, and of a layer with buffers."""
 
@@ -1367,7 +1398,7 @@ FOUND: dict[str, type[Base]] = {
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
-                 AveragesByHand, GradientsByHand, WritesByHand, AveragedModule, InnerBuffers,
+                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -136,6 +136,10 @@ class Elsewhere(torch.Tensor):
         like = value if known else Elsewhere(value.shape, value.dtype, value.device, self._origin)
         torch.Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
 
+    def lend_data(self, x: Tensor) -> bool:
+        """``x.data = self`` of a plain ``x``, which torch would let refer to no memory."""
+        raise ElsewhereError(_message(self, "data"))
+
     # Methods that torch's modes would see, were they not defined here.
 
     def data_ptr(self) -> int:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_par.comm import Axis
+from lightning_par.optim.functions import Kind, function_of
 from lightning_par.pipeline.elsewhere import sharding_of
 from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.positions import Positions
 from lightning_par.rules.table import writes
+from lightning_par.rules.write import targets
 from lightning_par.view import ShardedTensor, full, leaf
 
 if TYPE_CHECKING:
@@ -97,17 +99,33 @@ class Gradient(torch.Tensor):
                 return func(*args, **kwargs)
         if name.startswith("_foreach_") and writes(name):
             return _write_those_here(func, args, kwargs)
-        if isinstance(first, Gradient) and (writes(name) or name == "__set__"):
+        written = targets(func, args, kwargs)
+        if isinstance(first, Gradient) and (name == "__set__" or any(x is first for x in written)):
             return _write(func, name, first, args[1:], kwargs)
         if sys._getframe(1).f_globals.get("__name__") == _CLIP and name in ("linalg_vector_norm", "_foreach_norm"):
             return _norms(func, first, args[1:], kwargs)
         if isinstance(first, Gradient) and name in _NUMBERS and len(tensors_in((args, kwargs))) == 1:
             return first._number(func, name, args[1:], kwargs)
+        if isinstance(first, Gradient) and name == "__iter__" and first.ndim:
+            return iter(first.unbind())
+        if isinstance(first, Gradient) and _views(func, name, first, args[1:], kwargs):
+            return first._view(func, args[1:], kwargs)
         return func(*_wholes(args), **_wholes(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_wholes(args), **_wholes(kwargs or {}))
+
+    def _view(self, func: Callable[..., Any], rest: Any, kwargs: Any) -> Any:
+        """A view, where the gradient is. No communication: shapes are known everywhere, and what won't do raises."""
+
+        def shaped(x: Tensor) -> Tensor:
+            return torch.empty((), dtype=x.dtype, device=self.device).expand(x.shape)
+
+        rest, kwargs = map_tensors(shaped, (rest, kwargs))  # of `view_as`
+        shapes = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *rest, **kwargs)
+        views = iter(tensors_in(func(self.here, *rest, **kwargs)) if self.here is not None else ())
+        return map_tensors(lambda x: Gradient(self.owner, self.of, shaped(x), next(views, None)), shapes)
 
     def _number(self, func: Callable[..., Any], name: str, rest: Any, kwargs: Any) -> Any:
         """What ``func`` makes of the gradient, computed where it is."""
@@ -122,6 +140,13 @@ class Gradient(torch.Tensor):
         if isinstance(made, Exception):
             raise made
         return map_tensors(lambda x: x.to(self.device), made)
+
+
+def _views(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> bool:
+    """Whether ``func`` gives views of ``x``, each of which is written into and read as the gradient is."""
+    if x.sharding is not None or function_of(func).kind is not Kind.VIEWS:
+        return False
+    return name.endswith("_as") or not tensors_in((rest, kwargs))
 
 
 class _Norm(torch.Tensor):
@@ -183,12 +208,17 @@ def _counted(x: Gradient) -> Tensor:
 
 
 def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
+    given = rest[0] if name == "__set__" else None
     rest, kwargs = x.owner.present(name, (rest, kwargs), x.of)
     if x.here is not None:
         with x.owner.unseen():  # what is written on some ranks alone
             func(x.here, *rest, **kwargs)
-    elif name in _DRAW:  # so that the generators of all ranks stay equal
+    elif name in _DRAW or not (writes(name) or name == "__set__"):  # the generators of all ranks stay equal
         func(x.empty(), *rest, **kwargs)
+    if name != "__set__":
+        x.owner.replicas.refresh()
+    else:
+        x.owner.replicas.set_gradient(x.of, given)
     return None if name in ("__setitem__", "__set__") else x
 
 
@@ -206,6 +236,7 @@ def _write_those_here(func: Any, args: Any, kwargs: Any) -> None:
     if not all(absent):
         with owner.unseen():
             func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
+    owner.replicas.refresh()
 
 
 def _wholes(value: Any) -> Any:

@@ -26,6 +26,7 @@ from lightning_par.optim.closures import with_closures
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.holders import Holders
+from lightning_par.pipeline.replicas import Replicas
 from lightning_par.pipeline.weight import Weight, WeightView, present
 from lightning_par.pipeline.weights import Placement
 from lightning_par.view import ShardedTensor
@@ -58,7 +59,7 @@ class JointGradients:
 
     def __init__(self, module: nn.Module, placement: Placement, axis: Axis, meeting: Meeting) -> None:
         self.axis, self.meeting = axis, meeting
-        self.others = Holders(axis)
+        self.others, self.replicas = Holders(axis), Replicas(self)
         self._parameters = _spread(module.named_parameters(), placement, axis)
         # Steps may exchange buffers: they are found anew.
         self._buffers = {name: _place_of(module, name) for name in _spread(module.named_buffers(), placement, axis)}
@@ -98,6 +99,8 @@ class JointGradients:
             self.forget()
             if not self._plain:
                 self._show()
+        if self.shows:
+            self.replicas.refresh()
 
     @property
     def shows(self) -> bool:
@@ -139,7 +142,10 @@ class JointGradients:
 
         def forgetting(*args: Any, **kwargs: Any) -> Any:
             self.forget()
-            return zero_grad(*args, **kwargs)
+            result = zero_grad(*args, **kwargs)
+            if self.shows:
+                self.replicas.refresh()
+            return result
 
         marks = {key: value for key, value in getattr(step, "__dict__", {}).items() if key.startswith("_wrapped")}
         vars(plain_step).update(marks)
@@ -160,10 +166,15 @@ class JointGradients:
         name = self._names[id(parameter)]
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
-        if isinstance(value, Gradient):
-            value = value.here if value.of == name else value.whole()
         if here:
-            _hold(parameter, value)
+            _hold(parameter, value.here if isinstance(value, Gradient) else value)
+        else:
+            _refuse_misfit(parameter, value)
+        self.replicas.set_gradient(name, value)
+
+    def held(self, name: str) -> Tensor | None:
+        """The gradient of the parameter ``name``, where it is."""
+        return _held(self._parameters[name])
 
     def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
         """``parameter.grad`` in the code of ``frame``."""
@@ -222,12 +233,18 @@ class JointGradients:
             if x is not None and not isinstance(x, ShardedTensor):
                 yield name, x
 
-    def show(self, x: Any, of: str) -> Any:
-        """Let user code see ``x``, on the ranks of the parameter or buffer ``of``, as it sees that one; ``x`` again."""
+    def show(self, x: Any, of: str, copied: object | None = None) -> Any:
+        """Let user code see ``x``, on the ranks of the parameter or buffer ``of``, as it sees that one; ``x`` again.
+
+        Args:
+            x: a buffer, a view or a copy.
+            of: the parameter's or buffer's name.
+            copied: what is the same for copies that share memory.
+        """
         if isinstance(x, Weight):
             return x
         key = id(x)
-        x.__class__, x._of = self.class_of(WeightView, type(x)), of
+        x.__class__, x._of, x._copied = self.class_of(WeightView, type(x)), of, copied
         self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
         return x
 
@@ -269,7 +286,7 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], s
 def _be_plain(x: Tensor) -> None:
     if isinstance(x, WeightView):
         x.__class__ = x._plain  # type: ignore[assignment]
-        del x._of
+        del x._of, x._copied
 
 
 def _for_user(frame: types.FrameType) -> bool:
@@ -295,6 +312,15 @@ def _hold(parameter: Tensor, value: Tensor | None) -> None:
         parameter.set_own_grad(value)
     else:
         _GRAD.__set__(parameter, value)
+
+
+def _refuse_misfit(parameter: Tensor, value: Any) -> None:
+    """Raise what ``parameter.grad = value`` raises where the parameter is."""
+
+    def like(x: Tensor) -> Tensor:
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+    _GRAD.__set__(like(parameter), like(value) if isinstance(value, Tensor) else value)
 
 
 def _tensor(parameter: Any) -> Tensor:

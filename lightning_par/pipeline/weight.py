@@ -24,7 +24,8 @@ from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.travel import kind_of, send_to_all
 from lightning_par.pipeline.unlinked import unlinked
-from lightning_par.rules.table import user_line, writes
+from lightning_par.rules.table import user_line
+from lightning_par.rules.write import targets
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.joint import JointGradients
@@ -33,7 +34,7 @@ _AS_IT_IS = frozenset("""
 requires_grad_ swap_tensors register_hook retain_grad backward register_post_accumulate_grad_hook __deepcopy__
 __reduce_ex__
 """.split())  # fmt: skip
-_WHERE_IT_IS = frozenset("detach clone empty_like zeros_like ones_like full_like".split())
+_COPIES = frozenset("clone empty_like zeros_like ones_like full_like".split())
 _OURS = ("lightning_par.", "torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed")
 _BETWEEN = (__name__, "lightning_par.pipeline.elsewhere", "lightning_par.pipeline.gradient")
 _USERS = ("torch.optim.swa_utils",)  # no optimizer, but what is called between steps
@@ -60,9 +61,27 @@ class Weight:
         user = _user(sys._getframe(1)) if shows else None
         if user is None:
             return _as_it_is(func, args, kwargs)
-        if name in _WHERE_IT_IS and user not in _LOG or name == "__get__" and func.__self__.__name__ == "data":
+        if name in ("detach", *_COPIES) and user not in _LOG or name == "__get__" and func.__self__.__name__ == "data":
             return _stays(cls._owner, func, name, args, kwargs)
         return _run(cls._owner, func, name, args, kwargs)
+
+    @property
+    def data(self) -> Any:
+        return self._plain.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if self._owner.shows and not private.in_backward() and _user(sys._getframe(1)) is not None:
+            self._owner.replicas.set_data(self, value)
+        else:
+            self._plain.data.__set__(self, value)
+
+    def lend_data(self, x: Tensor) -> bool:
+        """``x.data = self`` of a plain ``x``, by `private.replace_data_setter`; whether that is done."""
+        lends = self._owner.shows and not private.in_backward() and _user(sys._getframe(3)) is not None
+        if lends:
+            self._owner.replicas.lend(x, self)
+        return lends or (isinstance(self, Elsewhere) and Elsewhere.lend_data(self, x))
 
     def numpy(self, *, force: bool = False) -> Any:
         x: Any = self
@@ -76,12 +95,13 @@ class Weight:
         x: Any = self
         way, x.__class__ = x.__class__, x._plain
         try:
-            copied = copy.deepcopy(x, memo)
+            new = copy.deepcopy(x, memo)
         finally:
             x.__class__ = way
-        vars(copied).pop("_of", None)
+        for name in ("_of", "_copied"):
+            vars(new).pop(name, None)
         shows = self._owner.shows and _user(sys._getframe(1)) is not None
-        return self._owner.show(copied, self._owner.name_of(self)) if shows else copied
+        return self._owner.show(new, self._owner.name_of(self), copied=object()) if shows else new
 
 
 class WeightView(Weight):
@@ -89,12 +109,19 @@ class WeightView(Weight):
 
     Attributes:
         _of: the name of the parameter or buffer.
+        _copied: the same for copies that share memory; None where that is the parameter's or buffer's.
     """
 
     _of: str
+    _copied: object | None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
+
+
+def copied(x: Any) -> object | None:
+    """The same for all that has the memory of one copy; None where ``x`` has that of a parameter or buffer."""
+    return x._copied if isinstance(x, WeightView) else None
 
 
 def _plain(x: Any) -> Any:
@@ -129,12 +156,16 @@ def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
     x, links = args[0], name == "clone" and torch.is_grad_enabled() and args[0].requires_grad
     with torch.no_grad():
         result = _as_it_is(func, args, kwargs)
-    return owner.show(_unlinked(result) if links and not is_elsewhere(result) else result, owner.name_of(x))
+    return owner.show(
+        _unlinked(result) if links else result, owner.name_of(x), object() if name in _COPIES else copied(x)
+    )
 
 
 def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if writes(name) or "out" in kwargs:
-        return _write(owner, func, name, args, kwargs)
+    if targets(func, args, kwargs):
+        result = _write(owner, func, name, args, kwargs)
+        owner.replicas.refresh()
+        return result
     if name == "equal" and all(isinstance(x, Tensor) for x in args[:2]) and args[0].dtype == args[1].dtype:
         return _equal(owner, *args[:2])
     return _read(owner, func, name, args, kwargs)
@@ -145,6 +176,8 @@ def _write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
     written = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     many = isinstance(written, (list, tuple))
     weights = [x for x in tensors_in((args, kwargs)) if isinstance(x, Weight)]
+    for x in written if many else [written]:
+        owner.replicas.refuse_write(name, x)
     there = [_holders(owner, name, x, weights) for x in (written if many else [written])]
 
     def given(value: Any, *homes: set[int]) -> Any:
@@ -177,7 +210,7 @@ def present(owner: JointGradients, name: str, value: Any, ranks: set[int]) -> An
         if isinstance(x, Gradient):
             return x.beside(ranks)
         away = isinstance(x, Weight) and not ranks <= set(owner.holders_of(owner.name_of(x)))
-        return _sent(owner, name, x) if away else x
+        return sent(owner, name, x) if away else x
 
     return map_tensors(there, value)
 
@@ -199,13 +232,13 @@ def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any])
 
 def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
-    sent: dict[int, Any] = {}  # weights and what was sent of them, by its memory
+    wholes: dict[int, Any] = {}  # weights and what was sent of them, by its memory
 
     def whole(x: Tensor) -> Tensor:
         if not isinstance(x, Weight):
             return x
-        values = _sent(owner, name, x)
-        sent[private.memory_of(values)] = x, values
+        values = sent(owner, name, x)
+        wholes[private.memory_of(values)] = x, values
         return values
 
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
@@ -215,15 +248,15 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         result.flags.writeable = False  # what is written into a copy would be lost
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
     memories = {private.memory_of(x) for x in strided}
-    if len(memories) != 1 or not memories <= sent.keys():  # no view, or views of several
+    if len(memories) != 1 or not memories <= wholes.keys():  # no view, or views of several
         return map_tensors(_unlinked, result) if links else result
-    base, values = sent[memories.pop()]
+    base, values = wholes[memories.pop()]
     of = owner.name_of(base)
     if not is_elsewhere(base):
-        return map_tensors(lambda x: owner.show(x, of), _as_it_is(func, args, kwargs))
+        return map_tensors(lambda x: owner.show(x, of, copied(base)), _as_it_is(func, args, kwargs))
 
     def away(x: Tensor) -> Tensor:
-        return base if x is values else owner.show(Elsewhere(x.shape, x.dtype, x.device, base.origin), of)
+        return base if x is values else owner.show(Elsewhere(x.shape, x.dtype, x.device, base.origin), of, copied(base))
 
     return map_tensors(away, result)
 
@@ -232,8 +265,8 @@ def _unlinked(x: Tensor) -> Tensor:
     return unlinked(x, "is made of a pipeline's weights between two steps")
 
 
-def _sent(owner: JointGradients, name: str, x: Any) -> Tensor:
-    """The values of ``x``, in memory of their own. All ranks must call it."""
+def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
+    """The values of ``x`` for the function ``name``, in memory of their own. All ranks must call it."""
     of = owner.name_of(x)
     _refuse_parts(name, of, x)
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")

@@ -95,7 +95,7 @@ def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
         for name, x in tensors:
             if not isinstance(x, Elsewhere):
                 origin = Origin(name, placement.holders[name], axis, sharding_of(x))
-                become(x, _away(x, origin), name)
+                become(x, away_of(x, origin), name)
     for m in module.modules():
         for norm in private.weight_norms(m):
             if isinstance(getattr(m, f"{norm.name}_v"), Elsewhere):  # nor what was computed of it
@@ -133,8 +133,10 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
                 become(x, _here(x, part), x.origin.name)
 
 
-def _away(x: Tensor, origin: Origin) -> Elsewhere:
-    away = Elsewhere(x.shape, x.dtype, x.device, origin, x.requires_grad)
+def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
+    """What ``x`` is on ranks that don't hold it; ``like`` has its shape, dtype and device, if not ``x``."""
+    like = x if like is None else like
+    away = Elsewhere(like.shape, like.dtype, like.device, origin, x.requires_grad)
     if isinstance(x, nn.Parameter):
         away._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
     return away
