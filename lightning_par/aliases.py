@@ -350,14 +350,19 @@ def _unseen(source: Any) -> Any:
     return None if source is None else source.data
 
 
-def link(x: Any, plain: Tensor) -> None:
-    """The sharded ``x`` lies in memory of its own, where on one device it shares that of ``plain``, by ``x.data``."""
+def link(x: Any, value: Any) -> None:
+    """The sharded ``x`` lies in memory of its own, where on one device it shares that of ``value``, by ``x.data``."""
+    if hasattr(value, "positions"):
+        make = partial(_cut_of_parts, _frames(x))
+        note("data", value.twin(), x, make, _put_parts, _axes(value), apart=True, talks=_axes(x))
+        return
+    plain = innermost(value)
     storage = private.storage_of(plain)
     if storage is None or plain.device.type == "meta" or isinstance(plain, FakeTensor):
         return
     form = _form(plain)
-    source, make = partial(_lying, weakref.ref(storage), form), partial(_cut, _frames(x))
-    note("data", source, x, make, _put_full, apart=True, loose=True, talks=_axes(x))
+    source = partial(_lying, weakref.ref(storage), form)
+    note("data", source, x, partial(_cut, _frames(x)), _put_full, apart=True, loose=True, talks=_axes(x))
 
 
 def _lying(storage: weakref.ref[torch.UntypedStorage], form: tuple[Any, ...]) -> Tensor | None:
@@ -372,6 +377,17 @@ def _cut(frames: Sequence[Any], plain: Tensor) -> Tensor:
     for _, *how in frames:
         plain = comm.scatter(plain, *how)
     return plain
+
+
+def _cut_of_parts(frames: Sequence[Any], value: Any) -> Tensor:
+    return _cut(frames, gathered(value))
+
+
+def _put_parts(value: Any, other: Any) -> None:
+    """All ranks must call it, also where ``value`` is gone."""
+    whole = gathered(other)
+    if value is not None:
+        innermost(value).copy_(_cut(_frames(value), whole))
 
 
 def _put_full(plain: Tensor | None, part: Any) -> None:

@@ -182,8 +182,20 @@ class ShardedTensor(torch.Tensor):
 
     def set_own_grad(self, value: Tensor | None) -> None:
         """Let ``value`` be the gradient, here and on the other ranks along the axis."""
+        if value is None:
+            self._local.grad = None
+            return
         with torch._C.DisableTorchFunction():
-            self._local.grad = None if value is None else self.part_of(value).detach()
+            self._local.grad, shares = self._own_part(value)
+        if not shares:
+            aliases.link(self.with_local(self._local.grad), value)
+
+    def _own_part(self, value: Tensor) -> tuple[Tensor, bool]:
+        """The part of ``value`` in memory that is sharded as it is; whether that is its own."""
+        part = self.part_of(value).detach()
+        shares = private.storage_of(aliases.innermost(part)) is private.storage_of(aliases.innermost(value))
+        alone = shares and not isinstance(value, ShardedTensor)
+        return (part.clone() if alone else part), shares and not alone
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -192,13 +204,9 @@ class ShardedTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         with torch._C.DisableTorchFunction():
-            part = self.part_of(value).detach()
-            plain = aliases.innermost(value)
-            apart = isinstance(value, ShardedTensor)
-            shares = not apart and private.storage_of(aliases.innermost(part)) is private.storage_of(plain)
-            self._local.data = part.clone() if shares else part
-        if not apart:
-            aliases.link(self, plain)
+            self._local.data, shares = self._own_part(value)
+        if not shares:
+            aliases.link(self, value)
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -558,3 +558,14 @@ def test_the_older_weight_norms_of_a_layer_are_known() -> None:
     (norm,) = private.weight_norms(layer)
     assert norm.name == "weight" and torch.equal(norm.compute_weight(layer), layer.weight)
     assert not private.weight_norms(nn.utils.spectral_norm(nn.Linear(2, 2)))
+
+
+def test_memory_that_others_have_is_known() -> None:
+    x = torch.zeros(4)
+    kept = x.data
+    assert private.is_shared(kept)
+    view = x[1:]
+    del x
+    assert private.is_shared(kept)
+    del view
+    assert not private.is_shared(kept)
