@@ -325,14 +325,22 @@ def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> 
     units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
     seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
     ways = [(root, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
+    alike = [path for path in _alike(module, reason.unit) if path in cut.stages.homes and path not in closed]
+    if mixes and ways and len(alike) > 1:  # it is most likely the same in all layers
+        ways.insert(0, (root, (*opened, *alike)))
     # What other code takes from within it is at hand in the module around, where that is called as a whole.
     called = {call.path for call in walk(root)}
     around = next((path for path in ancestors(reason.unit) if path in called), None)
     if mixes or around is None or around in opened:
         return ways
-    kind = type_before_parametrizations(module.get_submodule(around))
-    alike = {path for path, m in module.named_modules() if path and type_before_parametrizations(m) is kind}
-    return [*ways, (close(root, alike.difference(opened), f"its code needs what is within {reason.unit!r}"), opened)]
+    others = {path for path in _alike(module, around) if path not in opened}
+    return [*ways, (close(root, others, f"its code needs what is within {reason.unit!r}"), opened)]
+
+
+def _alike(module: nn.Module, path: str) -> list[str]:
+    """The modules of one class with that at ``path``."""
+    kind = type_before_parametrizations(module.get_submodule(path))
+    return [other for other, m in module.named_modules() if other and type_before_parametrizations(m) is kind]
 
 
 def _place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:

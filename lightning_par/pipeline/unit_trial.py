@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_par.pipeline.by_sample import by_sample
 from lightning_par.pipeline.calls import Trace, tracing
 from lightning_par.pipeline.inner_state import as_it_is
 from lightning_par.pipeline.microbatch import SamplesMixError
@@ -49,8 +50,15 @@ def acts_plainly(
     given = twin((args, kwargs))  # a cache among the arguments may grow
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     before = Snapshot(modules, hooks=False)
-    with tracing(run, inputs) as viewed:
-        result = call(*args, **kwargs)
+    try:
+        with tracing(run, inputs) as viewed:
+            result = call(*args, **kwargs)
+    except SamplesMixError:
+        before.restore()
+        result = by_sample(module, call, *twin(given))
+        if result is NotImplemented:
+            raise
+        return result, True
     after = Snapshot(modules, hooks=False)
     left = _left(before)
     _refuse_samples(path, lead, after, left)

@@ -154,7 +154,7 @@ def _tried(func: Any, leaves: list[Any], spec: Any, ranks: int) -> Found | None:
                 shown = {_unshortened(outs, some, leaves) for _, some in tried}
                 in_doubt = any(len(way) > 1 for ways, _ in tried for way in ways)  # then gradients were not looked at
                 for call, shape in calls if len(shown) == 1 else ():
-                    for seed in (*_SEEDS, *EXTREME) if in_doubt else EXTREME:
+                    for seed in (*(_SEEDS if in_doubt else ()), *EXTREME, *getattr(func, "seeds", ())):
                         trial(call, shape, high, seed, outs)
                 if len(shown) == 1:
                     return Found(tuple(cuts), lead, outs, shown.pop())

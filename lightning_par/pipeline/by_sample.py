@@ -1,0 +1,115 @@
+"""Units whose functions need samples together, though they act on each by itself, as experts do that sort their tokens.
+
+Their code is tried with values, whole and on the parts of a batch, as a function without a rule is: see
+`lightning_par.rules.trial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_par import private
+from lightning_par.copying import stand_in
+from lightning_par.pipeline.structure import map_tensors
+from lightning_par.room import free_on_host
+from lightning_par.rules.parts import LOUD, REPEATED, Refused
+from lightning_par.rules.trial import run_by_sample
+from lightning_par.watch.snapshot import Snapshot
+
+_SHARE = 0.25  # of the host's free memory, for a trial's weights
+_PLAIN = (bool, int, float, complex, str, type(None))
+_known: dict[Any, Code] = {}
+
+
+def by_sample(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the unit ``module`` returns of a microbatch, where it acts by sample; else `NotImplemented`.
+
+    Args:
+        module: on fakes.
+        call: calls it.
+        args: with views of a microbatch's samples.
+        kwargs: likewise.
+    """
+    inner = [*module.modules()]
+    if any(map(private.has_hooks, inner)) or private.hooks_on_all():
+        return NotImplemented
+    if sum(p.numel() * p.element_size() for p in module.parameters()) > _SHARE * free_on_host():
+        return NotImplemented
+    code = _known.setdefault(_described(inner), Code())
+    code.module, code.call = module, call
+    try:
+        return run_by_sample(code, args, kwargs)
+    finally:
+        code.module = code.call = code.copy = None
+
+
+def _described(inner: list[nn.Module]) -> Any:
+    """Equal for modules of the same code and the same numbers and words, with tensors of the same shapes."""
+
+    def described(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
+
+    kept = (Tensor, *_PLAIN)
+    return tuple(
+        (type(m), *((name, described(x)) for name, x in (*vars(m).items(), *m._parameters.items(), *m._buffers.items())
+                    if isinstance(x, kept)))
+        for m in inner
+    )  # fmt: skip
+
+
+class Code:
+    """The code of a module, which is run with random weights, or on fakes with the module's own.
+
+    Attributes:
+        seeds: of trials beside those of functions.
+        dtype: of the values in a trial.
+    """
+
+    seeds = (LOUD, REPEATED)
+
+    def __init__(self) -> None:
+        self.module: nn.Module | None = None
+        self.call: Callable[..., Any] | None = None
+        self.copy: nn.Module | None = None
+        self.dtype = torch.float64
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.module is not None and self.call is not None
+        if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+            return self.call(*args, **kwargs)
+        if self.copy is None:
+            self._make(self.module)
+        assert self.copy is not None
+        before = Snapshot([*self.copy.named_modules()], hooks=False)
+        result = self.copy(*self._cast(args), **self._cast(kwargs))
+        if any(cell.change_unlent() is not None for cell in before.cells.values() if not cell.fixed):
+            raise Refused
+        return result
+
+    def _make(self, module: nn.Module) -> None:
+        floats = {x.dtype for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()}
+        self.dtype = torch.float64 if floats == {torch.float64} else torch.float32
+        generator = torch.Generator().manual_seed(0)
+
+        def real(x: Tensor) -> Tensor:
+            if not isinstance(x, FakeTensor):
+                return x.detach().cpu().to(self.dtype if x.is_floating_point() else x.dtype)
+            if not isinstance(x, nn.Parameter) or not x.is_floating_point():
+                raise Refused  # nobody knows its values here
+            scale = 0.5 / max(1.0, float(x.shape[-1]) ** 0.5) if x.ndim > 1 else 0.5
+            values = scale * torch.randn(x.shape, generator=generator, dtype=self.dtype)
+            return nn.Parameter(values, requires_grad=x.requires_grad)
+
+        copy = stand_in(module, real, (), lambda *args, **kwargs: None)
+        for m in copy.modules():
+            m.__dict__.pop("_compiled_call_impl", None)
+        self.copy = copy
+
+    def _cast(self, value: Any) -> Any:
+        return map_tensors(lambda x: x.to(self.dtype) if x.is_floating_point() else x, value)
