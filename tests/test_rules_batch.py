@@ -147,6 +147,13 @@ def test_a_trial_of_too_much_takes_few_samples() -> None:
     assert acts_by_sample(torch.roll, (big, 30, 0), {}) is None
 
 
+def test_zeros_show_nothing_of_whole_numbers() -> None:
+    """A sum of zeros is that of its parts."""
+    x = ShardedTensor(torch.ones(2, 3, dtype=torch.int64), 0, Positions.even(8, 4), MicrobatchAxis(4, 0))
+    assert acts_by_sample(torch.cumsum, (x, 0), {}) is None
+    assert acts_by_sample(torch.cumsum, (x, 1), {}) is not None
+
+
 def test_a_row_is_drawn_by_its_own_microbatch() -> None:
     streams.begin_step(seed=1, step=0)
     try:

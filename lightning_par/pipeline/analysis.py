@@ -337,7 +337,7 @@ class Analysis(FakeRun):
         self.changes_state |= bool(written)
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any, located: list[Tensor]) -> Any:
-        place = user_line()
+        place = self.read_at = user_line()
         self.close_modules(f"it reads a value at {place}", reads=True)
         if any(tag_of(self.tags, x) for x in located) or any(isinstance(x, ShardedTensor) for x in located):
             self.reads.append((len(self.events), place))

@@ -158,8 +158,20 @@ def _analyse(
             "TensorParallelStrategy, or a loop of a fixed length."
         )
     if error is not None:
-        raise error
+        raise _told(error, step.name) from error
     return found
+
+
+def _told(error: Exception, name: str) -> Exception:
+    """``error`` of the user's code, or what may have been the reason for it."""
+    place = getattr(error, "read_at", None)
+    if place is None:
+        return error
+    return ValueError(
+        f"{type(error).__name__} in a trial run of {name}: {error}. At {place} it reads a value of the model, which is "
+        "made up there: no rank of a pipeline has it before training. Where shapes go by such a value, use "
+        "TensorParallelStrategy, or compute with tensors instead."
+    )
 
 
 @untraced
@@ -213,6 +225,10 @@ def _run(
             streams.begin_step(0, 0)
             with standing_in(axis is not None, draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)
+    except (TypeError, RuntimeError, IndexError) as error:
+        if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
+            error.read_at = run.read_at  # type: ignore[union-attr]
+        raise
     finally:
         vars(streams).update(before)
     run.refuse_backward_hooks(copy.modules())

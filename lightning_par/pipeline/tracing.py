@@ -49,6 +49,7 @@ class FakeRun(Run):
         self.trace: Trace | None = None
         self.guesses = Guesses()
         self.calls = 0  # of modules with parameters
+        self.read_at: str | None = None  # where a value was last asked for
         self.values_read = 0  # values that were asked for within units
         self.hooked = False  # whether a hook was put on a gradient
         self.users: frozenset[str] = frozenset()  # the packages that count as the user's
@@ -83,7 +84,8 @@ class FakeRun(Run):
         reads = getattr(func, "__name__", "") in READS
         self.values_read += reads
         if reads and (fakes := _plain_fakes(args, kwargs)):
-            self.close_modules(f"it reads a value at {user_line()}", reads=True)
+            self.read_at = user_line()
+            self.close_modules(f"it reads a value at {self.read_at}", reads=True)
             return self.guesses.read(func.__name__, fakes[0], args)
         if self.training and getattr(func, "__name__", "") in HOOKED:
             self.hooked = True

@@ -142,23 +142,44 @@ def _tried(func: Any, leaves: list[Any], spec: Any, ranks: int) -> Found | None:
             else None if cut is None else (cut, leaves[lead]._positions)
             for x, cut in zip(leaves, cuts, strict=True)
         ]  # fmt: skip
-        shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
-        for high in (2, 1):  # integers may be indices
-            with contextlib.suppress(Exception):
-                sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed)]
-                calls = [
-                    (Call(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes
-                ]
-                tried = [trial(call, shape, high, seed) for call, shape in calls for seed in _SEEDS]
-                outs = _only_way([ways for ways, _ in tried])
-                shown = {_unshortened(outs, some, leaves) for _, some in tried}
-                in_doubt = any(len(way) > 1 for ways, _ in tried for way in ways)  # then gradients were not looked at
-                for call, shape in calls if len(shown) == 1 else ():
-                    for seed in (*(_SEEDS if in_doubt else ()), *EXTREME, *getattr(func, "seeds", ())):
-                        trial(call, shape, high, seed, outs)
-                if len(shown) == 1:
-                    return Found(tuple(cuts), lead, outs, shown.pop())
+        for high in (2, 1):  # integers may be indices, of which 1 is too large for some
+            try:
+                return _found(func, leaves, spec, ranks, placed, cuts, lead, high)
+            except Refused:  # zeros show nothing that ones refute
+                break
+            except Exception:  # whatever a function makes of such arguments
+                continue
     return None
+
+
+def _found(
+    func: Any,
+    leaves: list[Any],
+    spec: Any,
+    ranks: int,
+    placed: list[Place | None],
+    cuts: list[int | None],
+    lead: int,
+    high: int,
+) -> Found:
+    """What all trials show with integers below ``high``.
+
+    Raises:
+        Refused: it does not act by sample.
+    """
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
+    sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed)]
+    calls = [(Call(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes]
+    tried = [trial(call, shape, high, seed) for call, shape in calls for seed in _SEEDS]
+    outs = _only_way([ways for ways, _ in tried])
+    shown = {_unshortened(outs, some, leaves) for _, some in tried}
+    if len(shown) != 1:
+        raise Refused
+    in_doubt = any(len(way) > 1 for ways, _ in tried for way in ways)  # then gradients were not looked at
+    for call, shape in calls:
+        for seed in (*(_SEEDS if in_doubt else ()), *EXTREME, *getattr(func, "seeds", ())):
+            trial(call, shape, high, seed, outs)
+    return Found(tuple(cuts), lead, outs, shown.pop())
 
 
 def _only_way(tried: list[Any]) -> tuple[Out | None, ...]:

@@ -67,8 +67,6 @@ STRANGERS: dict[str, Stranger] = {
     "pythia_chunked": _stranger(_of("pythia-14m"), chunk=16),
     "llama3": _stranger(_of("Llama-3.2-1B", n_query_groups=2, intermediate_size=64)),
     "gemma2": _stranger(_of("Gemma-2-2b", n_query_groups=2, intermediate_size=64, head_size=8)),
-    "mixtral": _stranger(  # it looks for each expert's tokens in the whole batch
-        _of("Mixtral-8x7B-v0.1", n_query_groups=2, intermediate_size=48, n_expert=4), microbatches=1
-    ),
+    "mixtral": _stranger(_of("Mixtral-8x7B-v0.1", n_query_groups=2, intermediate_size=48, n_expert=4)),
     "lora": _stranger(_lora),
 }

@@ -1,0 +1,170 @@
+"""Layers whose functions need samples together are cut into microbatches where the layer doesn't, and only there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_par.pipeline.microbatch import SamplesMixError
+from lightning_par.pipeline.step import Step
+from lightning_par.pipeline.stretches import Row
+from lightning_par.pipeline.study import study
+from tests.found import Base, C
+
+EXPERTS, EACH = 4, 2
+
+
+class Experts(nn.Module):
+    """Looks for each expert's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(C, EXPERTS)
+        self.weight = nn.Parameter(0.3 * torch.randn(EXPERTS, C, C))
+
+    def route(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = self.gate(x_TC).softmax(-1).topk(EACH, -1)
+        return weights_TK, experts_TK
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TC = x.reshape(-1, C)
+        weights_TK, experts_TK = self.route(x_TC)
+        y_TC = torch.zeros_like(x_TC)
+        for expert in range(EXPERTS):
+            tokens, places = torch.where(experts_TK == expert)
+            y_TC = y_TC.index_add(0, tokens, x_TC[tokens] @ self.weight[expert] * weights_TK[tokens, places, None])
+        return y_TC.reshape(x.shape)
+
+
+class Dropping(Experts):
+    """Drops the tokens beyond what an expert takes, the last ones first."""
+
+    def __init__(self, takes: int) -> None:
+        super().__init__()
+        self.takes = takes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TC = x.reshape(-1, C)
+        weights_TK, experts_TK = self.route(x_TC)
+        chosen = F.one_hot(experts_TK.reshape(-1), EXPERTS)
+        place_TK = (chosen.cumsum(0) - 1).gather(1, experts_TK.reshape(-1, 1)).reshape(experts_TK.shape)
+        weights_TK = weights_TK * (place_TK < self.takes)
+        y_TC = torch.einsum("tc,tkcd,tk->td", x_TC, self.weight[experts_TK], weights_TK)
+        return y_TC.reshape(x.shape)
+
+
+class Sorts(nn.Module):
+    """Sorts samples, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(C, C, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum((1, 2)).argsort()
+        return self.rnn(x[order])[0][order.argsort()]
+
+
+class OfOne(nn.Module):
+    """One linear layer, of which subclasses make what they will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(C, C)
+
+
+class TakesSome(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        taken, y = x.sum(-1) > 0, x.clone()
+        y[taken] = self.linear(x[taken])
+        return y
+
+
+class TakesSomeLessTheirMean(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        taken, y = x.sum(-1) > 0, x.clone()
+        z = self.linear(x[taken])
+        y[taken] = z - z.mean(0)
+        return y
+
+
+class ByRank(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = x.sum((1, 2)).argsort().argsort()
+        return self.linear(x) * (1 + ranks[:, None, None] / len(x))
+
+
+class BeyondALimit(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) / x.abs().max().clamp(min=1e9)
+
+
+class InGradientsAlone(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0, keepdim=True) ** 2
+        return self.linear(x) + mean - mean.detach()
+
+
+class Shuffles(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[torch.randperm(len(x))])
+
+
+class Counts(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.load += torch.bincount(self.route(x.reshape(-1, C))[1].reshape(-1), minlength=EXPERTS)
+        return super().forward(x)
+
+
+def _study(layer: nn.Module) -> Any:
+    torch.manual_seed(0)
+    module = Base()
+    module.a = layer  # type: ignore[assignment]
+    batch = [torch.randn(4, 6, C), torch.randint(0, 4, (4,))]
+    step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
+    return study(step, Row({"a": (0,), "b": (1,)}, at=(0, 1)), 2)
+
+
+@pytest.mark.parametrize("make", [Experts, lambda: Dropping(1000), Sorts, TakesSome])
+def test_a_layer_that_acts_by_sample_is_cut(make: Any) -> None:
+    assert _study(make()).microbatches == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Dropping(9), TakesSomeLessTheirMean, ByRank, BeyondALimit, InGradientsAlone, Shuffles, Counts],
+)
+def test_a_layer_that_mixes_samples_is_not(make: Any) -> None:
+    with pytest.raises(SamplesMixError):
+        _study(make())
+
+
+def test_a_layer_with_a_hook_is_not() -> None:
+    """It would meet microbatches."""
+    layer = Experts()
+    layer.gate.register_forward_hook(lambda *_: None)
+    with pytest.raises(SamplesMixError):
+        _study(layer)
+
+
+class Splits(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        x_TC = x.reshape(-1, C)
+        counts = torch.bincount(self.route(x_TC)[1][:, 0], minlength=EXPERTS).tolist()
+        return torch.cat([part @ w for part, w in zip(x_TC.split(counts), self.weight, strict=True)]).reshape(x.shape)
+
+
+def test_sizes_that_go_by_values_of_the_model_are_refused_for_that_reason() -> None:
+    with pytest.raises(
+        ValueError, match="in a trial run of training_step: .*reads a value of the model, which is made"
+    ):
+        _study(Splits())
