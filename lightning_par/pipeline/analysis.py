@@ -549,8 +549,21 @@ class Analysis(FakeRun):
                 self.called.append((len(self.events), func, words_of(given, is_located)))
 
     def _may_hold_samples(self, x: Tensor) -> bool:
-        """Whether a tensor that is not known to hold samples has a dim of their count."""
-        return not isinstance(x, ShardedTensor) and any(size and size % self.samples == 0 for size in x.shape)
+        """Whether a tensor that is not known to hold samples has a dim of their count, and may be made of the batch."""
+        if isinstance(x, ShardedTensor) or not any(size and size % self.samples == 0 for size in x.shape):
+            return False
+        return id(x) not in self.names and (id(x) not in self.keys or not self._is_of_weights(self.keys[id(x)]))
+
+    def _is_of_weights(self, key: Key) -> bool:
+        """Whether a value is made of the module's tensors alone."""
+        todo, seen = [key], {key}
+        while todo:
+            event = self.events[todo.pop()[0]]
+            if event.kind == "batch" or event.given:
+                return False
+            todo += seen.symmetric_difference(seen | {*event.inputs})
+            seen.update(event.inputs)
+        return True
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         located = [x for x in tensors_in((args, kwargs)) if is_located(x)]

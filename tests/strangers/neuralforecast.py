@@ -33,7 +33,12 @@ def table() -> pandas.DataFrame:
 
 
 def _stranger(
-    kind: Any, transformer: bool = False, sequence: bool = False, loss: Any = losses.MAE, **arguments: Any
+    kind: Any,
+    transformer: bool = False,
+    sequence: bool = False,
+    loss: Any = losses.MAE,
+    microbatches: int = WINDOWS,
+    **arguments: Any,
 ) -> Stranger:
     def fit(given: Arguments) -> None:
         if kind.MULTIVARIATE:
@@ -60,7 +65,7 @@ def _stranger(
         own_parts=kind.MULTIVARIATE,
         transformer=transformer,
         sequence=sequence,
-        microbatches=WINDOWS,
+        microbatches=microbatches,
     )
 
 
@@ -72,6 +77,7 @@ STRANGERS: dict[str, Stranger] = {
     "tft": _stranger(models.TFT, hidden_size=16, n_head=4, dropout=0.0, attn_dropout=0.0),
     "patchtst": _stranger(
         models.PatchTST,
+        microbatches=1,  # which of its windows' patches belong to which sample is not seen
         hidden_size=16,
         n_heads=4,
         encoder_layers=2,

@@ -189,6 +189,7 @@ STRANGERS: dict[str, Stranger] = {
             )
         ),
         sentences,
+        microbatches=1,  # its loss gathers the samples that have a label
     ),
     "electra": _stranger(
         lambda: t.ElectraForSequenceClassification(
@@ -239,7 +240,7 @@ STRANGERS: dict[str, Stranger] = {
     "bart": _stranger(_bart, pairs),
     "whisper": _stranger(_whisper, sounds),
     "wav2vec2": _stranger(_wav2vec2, waves),
-    "clip": _stranger(_clip, captions),
+    "clip": _stranger(_clip, captions, microbatches=1),  # it compares all samples
     "vit": _stranger(
         lambda: t.ViTForImageClassification(t.ViTConfig(**_SIZES, **_DRY, image_size=16, patch_size=4, num_labels=5)),
         images,
@@ -263,6 +264,7 @@ STRANGERS: dict[str, Stranger] = {
         lambda: t.MixtralForCausalLM(t.MixtralConfig(**_LM, num_local_experts=4, output_router_logits=True)),
         texts,
         **_MIXED,
+        microbatches=1,  # its loss goes by the load of the experts
     ),
     "qwen3_moe": _stranger(
         lambda: t.Qwen3MoeForCausalLM(
