@@ -98,6 +98,12 @@ def free_on_host() -> float:
     return min(_free_of_machine(), *(_free_of_group(*names) for names in _GROUPS))
 
 
+def free_on(device: torch.device) -> float:
+    """Bytes that may still be taken of ``device`` and of its host."""
+    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else inf
+    return min(on_device, free_on_host())
+
+
 # The limit, what is used, and the line of memory.stat with what files take of it; for both versions of control groups.
 _GROUPS = (
     ("memory.max", "memory.current", "inactive_file", "/sys/fs/cgroup"),

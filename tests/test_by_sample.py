@@ -115,6 +115,14 @@ class Shuffles(OfOne):
         return self.linear(x[torch.randperm(len(x))])
 
 
+class DecidesByAValue(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum((1, 2)).argsort()
+        if x.sum() > 1e20:
+            x = x - x.mean(0)
+        return self.linear(x[order])[order.argsort()]
+
+
 class Counts(Experts):
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +149,16 @@ def test_a_layer_that_acts_by_sample_is_cut(make: Any) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Dropping(9), TakesSomeLessTheirMean, ByRank, BeyondALimit, InGradientsAlone, Shuffles, Counts],
+    [
+        lambda: Dropping(9),
+        TakesSomeLessTheirMean,
+        ByRank,
+        BeyondALimit,
+        InGradientsAlone,
+        Shuffles,
+        Counts,
+        DecidesByAValue,
+    ],
 )
 def test_a_layer_that_mixes_samples_is_not(make: Any) -> None:
     with pytest.raises(SamplesMixError):

@@ -16,51 +16,65 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
 from lightning_par.copying import stand_in
-from lightning_par.pipeline.structure import map_tensors
-from lightning_par.room import free_on_host
+from lightning_par.pipeline.structure import map_tensors, tensors_in
+from lightning_par.pipeline.tracing import FakeRun
+from lightning_par.room import free_on
 from lightning_par.rules.parts import LOUD, REPEATED, Refused
 from lightning_par.rules.trial import run_by_sample
 from lightning_par.watch.snapshot import Snapshot
 
-_SHARE = 0.25  # of the host's free memory, for a trial's weights
-_PLAIN = (bool, int, float, complex, str, type(None))
+_SHARE = 0.25  # of the free memory, for a trial's weights
+_OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
 _known: dict[Any, Code] = {}
 
 
-def by_sample(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What the unit ``module`` returns of a microbatch, where it acts by sample; else `NotImplemented`.
 
     Args:
+        run: in which values that are read are counted.
         module: on fakes.
         call: calls it.
         args: with views of a microbatch's samples.
         kwargs: likewise.
     """
-    inner = [*module.modules()]
-    if any(map(private.has_hooks, inner)) or private.hooks_on_all():
-        return NotImplemented
-    if sum(p.numel() * p.element_size() for p in module.parameters()) > _SHARE * free_on_host():
+    inner, reads = [*module.modules()], run.values_read
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    if (
+        any(map(private.has_hooks, inner))
+        or private.hooks_on_all()
+        or not all(x.is_floating_point() or x.dtype == torch.bool for x in given)  # whole numbers would be 0 and 1
+        or weights > _SHARE * free_on(given[0].device)
+    ):
         return NotImplemented
     code = _known.setdefault(_described(inner), Code())
-    code.module, code.call = module, call
+    code.module, code.call, code.device = module, call, given[0].device
     try:
-        return run_by_sample(code, args, kwargs)
+        result = run_by_sample(code, args, kwargs)
     finally:
         code.module = code.call = code.copy = None
+    return NotImplemented if run.values_read > reads else result  # other values may lead elsewhere
 
 
 def _described(inner: list[nn.Module]) -> Any:
-    """Equal for modules of the same code and the same numbers and words, with tensors of the same shapes."""
+    """Equal for modules of the same code and the same content, with tensors of the same shapes."""
 
     def described(value: Any) -> Any:
-        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
+        if isinstance(value, Tensor):
+            return tuple(value.shape), value.dtype
+        content = getattr(value, "__dict__", value)  # as of a configuration
+        return object() if tensors_in(content) else (type(value), repr(content))
 
-    kept = (Tensor, *_PLAIN)
     return tuple(
-        (type(m), *((name, described(x)) for name, x in (*vars(m).items(), *m._parameters.items(), *m._buffers.items())
-                    if isinstance(x, kept)))
+        (type(m), *((name, described(x)) for name, x in m._parameters.items()), *map(_of_buffer, m._buffers.values()),
+         *((name, described(x)) for name, x in vars(m).items() if name not in _OF_TORCH))
         for m in inner
     )  # fmt: skip
+
+
+def _of_buffer(x: Tensor | None) -> object:
+    return None if x is None else object()  # its values may decide
 
 
 class Code:
@@ -68,16 +82,23 @@ class Code:
 
     Attributes:
         seeds: of trials beside those of functions.
+        largest: elements of the arguments in a trial.
         dtype: of the values in a trial.
+        device: where it is run.
     """
 
     seeds = (LOUD, REPEATED)
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.module: nn.Module | None = None
         self.call: Callable[..., Any] | None = None
         self.copy: nn.Module | None = None
         self.dtype = torch.float64
+
+    @property
+    def largest(self) -> int:
+        return 4_000_000 if self.device.type == "cpu" else 256_000_000
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.module is not None and self.call is not None
@@ -99,12 +120,12 @@ class Code:
 
         def real(x: Tensor) -> Tensor:
             if not isinstance(x, FakeTensor):
-                return x.detach().cpu().to(self.dtype if x.is_floating_point() else x.dtype)
+                return x.detach().to(self.device, self.dtype if x.is_floating_point() else x.dtype)
             if not isinstance(x, nn.Parameter) or not x.is_floating_point():
                 raise Refused  # nobody knows its values here
             scale = 0.5 / max(1.0, float(x.shape[-1]) ** 0.5) if x.ndim > 1 else 0.5
             values = scale * torch.randn(x.shape, generator=generator, dtype=self.dtype)
-            return nn.Parameter(values, requires_grad=x.requires_grad)
+            return nn.Parameter(values.to(self.device), requires_grad=x.requires_grad)
 
         copy = stand_in(module, real, (), lambda *args, **kwargs: None)
         for m in copy.modules():
@@ -112,4 +133,4 @@ class Code:
         self.copy = copy
 
     def _cast(self, value: Any) -> Any:
-        return map_tensors(lambda x: x.to(self.dtype) if x.is_floating_point() else x, value)
+        return map_tensors(lambda x: x.to(self.device, self.dtype if x.is_floating_point() else x.dtype), value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from math import inf
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from lightning_par.pipeline.travel import kind_of, send_to_all
 from lightning_par.pipeline.watch import untraced
 from lightning_par.random import streams
 from lightning_par.record import quiet
-from lightning_par.room import free_on_host
+from lightning_par.room import free_on
 
 _SHARE = 0.25  # of free memory that one rank may take for a run of the whole model
 
@@ -107,7 +106,7 @@ def real_gradients(
     tensors = dict((*step.module.named_parameters(), *step.module.named_buffers()))
     plain = all(x.origin.sharding is None if isinstance(x, Elsewhere) else _is_plain(x) for x in tensors.values())
     needed = 2 * sum(x.numel() * x.dtype.itemsize for x in tensors.values())  # with gradients
-    room = min(axis.all_gather_object(_SHARE * _free(step.device) - needed if plain else 0.0, "expected"))
+    room = min(axis.all_gather_object(_SHARE * free_on(step.device) - needed if plain else 0.0, "expected"))
     if room <= 0:
         return None
     here = axis.rank == axis.size - 1
@@ -129,11 +128,6 @@ def _is_plain(x: Tensor) -> bool:
 def _own(x: Tensor, like: Tensor) -> Tensor:
     mine = x.detach().clone().requires_grad_(like.requires_grad)
     return nn.Parameter(mine, like.requires_grad) if isinstance(like, nn.Parameter) else mine
-
-
-def _free(device: torch.device) -> float:
-    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else inf
-    return min(on_device, free_on_host())
 
 
 def _run_plainly(

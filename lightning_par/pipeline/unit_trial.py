@@ -55,7 +55,7 @@ def acts_plainly(
             result = call(*args, **kwargs)
     except SamplesMixError:
         before.restore()
-        result = by_sample(module, call, *twin(given))
+        result = by_sample(run, module, call, *twin(given))
         if result is NotImplemented:
             raise
         return result, True

@@ -168,7 +168,7 @@ def _found(
         Refused: it does not act by sample.
     """
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
-    sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed)]
+    sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed, getattr(func, "largest", _LARGEST))]
     calls = [(Call(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes]
     tried = [trial(call, shape, high, seed) for call, shape in calls for seed in _SEEDS]
     outs = _only_way([ways for ways, _ in tried])
@@ -213,14 +213,14 @@ def _ways_to_cut(leaves: list[Any], lead: ShardedTensor) -> list[list[int | None
     return ways
 
 
-def _lengths(shapes: list[Any], placed: list[Any]) -> list[int | None]:
+def _lengths(shapes: list[Any], placed: list[Any], most: int) -> list[int | None]:
     """How many samples to try: all, or where that is too much, few."""
 
     def numel(length: int | None) -> int:
         return sum(int(np.prod(shape)) for shape in _sized(shapes, placed, length)[0] if shape is not None)
 
-    lengths: list[int | None] = [None] if numel(None) <= _LARGEST else [3, 5]
-    if any(numel(length) > _LARGEST for length in lengths):
+    lengths: list[int | None] = [None] if numel(None) <= most else [3, 5]
+    if any(numel(length) > most for length in lengths):
         raise Refused
     return lengths
 
