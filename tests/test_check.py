@@ -231,7 +231,10 @@ def test_a_gradient_that_one_rank_alone_has_otherwise_is_named_alone(pool: Pool)
 
 
 def test_a_function_with_a_memory_is_found_in_what_lies_below_it(pool: Pool) -> None:
-    layouts = [PipelineParallelStrategy(microbatches=2, verify=False), "tensor_parallel"]
+    layouts = [
+        PipelineParallelStrategy(microbatches=2, allow_batch_coupling=True, verify=False),
+        "tensor_parallel",
+    ]
     (verdict,) = pool.run(1, _check, "Remembers", layouts, steps=1)
     assert _states(verdict) == ["differs", "equal"], f"{verdict}"
     of_step = {one.name for one in verdict.layouts[0].findings if one.what == "gradient"}

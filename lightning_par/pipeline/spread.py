@@ -193,17 +193,21 @@ class Spread:
         if isinstance(cut.reason, UnitError):
             other = self._improved(step, first, wanted, opens=False)
             cut = cut if isinstance(other.reason, UnitError) else other
-        plan, stages, program, reason = cut.plan, cut.stages, cut.program, cut.reason
+        program, reason = cut.program, cut.reason
         if isinstance(reason, UnitError) and wanted > 1:
-            program, said = self._try(step, stages, 1)
+            program, said = self._try(step, cut.stages, 1)
             self._leave_whole(step, reason if program is not None else None)
             reason = reason if said is None else said
         if program is None and isinstance(reason, SamplesMixError):
             self._take_one(step, reason)
-            program, reason = self._try(step, stages, 1)
+            for whole in (first, cut):  # what was opened to see whether samples mix is of no use then
+                program, said = self._try(step, whole.stages, 1)
+                if program is not None:
+                    return whole.plan, self._without_unused(step.module, whole.stages, program), program
+            reason = said or reason
         if program is None:
             raise ValueError(str(reason))
-        return plan, self._without_unused(step.module, stages, program), program
+        return cut.plan, self._without_unused(step.module, cut.stages, program), program
 
     def _improved(self, step: Step, cut: _Cut, wanted: int, opens: bool) -> _Cut:
         """``cut``, with units opened, or else closed, until it can be run or nothing more helps."""
