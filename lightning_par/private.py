@@ -505,14 +505,14 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
 
 
 def is_shared(x: Tensor) -> bool:
-    """Whether another tensor, wherever it is, has memory of the strided ``x``."""
+    """Whether another tensor, wherever it is, has memory of the strided ``x``, or may have it, as an array of numpy."""
 
     def uses(x: Tensor) -> int:  # torch counts them for its own graphs; the storage that asks is one
         count: int = torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # type: ignore[attr-defined]
         return count
 
     with torch._C.DisableTorchFunction():
-        return uses(x) > uses(torch.empty(1))
+        return uses(x) > uses(torch.empty(1)) or not x.untyped_storage().resizable()
 
 
 class _Data(property):

@@ -703,6 +703,25 @@ class MemoryByHand(Base):
             self.log(name, torch.stack([y.norm() for y in x]).sum().detach())
 
 
+class GradientsOfItsOwn(Base):
+    """Gradients lie in tensors of its own for good, which alone are read, scaled and set to zero."""
+
+    def on_train_start(self) -> None:
+        self.own = [torch.zeros_like(p) for p in self.parameters()]
+        for p, g in zip(self.parameters(), self.own, strict=True):
+            p.grad = g
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        for g in self.own:
+            g.zero_()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([g.norm() for g in self.own]).norm()
+        for g in self.own:
+            g.mul_((0.1 / norm).clamp(max=1.0))
+        self.log("norm", norm)
+
+
 class AveragedModule(Base):
     """torch's own averages: in a submodule that no step calls, and of a layer with buffers."""
 
@@ -1398,7 +1417,8 @@ FOUND: dict[str, type[Base]] = {
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
-                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, AveragedModule, InnerBuffers,
+                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, GradientsOfItsOwn, AveragedModule,
+                 InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

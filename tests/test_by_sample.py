@@ -123,6 +123,25 @@ class DecidesByAValue(OfOne):
         return self.linear(x[order])[order.argsort()]
 
 
+class WithAFactorOfZero(OfOne):
+    """The factor is another one later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"mean": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum((1, 2)).argsort()
+        y = self.linear(x[order]) + self.factors["mean"] * x.transpose(0, 1).mean(1)
+        return y[order.argsort()]
+
+
+class IfNothingIsMissing(OfOne):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.where(x == 777.0, torch.nan, x)
+        return self.linear(torch.where(torch.isfinite(x).all(), x, 0.0))
+
+
 class Counts(Experts):
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +161,7 @@ def _study(layer: nn.Module) -> Any:
     return study(step, Row({"a": (0,), "b": (1,)}, at=(0, 1)), 2)
 
 
-@pytest.mark.parametrize("make", [Experts, lambda: Dropping(1000), Sorts, TakesSome])
+@pytest.mark.parametrize("make", [Experts, Sorts, TakesSome])
 def test_a_layer_that_acts_by_sample_is_cut(make: Any) -> None:
     assert _study(make()).microbatches == 2
 
@@ -158,6 +177,8 @@ def test_a_layer_that_acts_by_sample_is_cut(make: Any) -> None:
         Shuffles,
         Counts,
         DecidesByAValue,
+        WithAFactorOfZero,
+        IfNothingIsMissing,
     ],
 )
 def test_a_layer_that_mixes_samples_is_not(make: Any) -> None:

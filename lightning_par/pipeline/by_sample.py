@@ -18,13 +18,21 @@ from lightning_par import private
 from lightning_par.copying import stand_in
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.tracing import FakeRun
+from lightning_par.private import TorchDispatchMode
 from lightning_par.room import free_on
-from lightning_par.rules.parts import LOUD, REPEATED, Refused
+from lightning_par.rules.parts import LOUD, MISSING, REPEATED, Refused
 from lightning_par.rules.trial import run_by_sample
 from lightning_par.watch.snapshot import Snapshot
 
 _SHARE = 0.25  # of the free memory, for a trial's weights
 _OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
+_REDUCTIONS = frozenset(
+    """
+sum nansum mean prod max min amax amin aminmax std var std_mean var_mean norm linalg_vector_norm logsumexp _softmax
+_log_softmax median nanmedian mode kthvalue any all argmax argmin cumsum cumprod logcumsumexp cummax cummin
+native_batch_norm _native_batch_norm_legit dist
+""".split()
+)
 _known: dict[Any, Code] = {}
 
 
@@ -73,6 +81,28 @@ def _described(inner: list[nn.Module]) -> Any:
     )  # fmt: skip
 
 
+class _NoReductions(TorchDispatchMode):
+    """Refuses code that makes one value of several samples: a trial may not meet the values for which it matters."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _reduces_first_dim(func, args, kwargs):
+            raise Refused
+        return func(*args, **kwargs)
+
+
+def _reduces_first_dim(func: Any, args: Any, kwargs: Any) -> bool:
+    name, x = func._schema.name.removeprefix("aten::"), args[0] if args else None
+    if name not in _REDUCTIONS or not isinstance(x, Tensor) or not x.ndim or isinstance((*args, None)[1], Tensor):
+        return False
+    if not x.is_floating_point() and name == "sum" or x.ndim == 1 and name == "cumsum":  # they count
+        return False
+    values = {a.name: v for a, v in zip(func._schema.arguments, args)} | kwargs
+    dims = values.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
+    return 0 in [dim % x.ndim for dim in dims] and x.shape[0] > 1
+
+
 def _of_buffer(x: Tensor | None) -> object:
     return None if x is None else object()  # its values may decide
 
@@ -87,7 +117,7 @@ class Code:
         device: where it is run.
     """
 
-    seeds = (LOUD, REPEATED)
+    seeds = (LOUD, REPEATED, MISSING)
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -98,7 +128,7 @@ class Code:
 
     @property
     def largest(self) -> int:
-        return 4_000_000 if self.device.type == "cpu" else 256_000_000
+        return 4_000_000 if self.device.type == "cpu" else 1_000_000_000
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.module is not None and self.call is not None
@@ -108,7 +138,8 @@ class Code:
             self._make(self.module)
         assert self.copy is not None
         before = Snapshot([*self.copy.named_modules()], hooks=False)
-        result = self.copy(*self._cast(args), **self._cast(kwargs))
+        with _NoReductions():
+            result = self.copy(*self._cast(args), **self._cast(kwargs))
         if any(cell.change_unlent() is not None for cell in before.cells.values() if not cell.fixed):
             raise Refused
         return result

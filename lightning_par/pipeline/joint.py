@@ -87,6 +87,12 @@ class JointGradients:
         """To be called on all ranks where gradients may have come or gone."""
         self._known = None
 
+    def accumulated(self) -> None:
+        """To be called on all ranks after a backward."""
+        self.forget()
+        if self.shows:
+            self.replicas.refresh()
+
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """Inside, all code sees the plain gradients of this rank."""

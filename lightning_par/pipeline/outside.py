@@ -101,6 +101,11 @@ class Outside:
         if self._gradients is not None:
             self._gradients.forget()
 
+    def end_backward(self) -> None:
+        """To be called on all ranks after a backward."""
+        if self._gradients is not None:
+            self._gradients.accumulated()
+
     def close(self) -> None:
         """Put everything back. No communication."""
         if self._gradients is not None:

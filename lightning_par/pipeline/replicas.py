@@ -28,13 +28,18 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.joint import JointGradients
 
 
+_Place = tuple[int, int, int]  # in which memory a tensor lies, from where to where
+
+
 @dataclass(frozen=True)
 class _Replica:
+    name: str
     source: int  # the rank that sends it
     current: Callable[[], Tensor | None]  # the weight or gradient, where it is
     kind: Kind
     memory: int  # of what was given
     given: Tensor | None  # None where the weight or gradient itself has its memory
+    place: _Place | None
 
 
 class Replicas:
@@ -49,7 +54,8 @@ class Replicas:
 
     def __init__(self, owner: JointGradients) -> None:
         self._owner, self._axis = owner, owner.axis
-        self._noted: dict[object, _Replica] = {}
+        self._noted: dict[tuple[str, object], _Replica] = {}
+        self._taken: dict[object, str] = {}  # by the memory of a copy, the first weight that has it now
         self._away: list[object] = []  # memory of copies that weights on other ranks have now
 
     def set_data(self, x: Any, value: Any) -> None:
@@ -59,7 +65,10 @@ class Replicas:
             NotImplementedError: ``value`` has the memory of a weight that is on other ranks than ``x``.
         """
         name, given = self._owner.name_of(x), value
-        if isinstance(value, Weight):
+        if isinstance(value, Gradient):
+            self._refuse_others("data", name, value.of)
+            given, value = None, value if value.here is None else value.here
+        elif isinstance(value, Weight):
             given = self._shared(name, value)
         type(x)._plain.data.__set__(x, value if given is None or not is_elsewhere(value) else given)
         held = weakref.ref(x)
@@ -90,10 +99,14 @@ class Replicas:
         """What has the values of ``value`` here, where ranks of ``name`` share its memory with others; else None."""
         other = self._owner.name_of(value)
         if self._owner.holders_of(name) == self._owner.holders_of(other):
+            self._taken.setdefault(copied(value), name)
             return None
         memory = copied(value)
         if memory is None:
             self._refuse_others("data", name, other)
+        first = self._taken.setdefault(memory, name)
+        if self._owner.holders_of(first) != self._owner.holders_of(name):
+            self._refuse_others("data", name, first)
         self._away.append(memory)
         return sent(self._owner, "data", value)
 
@@ -109,13 +122,17 @@ class Replicas:
                 "of a weight on another stage of the pipeline. Write into that weight."
             )
 
-    def _note(self, key: object, name: str, current: Callable[[], Tensor | None], given: Any) -> None:
+    def _note(self, key: tuple[str, object], name: str, current: Callable[[], Tensor | None], given: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             here, plain = current(), None if is_elsewhere(given) else given.data
             memory = private.memory_of(here if here is not None and plain is None else given)
             own = here is not None and private.memory_of(here) == memory
+            place = None if plain is None else _place(plain)
+        for other in self._noted.values() if key[0] == "data" else ():
+            if other.name != name and _overlap(place, other.place):
+                self._refuse_others("data", name, other.name)
         source = self._owner.sources[name]
-        self._noted[key] = _Replica(source, current, kind_of(given), memory, None if own else plain)
+        self._noted[key] = _Replica(name, source, current, kind_of(given), memory, None if own else plain, place)
 
     def _refuse_others(self, what: str, name: str, other: str) -> None:
         ranks, others = self._owner.holders_of(name), self._owner.holders_of(other)
@@ -146,3 +163,13 @@ class Replicas:
             values = send_to_all(x.current(), x.kind, x.source, self._axis, "weights")
             if x.given is not None:
                 x.given.copy_(values)
+
+
+def _place(x: Tensor) -> _Place:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) if x.numel() else -1
+    start = int(x.storage_offset())
+    return private.memory_of(x), start, start + int(last)
+
+
+def _overlap(a: _Place | None, b: _Place | None) -> bool:
+    return a is not None and b is not None and a[0] == b[0] and a[1] <= b[2] and b[1] <= a[2]

@@ -162,7 +162,8 @@ class StagedMixin(StrategyMixin):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self._forget_gradients()
+        if self._outside is not None:
+            self._outside.end_backward()
 
     def _forget_gradients(self) -> None:
         if self._outside is not None:

@@ -21,8 +21,9 @@ CONSTANT = 2
 EXTREME = {3: 1e5, 4: 1e-5}
 """Seeds of trials whose values are large, and small: what an earlier trial showed must hold beyond thresholds, too."""
 
-LOUD, REPEATED = 5, 6
-"""Seeds of trials of a module's code: one sample is much larger than all others, and all samples are alike."""
+LOUD, REPEATED, MISSING = 5, 6, 7
+"""Seeds of trials of a module's code: one sample is much larger than all others; all samples are alike; and one is of
+NaN, which shows in whatever is made of it, even with a factor of zero."""
 
 Place = tuple[int, Positions]
 
@@ -86,7 +87,10 @@ def trial(
         Refused: nothing, or not what is ``expected``.
     """
     generator = torch.Generator().manual_seed(seed)
-    wholes = [_random(x, shape, generator, high, seed) for x, shape in zip(call.leaves, shapes, strict=True)]
+    wholes = [
+        _in_one(_random(x, shape, generator, high, seed), place, seed)
+        for x, shape, place in zip(call.leaves, shapes, call.placed, strict=True)
+    ]
     results = call.run(given := [_leaf(x, like) for x, like in zip(wholes, call.leaves)])
     if seed == 0 and not all(x.isfinite().all() for x in results if x.is_floating_point()):
         raise Refused
@@ -96,7 +100,7 @@ def trial(
         parts.append([_leaf(x, like) for x, like in zip(local, call.leaves)])
         part_results.append(call.run(parts[-1]))
     for before, after in zip(wholes, given):  # a write
-        if isinstance(before, Tensor) and not torch.equal(before, after):
+        if isinstance(before, Tensor) and not torch.equal(before.nan_to_num(), after.nan_to_num()):
             raise Refused
     of_parts = [[each[j] for each in part_results] for j in range(len(results))]
     if expected is None:
@@ -124,13 +128,21 @@ def _random(x: Any, shape: Any, generator: torch.Generator, high: int, seed: int
         values = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
         if seed in EXTREME:
             return values * EXTREME[seed]
-        if seed == LOUD and len(shape) > 1:
-            values[:1] *= 1e12
-        if seed == REPEATED and len(shape) > 1:
-            values = values[(slice(1),) * (len(shape) - 1)].expand(shape)
         # At first where all functions are smooth.
         return 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=dtype) if seed == 0 else values
     return torch.randint(high, shape, generator=generator).to(x.dtype)
+
+
+def _in_one(x: Any, place: Place | None, seed: int) -> Any:
+    """``x`` with what the seed changes in one sample, or in all but one."""
+    if place is None or not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    first = x.narrow(place[0], 0, 1)
+    if seed == REPEATED:
+        return first.expand(x.shape).clone()
+    if seed in (LOUD, MISSING):
+        first.mul_(1e12 if seed == LOUD else torch.nan)
+    return x
 
 
 def _leaf(x: Any, like: Any) -> Any:

@@ -168,7 +168,7 @@ def _found(
         Refused: it does not act by sample.
     """
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
-    sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed, getattr(func, "largest", _LARGEST))]
+    sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed, getattr(func, "largest", None))]
     calls = [(Call(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes]
     tried = [trial(call, shape, high, seed) for call, shape in calls for seed in _SEEDS]
     outs = _only_way([ways for ways, _ in tried])
@@ -213,14 +213,15 @@ def _ways_to_cut(leaves: list[Any], lead: ShardedTensor) -> list[list[int | None
     return ways
 
 
-def _lengths(shapes: list[Any], placed: list[Any], most: int) -> list[int | None]:
-    """How many samples to try: all, or where that is too much, few."""
+def _lengths(shapes: list[Any], placed: list[Any], most: int | None) -> list[int | None]:
+    """How many samples to try: all, or where that is too much, few; of a module's code all, or none."""
 
     def numel(length: int | None) -> int:
         return sum(int(np.prod(shape)) for shape in _sized(shapes, placed, length)[0] if shape is not None)
 
-    lengths: list[int | None] = [None] if numel(None) <= most else [3, 5]
-    if any(numel(length) > most for length in lengths):
+    largest = _LARGEST if most is None else most
+    lengths: list[int | None] = [None] if numel(None) <= largest else [3, 5]
+    if any(numel(length) > largest for length in lengths) or (most is not None and lengths != [None]):
         raise Refused
     return lengths
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_par import generators
 from lightning_par.batch import broadcast_batch
 from lightning_par.data.using import in_step, let_go
+from lightning_par.optim.shared import gradients_written, look_at_gradients
 from lightning_par.random import streams
 from lightning_par.shares import shared_over
 from lightning_par.steps import fetches_itself
@@ -97,6 +98,8 @@ class StepsMixin(RanksMixin):
         return self._draws(-self._evaluated)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
+        if self.lightning_module is not None:
+            look_at_gradients(self.lightning_module)
         if self._gradients is not None:
             self._gradients.before_backward()
 
@@ -104,6 +107,8 @@ class StepsMixin(RanksMixin):
         let_go()
         if self._gradients is not None:
             self._gradients.after_backward()
+        if self.lightning_module is not None:
+            gradients_written(self.lightning_module)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
