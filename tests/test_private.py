@@ -128,6 +128,7 @@ def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> No
             return super().configure_optimizers()
 
     options = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    options["default_root_dir"] = tmp_path  # other tests may write to the current folder
     for epochs, path in ((1, None), (2, str(tmp_path / "last.ckpt"))):
         trainer = trainer_class(max_epochs=epochs, limit_train_batches=1, limit_val_batches=0, **options)
         trainer.fit(Telling(), ckpt_path=path)
