@@ -19,12 +19,11 @@ from lightning_par.copying import stand_in
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.tracing import FakeRun
 from lightning_par.private import TorchDispatchMode
-from lightning_par.room import free_on
 from lightning_par.rules.parts import LOUD, MISSING, REPEATED, Refused
 from lightning_par.rules.trial import run_by_sample
 from lightning_par.watch.snapshot import Snapshot
 
-_SHARE = 0.25  # of the free memory, for a trial's weights
+_MOST = 2_000_000_000  # weights in a trial, of 4 bytes or 8; what is free differs from rank to rank, which must agree
 _OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
 _REDUCTIONS = frozenset(
     """
@@ -48,12 +47,11 @@ def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: A
     """
     inner, reads = [*module.modules()], run.values_read
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    weights = sum(p.numel() * p.element_size() for p in module.parameters())
     if (
         any(map(private.has_hooks, inner))
         or private.hooks_on_all()
         or not all(x.is_floating_point() or x.dtype == torch.bool for x in given)  # whole numbers would be 0 and 1
-        or weights > _SHARE * free_on(given[0].device)
+        or sum(p.numel() for p in module.parameters()) > _MOST
     ):
         return NotImplemented
     code = _known.setdefault(_described(inner), Code())
@@ -138,7 +136,7 @@ class Code:
             self._make(self.module)
         assert self.copy is not None
         before = Snapshot([*self.copy.named_modules()], hooks=False)
-        with _NoReductions():
+        with _NoReductions(), torch.autocast(self.device.type, enabled=False):  # rounding would hide and show too much
             result = self.copy(*self._cast(args), **self._cast(kwargs))
         if any(cell.change_unlent() is not None for cell in before.cells.values() if not cell.fixed):
             raise Refused
