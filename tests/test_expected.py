@@ -43,7 +43,7 @@ def _train(branches: bool, loses: bool = False, free: float | None = None) -> tu
         if loses:  # as a pipeline that does not see a use of what crosses
             patch.setattr(program, "_wanted", lambda *args: frozenset())
         if free is not None:
-            patch.setattr(expected, "_free", lambda device: free)
+            patch.setattr(expected, "free_on", lambda device: free)
         seed_everything(0, verbose=False)
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy=PipelineParallelStrategy(), max_epochs=1, logger=False,
