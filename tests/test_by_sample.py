@@ -136,6 +136,13 @@ class WithAFactorOfZero(OfOne):
         return y[order.argsort()]
 
 
+class ReplacesWhatIsMissing(WithAFactorOfZero):
+    """So that NaN does not show that it mixes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.nan_to_num())
+
+
 class IfNothingIsMissing(OfOne):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.where(x == 777.0, torch.nan, x)
@@ -178,6 +185,7 @@ def test_a_layer_that_acts_by_sample_is_cut(make: Any) -> None:
         Counts,
         DecidesByAValue,
         WithAFactorOfZero,
+        ReplacesWhatIsMissing,
         IfNothingIsMissing,
     ],
 )

@@ -94,6 +94,8 @@ def trial(
     results = call.run(given := [_leaf(x, like) for x, like in zip(wholes, call.leaves)])
     if seed == 0 and not all(x.isfinite().all() for x in results if x.is_floating_point()):
         raise Refused
+    if seed == MISSING and not any(x.isnan().any() for x in results if x.is_floating_point()):
+        raise Refused  # it replaces NaN, which then shows nothing
     parts, part_results = [], []
     for rank in range(call.ranks):
         local = [x if at is None else _part(x, *at, rank) for x, at in zip(wholes, call.placed, strict=True)]
