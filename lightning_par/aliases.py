@@ -107,6 +107,14 @@ class Memory:
         above = None if self.copy is None else self.copy.above()
         return self if above is None else above.top()
 
+    def place(self) -> tuple[float, float]:
+        """From which to which entry of what the first copy was taken of it lies, if that is known."""
+        source = None if self.copy is None or not self.copy.loose else self.copy.source()
+        if source is None or hasattr(source, "positions"):
+            return 0.0, float("inf")
+        start = source.storage_offset()
+        return start, start + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride()))
+
     def given(self) -> list[Copy]:
         """Written into what it was taken of, and that into what that was; returns those that were."""
         copy = self.copy
@@ -360,8 +368,8 @@ def link(x: Any, value: Any) -> None:
     storage = private.storage_of(plain)
     if storage is None or plain.device.type == "meta" or isinstance(plain, FakeTensor):
         return
-    form = _form(plain)
-    source = partial(_lying, weakref.ref(storage), form)
+    # Memory of numpy's, say, is there though no tensor holds it: this one does then.
+    source = partial(_lying, weakref.ref(storage), _form(plain)) if storage.resizable() else partial(_same, plain)
     note("data", source, x, partial(_cut, _frames(x)), _put_full, apart=True, loose=True, talks=_axes(x))
 
 
@@ -492,6 +500,22 @@ def lies_in(x: Tensor, other: Tensor) -> bool:
         storage = None if source is None else private.storage_of(innermost(source))
         memory = getattr(storage, _ATTRIBUTE, None)
     return storage is at and at is not None
+
+
+def overlapping(xs: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of the plain ``xs`` that lie at one place on one device, and here each in memory of its own."""
+    found: dict[int, dict[int, tuple[float, float, Tensor]]] = {}
+    for x in xs:
+        memory = Memory.of(x)
+        if memory is not None:
+            found.setdefault(id(memory.top()), {}).setdefault(id(memory), (*memory.place(), x))
+    groups: list[list[Tensor]] = []
+    for members in found.values():
+        end = -1.0
+        for start, last, x in sorted(members.values(), key=lambda member: member[0]):
+            groups = [*groups[:-1], [*groups[-1], x]] if start <= end else [*groups, [x]]
+            end = max(end, last)
+    return [group for group in groups if len(group) > 1]
 
 
 def look(xs: Sequence[Tensor]) -> None:

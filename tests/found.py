@@ -722,6 +722,58 @@ class GradientsOfItsOwn(Base):
         self.log("norm", norm)
 
 
+class StateByHand(Base):
+    """Averages, targets and a rewind by ``state_dict``, of the module and of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(6))
+        self.target = copy.deepcopy(self.b).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self(batch[0]), self.target(batch[0]) + batch[0].flip(1))
+
+    def on_fit_start(self) -> None:
+        self.early = {key: x.clone() for key, x in self.state_dict().items()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for key, x in self.state_dict().items():
+            self.early[key].copy_(self.early[key] * 0.5 + x * 0.5)
+        self.target.load_state_dict(self.b.state_dict())
+        self.log("layer", torch.stack([x.double().norm() for x in self.a.state_dict().values()]).sum())
+        if batch_idx == 0:
+            self.kept = copy.deepcopy(self.state_dict())
+        if batch_idx == 1:
+            self.load_state_dict({key: x * 0.75 if x.is_floating_point() else x for key, x in self.kept.items()})
+
+    def on_train_epoch_end(self) -> None:
+        self.log("early", torch.stack([x.double().norm() for x in self.early.values()]).sum())
+
+
+class OptimizerState(Base):
+    """Reads, scales, replaces, removes and rewinds what an optimizer keeps of its parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        moments = [(state["exp_avg"], state["exp_avg_sq"]) for state in optimizer.state.values()]
+        self.log("updates", torch.stack([(m / (v.sqrt() + 1e-8)).norm() for m, v in moments]).sum())
+        self.log("steps", float(sum(optimizer.state[p]["step"] for p in self.parameters())))
+        if batch_idx == 0:
+            self.kept = copy.deepcopy(optimizer.state_dict())
+            for p in (self.a.weight, self.b.weight):
+                optimizer.state[p]["exp_avg"][:2] = 0
+                optimizer.state[p]["exp_avg_sq"] = torch.full_like(p, 0.01)
+            del optimizer.state[self.b.bias]
+            self.log("held", float(len(optimizer.state) + (self.b.bias in optimizer.state)))
+        else:
+            optimizer.load_state_dict(self.kept)
+            optimizer.state.pop(self.a.bias)
+            self.log("kept", torch.stack([x["exp_avg"].abs().sum() for x in self.kept["state"].values()]).sum())
+
+
 class AveragedModule(Base):
     """torch's own averages: in a submodule that no step calls, and of a layer with buffers."""
 
@@ -1417,8 +1469,8 @@ FOUND: dict[str, type[Base]] = {
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
-                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, GradientsOfItsOwn, AveragedModule,
-                 InnerBuffers,
+                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, GradientsOfItsOwn, StateByHand,
+                 OptimizerState, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -26,6 +26,7 @@ from lightning_par.optim.closures import with_closures
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.holders import Holders
+from lightning_par.pipeline.optimizer_state import JointState
 from lightning_par.pipeline.replicas import Replicas
 from lightning_par.pipeline.weight import Weight, WeightView, present
 from lightning_par.pipeline.weights import Placement
@@ -71,6 +72,7 @@ class JointGradients:
         self._plain, self._unseen = 0, 0
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
         self._undo: dict[int, Callable[[], None]] = {}
+        self._optimizers: list[Any] = []
         self._show()
 
     def close(self) -> None:
@@ -82,6 +84,7 @@ class JointGradients:
         for undo in self._undo.values():
             undo()
         self._undo.clear()
+        self._optimizers.clear()
 
     def forget(self) -> None:
         """To be called on all ranks where gradients may have come or gone."""
@@ -126,6 +129,10 @@ class JointGradients:
         """The name of the spread parameter that ``x`` is, or is a view of."""
         return x._of if isinstance(x, WeightView) else self._names[id(x)]
 
+    def spread_name(self, x: Any) -> str | None:
+        """The name of the spread parameter that ``x`` is; None where it is none."""
+        return self._names.get(id(x))
+
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a spread parameter."""
         return self._holders[name]
@@ -135,7 +142,7 @@ class JointGradients:
         return present(self, name, value, {*self._holders[of]})
 
     def adopt(self, optimizer: Any) -> None:
-        """Let the steps of ``optimizer`` see plain gradients, but for its closure, in which hooks of the user's run."""
+        """Let the steps of ``optimizer`` see what is here, but for its closure, in which hooks of the user's run."""
         if id(optimizer) in self._undo:
             return
         before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
@@ -156,7 +163,13 @@ class JointGradients:
         marks = {key: value for key, value in getattr(step, "__dict__", {}).items() if key.startswith("_wrapped")}
         vars(plain_step).update(marks)
         optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
-        self._undo[id(optimizer)] = lambda: _put_back(optimizer, before)
+        self._optimizers.append(optimizer)
+        undo = contextlib.ExitStack()
+        undo.callback(_put_back, optimizer, before)
+        with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
+            undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self._show_states()).remove)
+        self._undo[id(optimizer)] = undo.close
+        self._show_states()
 
     def of(self, parameter: Tensor, held: Tensor | None) -> Tensor | None:
         """The gradient as user code sees it; ``held`` is this rank's."""
@@ -224,6 +237,12 @@ class JointGradients:
                 p.__class__ = self.class_of(_Joint, type(p))
         for name, x in self._buffers_now():
             self.show(x, name)
+        self._show_states()
+
+    def _show_states(self) -> None:
+        for optimizer in [] if self._plain else self._optimizers:
+            if not isinstance(optimizer.state, JointState):  # torch puts another one in where it loads
+                optimizer.state = JointState(self, optimizer)
 
     def _hide(self) -> None:
         for p in self._parameters.values():
@@ -232,6 +251,9 @@ class JointGradients:
                 p.__class__ = p._plain
         for _, x in self._buffers_now():
             _be_plain(x)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer.state, JointState):
+                optimizer.state = optimizer.state.own
 
     def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
         for name, (buffers, own) in self._buffers.items():

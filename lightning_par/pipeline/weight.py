@@ -35,10 +35,22 @@ requires_grad_ swap_tensors register_hook retain_grad backward register_post_acc
 __reduce_ex__
 """.split())  # fmt: skip
 _COPIES = frozenset("clone empty_like zeros_like ones_like full_like".split())
-_OURS = ("lightning_par.", "torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed")
-_BETWEEN = (__name__, "lightning_par.pipeline.elsewhere", "lightning_par.pipeline.gradient")
+_OURS = (
+    "lightning_par.",
+    *("torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed"),
+    *("lightning.pytorch.strategies", "pytorch_lightning.strategies"),
+    *("lightning.fabric.utilities.optimizer", "lightning_fabric.utilities.optimizer"),
+)
+_BETWEEN = (__name__, *(f"lightning_par.pipeline.{name}" for name in ("elsewhere", "gradient", "optimizer_state")))
+_TRANSPARENT = ("torch", "copy", "collections")
 _USERS = ("torch.optim.swa_utils",)  # no optimizer, but what is called between steps
-_CALLS = ("_call_impl", "_wrapped_call_impl")  # of a module that is no unit, such as a copy of one
+# What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
+_CALLS = {
+    "torch.nn.modules.module": frozenset("""
+        _call_impl _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
+    """.split()),
+    "torch.optim.optimizer": frozenset(("state_dict", "<dictcomp>")),
+}  # fmt: skip
 _LOG = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # one rank alone will read what is logged
 
 
@@ -58,7 +70,7 @@ class Weight:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         known = is_metadata(func, name) or name in _AS_IT_IS or name == "__format__" and args[0].ndim
         shows = not known and cls._owner.shows and not private.in_backward()
-        user = _user(sys._getframe(1)) if shows else None
+        user = user_of(sys._getframe(1)) if shows else None
         if user is None:
             return _as_it_is(func, args, kwargs)
         if name in ("detach", *_COPIES) and user not in _LOG or name == "__get__" and func.__self__.__name__ == "data":
@@ -71,14 +83,14 @@ class Weight:
 
     @data.setter
     def data(self, value: Any) -> None:
-        if self._owner.shows and not private.in_backward() and _user(sys._getframe(1)) is not None:
+        if self._owner.shows and not private.in_backward() and user_of(sys._getframe(1)) is not None:
             self._owner.replicas.set_data(self, value)
         else:
             self._plain.data.__set__(self, value)
 
     def lend_data(self, x: Tensor) -> bool:
         """``x.data = self`` of a plain ``x``, by `private.replace_data_setter`; whether that is done."""
-        lends = self._owner.shows and not private.in_backward() and _user(sys._getframe(3)) is not None
+        lends = self._owner.shows and not private.in_backward() and user_of(sys._getframe(3)) is not None
         if lends:
             self._owner.replicas.lend(x, self)
         return lends or (isinstance(self, Elsewhere) and Elsewhere.lend_data(self, x))
@@ -100,7 +112,7 @@ class Weight:
             x.__class__ = way
         for name in ("_of", "_copied"):
             vars(new).pop(name, None)
-        shows = self._owner.shows and _user(sys._getframe(1)) is not None
+        shows = self._owner.shows and user_of(sys._getframe(1)) is not None
         return self._owner.show(new, self._owner.name_of(self), copied=object()) if shows else new
 
 
@@ -130,14 +142,14 @@ def _plain(x: Any) -> Any:
         return x.detach()
 
 
-def _user(frame: types.FrameType | None) -> str | None:
+def user_of(frame: types.FrameType | None) -> str | None:
     """The module whose code called a function, by itself or by torch's; None where that is not for user code."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        calls = frame.f_code.co_name in _CALLS and module == "torch.nn.modules.module"
+        calls = frame.f_code.co_name in _CALLS.get(module, ())
         if module.startswith(_OURS) and module not in (*_BETWEEN, *_USERS) and not calls:
             return None
-        if module not in _BETWEEN and module.partition(".")[0] not in ("torch", "copy"):
+        if module not in _BETWEEN and module.partition(".")[0] not in _TRANSPARENT:
             return str(module)
         frame = frame.f_back
     return None

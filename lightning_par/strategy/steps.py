@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_par import generators
 from lightning_par.batch import broadcast_batch
 from lightning_par.data.using import in_step, let_go
-from lightning_par.optim.shared import gradients_written, look_at_gradients
+from lightning_par.optim.shared import Rivals, gradients_written, look_at_gradients
 from lightning_par.random import streams
 from lightning_par.shares import shared_over
 from lightning_par.steps import fetches_itself
@@ -25,6 +25,8 @@ from lightning_par.view import ShardedTensor, full
 
 class StepsMixin(RanksMixin):
     """What happens in and around a step."""
+
+    _rivals: Rivals | None = None  # gradients that share memory, while a backward runs
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -99,7 +101,7 @@ class StepsMixin(RanksMixin):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.lightning_module is not None:
-            look_at_gradients(self.lightning_module)
+            self._rivals = look_at_gradients(self.lightning_module)
         if self._gradients is not None:
             self._gradients.before_backward()
 
@@ -108,7 +110,8 @@ class StepsMixin(RanksMixin):
         if self._gradients is not None:
             self._gradients.after_backward()
         if self.lightning_module is not None:
-            gradients_written(self.lightning_module)
+            gradients_written(self.lightning_module, self._rivals)
+            self._rivals = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
