@@ -70,15 +70,18 @@ RUNS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[dict[str, Any]]]) -> Iterator[Runs]:
     """Exit code and output of a run. Two go on at once: most of their time is one core's."""
+    tests = (test_every_start_method_trains_and_hands_the_weights_back,
+             test_an_exception_on_one_rank_ends_the_job_with_its_traceback)  # fmt: skip
+    wanted = {row["start_method"] for test in tests for row in asked(test.__name__)}
     folder = tmp_path_factory.mktemp("scripts")
     plain, other = folder / "train.py", folder / "train_other.py"
     plain.write_text(SCRIPT.format(pl="lightning.pytorch", ours="lightning_par"))
     other.write_text(SCRIPT.format(pl="pytorch_lightning", ours="lightning_par.pl"))
     with ThreadPoolExecutor(2) as executor:
         futures = {}
-        for name, (launcher, arguments) in RUNS.items():
+        for name, (launcher, arguments) in ((name, run) for name, run in RUNS.items() if name in wanted):
             path = other if name == "spawn" else plain  # either Lightning has its own class
             futures[name] = executor.submit(_run, [sys.executable, *launcher, str(path), *arguments.split()])
         yield lambda name: futures[name].result()

@@ -44,10 +44,11 @@ Outputs = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def outputs() -> Iterator[Outputs]:
+def outputs(asked: Callable[[str], list[dict[str, Any]]]) -> Iterator[Outputs]:
     """What the programs that import Lightning print. Two run at once: most of their time is one core's."""
+    used = {row["namespace"] for test in ("test_string_without_import", "test_lightning_cli") for row in asked(test)}
     programs: list[tuple[Any, ...]] = [
-        *((_in_use, namespace) for namespace in NAMESPACES),
+        *((_in_use, namespace) for namespace in NAMESPACES if namespace in used),
         (_reload,),
         (_public_names,),
         (_failing_registration,),
