@@ -63,6 +63,13 @@ def adopt(optimizer: Optimizer, stages: Stages | None = None) -> None:
         adopted.begin()  # made by the user once for several fits, it has a state
 
 
+def begin_anew(optimizer: Optimizer) -> None:
+    """To be called on all ranks where somebody set or removed state of an adopted ``optimizer``, which may be whole."""
+    adopted = vars(optimizer).get("_lightning_par")
+    if adopted is not None:
+        adopted.begin()
+
+
 class _Adopted:
     """What this package does for one optimizer."""
 

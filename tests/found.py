@@ -703,6 +703,36 @@ class MemoryByHand(Base):
             self.log(name, torch.stack([y.norm() for y in x]).sum().detach())
 
 
+class OneMemory(Base):
+    """Two weights that tensor parallelism splits along different dims are one memory, and both are trained."""
+
+    def on_train_start(self) -> None:
+        self.b.weight.data = self.a.weight.data
+
+
+class OneGradient(Base):
+    """The same of their gradients."""
+
+    def on_train_start(self) -> None:
+        self.a.weight.grad = torch.zeros_like(self.a.weight)
+        self.b.weight.grad = self.a.weight.grad
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        self.a.weight.grad.zero_()
+
+
+class ArrayAsData(Base):
+    """A weight lies in an array of numpy, which alone is kept, and written."""
+
+    def on_train_start(self) -> None:
+        self.array = np.linspace(-1, 1, C * C).reshape(C, C)
+        self.b.weight.data = torch.from_numpy(self.array)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.array[2:4] *= 0.5
+        self.log("array", float(np.abs(self.array).sum()))
+
+
 class GradientsOfItsOwn(Base):
     """Gradients lie in tensors of its own for good, which alone are read, scaled and set to zero."""
 
@@ -1469,8 +1499,8 @@ FOUND: dict[str, type[Base]] = {
                  ToldByTheEnvironment, LogsAMetric, FillsACache, TrainerAsArgument, BufferOfALayer, LengthOfALayer,
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
-                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, GradientsOfItsOwn, StateByHand,
-                 OptimizerState, AveragedModule, InnerBuffers,
+                 AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
+                 StateByHand, OptimizerState, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
@@ -1579,3 +1609,5 @@ MEMORY: dict[str, type[Base]] = {
     for kind in (ViewsOfWritten, WrittenThroughData, ShapeOfBatch, AsksForGradients, Rewound, DataOfWeights, OneVector)
 }
 """Of what a tensor shares memory with: where one device has a view, a rank may have a copy."""
+REFUSED: dict[str, type[Base]] = {kind.__name__: kind for kind in (OneMemory, OneGradient)}
+"""What tensor parallelism can't keep, and says so."""

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
-from tests.found import FOUND, MEMORY, C
+from tests.found import FOUND, MEMORY, REFUSED, C
 from tests.pool import Pool
 from tests.strange import STRANGE
 
@@ -75,7 +75,7 @@ def _batches() -> list[Any]:
 def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
-    module, losses = (FOUND | MEMORY | STRANGE)[name](), _Losses()
+    module, losses = (FOUND | MEMORY | REFUSED | STRANGE)[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
@@ -150,6 +150,12 @@ def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
     assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: Pool, name: str) -> None:
+    wrong, _ = _wrong(pool, [name], LAYOUTS["tensor"])
+    assert "were made one memory" in wrong[name] and "shapes (4, 8) and (8, 4)" in wrong[name]
 
 
 class BadBatches(Batches):

@@ -23,6 +23,8 @@ from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
 from lightning_par.optim.closures import with_closures
+from lightning_par.optim.stand_ins import with_inner
+from lightning_par.optimizers import begin_anew
 from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.holders import Holders
@@ -163,7 +165,7 @@ class JointGradients:
         marks = {key: value for key, value in getattr(step, "__dict__", {}).items() if key.startswith("_wrapped")}
         vars(plain_step).update(marks)
         optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
-        self._optimizers.append(optimizer)
+        self._optimizers += [one for one in with_inner(optimizer) if "state" in vars(one)]
         undo = contextlib.ExitStack()
         undo.callback(_put_back, optimizer, before)
         with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
@@ -253,7 +255,9 @@ class JointGradients:
             _be_plain(x)
         for optimizer in self._optimizers:
             if isinstance(optimizer.state, JointState):
-                optimizer.state = optimizer.state.own
+                changed, optimizer.state = optimizer.state.changed, optimizer.state.own
+                if changed:
+                    begin_anew(optimizer)
 
     def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
         for name, (buffers, own) in self._buffers.items():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_par import private
 from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere
@@ -36,12 +37,25 @@ class _Away:
     kind: Kind
 
 
+class _HeldElsewhere(Elsewhere):
+    """A tensor of the state which has no memory on this rank."""
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """What it takes here, as programs ask that look where memory goes."""
+        return 0
+
+
 class JointState(MutableMapping[Any, Any]):
     """``optimizer.state`` while no step runs.
 
     Args:
         owner: carries tensors over the ranks.
         optimizer: whose state it is; it has its own one, which `own` is then.
+
+    Attributes:
+        own: what is kept on this rank.
+        changed: whether user code set or removed any of it.
 
     Example::
 
@@ -52,8 +66,9 @@ class JointState(MutableMapping[Any, Any]):
 
     def __init__(self, owner: JointGradients, optimizer: Optimizer) -> None:
         self.own: Any = optimizer.state
-        self._owner, self._optimizer = owner, optimizer
+        self.owner, self._optimizer = owner, optimizer
         self._all: dict[Any, Any] | None = None  # of all stages, once they were asked for
+        self.changed = False
 
     def __getitem__(self, key: Any) -> Any:
         states = self._states()
@@ -65,17 +80,18 @@ class JointState(MutableMapping[Any, Any]):
         return states[key]
 
     def __setitem__(self, key: Any, state: Any) -> None:
-        states, name = self._states(), self._owner.spread_name(key)
+        states, name = self._states(), self.owner.spread_name(key)
+        self.changed = True
         if states is self.own or name is None or not isinstance(state, dict):
             self.own[key] = states[key] = state
             return
         if not is_elsewhere(key):
             self.own[key] = {}
-        states[key] = _Entry(self._owner, name, key, {}, self.own.get(key))
+        states[key] = _Entry(self, name, key, {})
         states[key].update(state)
 
     def __delitem__(self, key: Any) -> None:
-        states = self._states()
+        states, self.changed = self._states(), True
         del states[key]
         if states is not self.own:
             self.own.pop(key, None)
@@ -97,7 +113,7 @@ class JointState(MutableMapping[Any, Any]):
 
     def _states(self) -> Any:
         """Those of all stages for user code, else this rank's."""
-        shows = self._owner.shows and not private.in_backward()
+        shows = self.owner.shows and not private.in_backward()
         if not shows or user_of(sys._getframe(2)) is None:
             return self.own
         if self._all is None:
@@ -105,10 +121,10 @@ class JointState(MutableMapping[Any, Any]):
         return self._all
 
     def _learn(self) -> dict[Any, Any]:
-        owner = self._owner
+        owner = self.owner
         names = {p: name for p in self._parameters() if (name := owner.spread_name(p)) is not None}
         mine = {
-            name: {key: _told(x) for key, x in self.own[p].items()}
+            name: {key: tree_map(_told, x) for key, x in self.own[p].items()}
             for p, name in names.items()
             if owner.sources[name] == owner.axis.rank and isinstance(self.own.get(p), dict)
         }
@@ -122,7 +138,7 @@ class JointState(MutableMapping[Any, Any]):
             if name is None and p in self.own:
                 found[p] = self.own[p]
             elif name is not None and name in told:
-                found[p] = _Entry(owner, name, p, told[name], self.own.get(p))
+                found[p] = _Entry(self, name, p, told[name])
         return found | {key: state for key, state in self.own.items() if key not in found}
 
     def _parameters(self) -> list[Tensor]:
@@ -130,21 +146,23 @@ class JointState(MutableMapping[Any, Any]):
 
 
 class _Entry(dict[Any, Any]):
-    """What is kept of one parameter; ``own`` has it where that is."""
+    """What is kept of one parameter, of which others have ``told``."""
 
-    def __init__(self, owner: JointGradients, name: str, parameter: Any, told: dict[Any, Any], own: Any) -> None:
-        self._owner, self._name, self._parameter, self._own = owner, name, parameter, own
-        super().__init__({key: self._shown(x if own is None else own[key]) for key, x in told.items()})
+    def __init__(self, states: JointState, name: str, parameter: Any, told: dict[Any, Any]) -> None:
+        self._states, self._name, self._parameter, self._own = states, name, parameter, states.own.get(parameter)
+        super().__init__({key: self._shown(x if self._own is None else self._own[key]) for key, x in told.items()})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        value = self._owner.present("state", value, self._name)
+        self._states.changed = True
+        value = self._states.owner.present("state", value, self._name)
         if self._own is not None:
             value = self._own[key] = map_tensors(_plain, value)
-        elif isinstance(value, Tensor):
-            value = _Away(kind_of(value))
+        else:
+            value = tree_map(_told, value)
         super().__setitem__(key, self._shown(value))
 
     def __delitem__(self, key: Any) -> None:
+        self._states.changed = True
         super().__delitem__(key)
         if self._own is not None:
             del self._own[key]
@@ -168,14 +186,18 @@ class _Entry(dict[Any, Any]):
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
-    def _shown(self, x: Any) -> Any:
-        """A value as user code sees it."""
+    def _shown(self, value: Any) -> Any:
+        """As user code sees it."""
+        return tree_map(self._seen, value)
+
+    def _seen(self, x: Any) -> Any:
         if isinstance(x, _Away):
-            p = self._parameter
-            x = Elsewhere(*x.kind, p.device, replace(p.origin))
+            seen: Any = _HeldElsewhere(*x.kind, self._parameter.device, replace(self._parameter.origin))
         elif not isinstance(x, Tensor) or isinstance(x, ShardedTensor):
             return x
-        return self._owner.show(_plain(x), self._name, object())
+        else:
+            seen = _plain(x)
+        return self._states.owner.show(seen, self._name, object())
 
 
 def _told(x: Any) -> Any:
