@@ -83,6 +83,21 @@ def _collect_whole_weights(launcher: Any, trainer: Any, results: Any) -> Any:
         del module.state_dict
 
 
+def replace_dummy_experiments(namespace: Namespace, handed: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Call ``handed(args, kwargs)`` for each method of a logger's ``experiment`` on ranks that log nothing.
+
+    Lightning has no public name for what it gives these ranks. Returns what puts back what was there.
+    """
+    dummy = namespace.from_fabric("loggers.logger", "_DummyExperiment")
+    before = dummy.nop
+
+    def nop(_: Any, *args: Any, **kwargs: Any) -> None:
+        handed(args, kwargs)
+
+    dummy.nop = nop
+    return partial(setattr, dummy, "nop", before)
+
+
 def init_process_group(
     namespace: Namespace, environment: Any, backend: str, timeout: timedelta | None, device: torch.device
 ) -> None:

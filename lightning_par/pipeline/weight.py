@@ -43,7 +43,7 @@ _OURS = (
 )
 _BETWEEN = (__name__, *(f"lightning_par.pipeline.{name}" for name in ("elsewhere", "gradient", "optimizer_state")))
 _TRANSPARENT = ("torch", "copy", "collections")
-_USERS = ("torch.optim.swa_utils",)  # no optimizer, but what is called between steps
+_USERS = ("torch.optim.swa_utils", "lightning_par.experiments")  # what reads for those who call it between steps
 # What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
 _CALLS = {
     "torch.nn.modules.module": frozenset("""

@@ -16,6 +16,7 @@ from lightning_par import precision, private
 from lightning_par.clipping import Counting
 from lightning_par.comm import Axis
 from lightning_par.deferred.materialise import materialise
+from lightning_par.experiments import read_with_the_logging_rank
 from lightning_par.gradients import GradientSync
 from lightning_par.intercept import hand_metrics_whole_tensors
 from lightning_par.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
@@ -66,6 +67,8 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         self._share_metrics()
         if self.groups.data.size == 1:
             quiet_sync_advice()
+        self._stop_reading()
+        self._ends_reading = read_with_the_logging_rank(self.namespace)
 
     def _make_gradient_sync(self, module: nn.Module) -> GradientSync:
         groups = self.groups
@@ -113,6 +116,11 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
             if self.groups.tensor.size > 1 or self.groups.sequence.size > 1:
                 hand_metrics_whole_tensors(self.lightning_module)
 
+    def _stop_reading(self) -> None:
+        if self._ends_reading is not None:
+            self._ends_reading()
+        self._ends_reading = None
+
     # Metrics may be made in a hook that runs after `setup`.
 
     def on_train_start(self) -> None:
@@ -132,6 +140,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         module = self.lightning_module
         self._close_gradients()
         self._close_meeting()
+        self._stop_reading()
         if module is not None:
             restore_metrics(module)
             trainer: Any = module._trainer

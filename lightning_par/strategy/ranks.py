@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -61,6 +62,7 @@ class RanksMixin(_Base):
         self.attention: Asked = "auto"
         self.sequence_dim: SequenceDim = None
         self._synced_batch_norm = False
+        self._ends_reading: Callable[[], None] | None = None
         self._run = 0
         self._met_after_exception = False
         self._evaluated = 0  # steps without training since `setup`
