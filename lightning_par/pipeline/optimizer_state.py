@@ -81,7 +81,7 @@ class JointState(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, state: Any) -> None:
         states, name = self._states(), self.owner.spread_name(key)
-        self.changed = True
+        self.changed |= states is not self.own
         if states is self.own or name is None or not isinstance(state, dict):
             self.own[key] = states[key] = state
             return
@@ -91,9 +91,10 @@ class JointState(MutableMapping[Any, Any]):
         states[key].update(state)
 
     def __delitem__(self, key: Any) -> None:
-        states, self.changed = self._states(), True
+        states = self._states()
         del states[key]
         if states is not self.own:
+            self.changed = True
             self.own.pop(key, None)
 
     def __contains__(self, key: Any) -> bool:
