@@ -175,7 +175,8 @@ class StagedMixin(StrategyMixin):
         module: Any = self.lightning_module
         number = module.trainer.fit_loop.total_batch_idx
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        # Lightning divides the loss before its backward: hooks on what the step made meet gradients of that.
+        scale = (1.0 if scaler is None else scaler.get_scale()) / module.trainer.accumulate_grad_batches
         with self._draws(number):
             held = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_elsewhere(p)}
             throughout = self._storing is not None and self._storing.throughout

@@ -107,8 +107,10 @@ class ShardsMixin(RanksMixin):
             for optimizer in self.optimizers:
                 state.unshard_optimizer_state(optimizer, self._stages)
             unstore(self.lightning_module)
-            self._unspread_model()
             trainer: Any = self.lightning_module.trainer
+            if self._storing is not None and self.groups.tensor.size == 1:  # else `Sharding.undo` does it
+                make_held_whole([self.lightning_module, *trainer.callbacks])
+            self._unspread_model()
             if self._planning is not None:
                 self._planning.undo()
                 make_held_whole([self.lightning_module, *trainer.callbacks])
