@@ -804,6 +804,32 @@ class OptimizerState(Base):
             self.log("kept", torch.stack([x["exp_avg"].abs().sum() for x in self.kept["state"].values()]).sum())
 
 
+class LoopsOverSamples(Base):
+    """What is computed of the batch beside a loop over samples comes whole; a layer given that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Embedding(5, C), CountsItsCalls()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids = (batch[0][..., 0].abs() * 2).long().clamp(max=4)
+        h = torch.stack([row * (1 + row.mean()) for row in self.c(self.a(ids))])
+        return F.mse_loss(self.b(h), batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.c.calls))
+
+
+class CountsItsCalls(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(C, C)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 class AveragedModule(Base):
     """torch's own averages: in a submodule that no step calls, and of a layer with buffers."""
 
@@ -1500,7 +1526,7 @@ FOUND: dict[str, type[Base]] = {
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
-                 StateByHand, OptimizerState, AveragedModule, InnerBuffers,
+                 StateByHand, OptimizerState, LoopsOverSamples, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -313,6 +314,38 @@ def test_weights_are_read_and_written_as_whole_ones(pool: Pool) -> None:
     for kinds, *found in pool.run(2, _write, DP):
         assert kinds == {"Parameter"}  # whole again
         torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-14)
+
+
+class Keeps(Layers):
+    """Copies of weights, in attributes and in a callback."""
+
+    def on_fit_start(self) -> None:
+        self.start = copy.deepcopy(self.state_dict())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.copies = [p.detach().clone() for p in self.parameters()]
+
+
+def _keep(layout: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    module = Keeps()
+    ranks: Any = {"devices": 1} if layout is None else {"strategy": HybridParallelStrategy(**layout)}
+    ranks = {"devices": int(os.environ["WORLD_SIZE"]), **ranks}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=2, precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **ranks,
+    )  # fmt: skip
+    trainer.fit(module, _data())
+    return [*module.start.values(), *module.copies]
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}])
+def test_what_user_code_kept_of_weights_is_whole_afterwards(pool: Pool, layout: dict[str, Any]) -> None:
+    (one,) = pool.run(1, _keep, None)
+    for found in pool.run(2 if not layout else 4, _keep, {"data_parallel": "fsdp", "data_parallel_size": 2, **layout}):
+        assert all(type(x) is Tensor for x in found)
+        for x, y in zip(found, one, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
 
 
 class Fails(Layers):

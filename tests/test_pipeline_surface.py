@@ -103,6 +103,27 @@ def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
     check(pool, _options, **OPTIONS[option])
 
 
+class Normalized(Net):
+    """A hook on what a layer made goes by how large the gradient of a sample is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g / (0.01 + g.norm(dim=1, keepdim=True)))
+        return self.head(h)
+
+
+def _accumulated() -> Any:
+    module = Normalized()
+    t = trainer(accumulate_grad_batches=3, microbatches=1)
+    t.fit(module, loader(16))
+    return weights(module), metrics(t)
+
+
+def test_hooks_meet_gradients_of_the_loss_that_is_divided_by_the_batches_of_a_window(pool: Pool) -> None:
+    check(pool, _accumulated)
+
+
 class Finetuned(Watched):
     @property
     def backbone(self) -> nn.Module:

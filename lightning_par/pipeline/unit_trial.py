@@ -45,7 +45,7 @@ def acts_plainly(
     inputs = tensors_in((args, kwargs))
     lead = next((x for x in inputs if isinstance(x, ShardedTensor)), None)
     if lead is None:
-        return call(*args, **kwargs), True
+        return _called_whole(path, module, partial(call, *args, **kwargs)), True
     samples, own = lead.positions.size, lead.positions.count(lead.axis.rank)
     given = twin((args, kwargs))  # a cache among the arguments may grow
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
@@ -96,6 +96,21 @@ def acts_plainly(
     finally:
         after.restore()
     return result, plain
+
+
+def _called_whole(path: str, module: nn.Module, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, which each microbatch repeats as it is.
+
+    Raises:
+        SamplesMixError: it changes what the unit holds, which it would do for each microbatch.
+    """
+    before = Snapshot([(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()], hooks=False)
+    result = call()
+    left = _left(before)
+    if left:
+        before.restore()
+        raise _mixed(path, f"{path!r} changes {min(left)}, as it would for each microbatch")
+    return result
 
 
 def _left(before: Snapshot) -> dict[str, Change]:
