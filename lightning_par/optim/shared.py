@@ -29,9 +29,9 @@ class Shared:
         self._look()
         try:
             yield
+            self._rivals.refuse_several("the optimizer's step")
         finally:
             if aliases.is_any():
-                self._rivals.refuse_several("the optimizer's step")
                 aliases.written(self._parts())
 
     def away(self, closure: Callable[[], Any]) -> Any:
