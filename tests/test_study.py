@@ -124,3 +124,21 @@ class Reduces(Base):
 def test_a_collective_of_the_users_is_refused(within: bool) -> None:
     with pytest.raises(NotImplementedError, match=r"test_study.py:\d+: torch.distributed.all_reduce is called within"):
         _studied(Reduces(within))
+
+
+class Loops(Base):
+    """A loop over the samples: with one more of them the step does more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x.float()
+        for row in x:
+            before = before + 0.01 * row.mean()
+        h = self.b(self.a(before))
+        return h * (x + 1).mean(-1, keepdim=True)
+
+
+def test_what_lies_before_and_behind_a_loop_over_samples_is_known_to_hold_them() -> None:
+    program = _studied(Loops(), microbatches=2)
+    cut = {program.events[index].place for index, _ in program.layouts if index >= 0}
+    lines = [program.events[index].func.__name__ for index, _ in program.layouts if index >= 0]
+    assert len(cut) >= 3 and {"add", "mean"} <= set(lines), (cut, lines)

@@ -128,7 +128,7 @@ class Analysis(FakeRun):
         self.hooks_on_gradients: dict[nn.Module, int] = {}  # on modules of the copy, as the step begins
         self.resetting: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
         self.made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # what they store, by the id of what holds it, and where
-        self.shapes: list[list[tuple[int, ...]]] = []  # of every event on the batch alone
+        self.shapes: dict[int, list[tuple[int, ...]]] = {}  # of what came of the batch alone, by event
         self.views: set[int] = set()  # ids of tensors of the module, or of views of them
         self.changes_state = False  # whether the step writes into tensors of the module
         self.regions: dict[int, int] = {}
@@ -315,7 +315,7 @@ class Analysis(FakeRun):
             self.changes_state |= writes_into(name)
         self.events.append(Event(func, "batch", (), None, user_line()))
         self._note_constants(index, (args, kwargs, result))
-        self.shapes.append([(index, *x.shape) for x in tensors])
+        self.shapes[index] = [tuple(x.shape) for x in tensors]
         self.batch_keys.update((id(x), (index, n)) for n, x in enumerate(tensors))
         self.kept.append(result)
         return result

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -253,17 +255,27 @@ def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
     for n, x in enumerate(tensors_in(step.batch)):
         if x.ndim and x.shape[0] == samples:
             layouts[-1, n] = (0, positions(samples, 1))
-    if not any(size % samples == 0 for some in whole.shapes for _, *sizes in some for size in sizes):
+    if not any(size % samples == 0 for some in whole.shapes.values() for shape in some for size in shape):
         return layouts
     larger = _run_larger(step, stages, whole)
-    if larger is None or [e.func for e in whole.events] != [e.func for e in larger.events]:
+    if larger is None:
         return layouts
-    for some, many in zip(whole.shapes, larger.shapes, strict=True):
-        for n, (a, b) in enumerate(zip(some, many)):
-            dims = [d for d, (x, y) in enumerate(zip(a[1:], b[1:])) if x != y] if len(a) == len(b) else []
-            if len(dims) == 1 and a[1 + dims[0]] * (samples + 1) == b[1 + dims[0]] * samples:
-                layouts[a[0], n] = (dims[0], positions(samples, 1).repeat(a[1 + dims[0]] // samples))
+    for index, other in _alike(whole, larger):
+        for n, (a, b) in enumerate(zip(whole.shapes.get(index, ()), larger.shapes.get(other, ()))):
+            dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y] if len(a) == len(b) else []
+            if len(dims) == 1 and a[dims[0]] * (samples + 1) == b[dims[0]] * samples:
+                layouts[index, n] = (dims[0], positions(samples, 1).repeat(a[dims[0]] // samples))
     return layouts
+
+
+def _alike(whole: Analysis, larger: Analysis) -> Iterator[tuple[int, int]]:
+    """The events of both runs that are the same, by index: all, or those before and behind a loop over samples."""
+    ours, theirs = ([(event.func, event.place) for event in run.events] for run in (whole, larger))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
+    yield from zip(range(same), range(same))
+    most = min(len(ours), len(theirs)) - same
+    behind = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours[::-1][:most], theirs[::-1])))
+    yield from zip(range(len(ours) - behind, len(ours)), range(len(theirs) - behind, len(theirs)))
 
 
 def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
