@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_par.comm import Axis
+from lightning_par.raw_bytes import raw_bytes
 
 _EMPTY: Any = MappingProxyType({})
 
@@ -126,7 +127,7 @@ def broadcast_batch(
         tensors = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=device) for f in forms]
     for tensor in tensors:
         if tensor.numel():
-            axis.broadcast_(_as_bytes(tensor), purpose, source)
+            axis.broadcast_(raw_bytes(tensor), purpose, source)
     # Where a tensor was copied to be sent, the source, too, goes on with the copy: strides can change a last bit.
     if not copied:
         return batch
@@ -238,12 +239,6 @@ def _dense(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg() or (tensor.numel() and extent != tensor.numel()) or 0 in tensor.stride():
         return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return tensor
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor as flat uint8, shared with it: every backend can send that, whatever the dtype."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)
 
 
 def refusal(value: Any, device: torch.device, known: Known = _NOTHING) -> str | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.raw_bytes import raw_bytes
 from lightning_par.verbs import _own_part as _own_part
 from lightning_par.verbs import enter as enter
 from lightning_par.verbs import gather as gather
@@ -260,14 +261,14 @@ class Axis:
             tag: with gloo, says which `start_recv_` gets it; NCCL goes by the order.
         """
         self._log("send", purpose, x.numel(), x.numel() * x.element_size(), 2)
-        work = dist.isend(_bytes(x), self.ranks[to], group=self._group_of(link), tag=tag)
+        work = dist.isend(raw_bytes(x), self.ranks[to], group=self._group_of(link), tag=tag)
         assert work is not None  # this rank is in the group
         return work
 
     def start_recv_(self, x: Tensor, source: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
         """Begin to overwrite the contiguous ``x`` with what index ``source`` sends; see `start_send`."""
         self._log("recv", purpose, x.numel(), x.numel() * x.element_size(), 2)
-        work = dist.irecv(_bytes(x), self.ranks[source], group=self._group_of(link), tag=tag)
+        work = dist.irecv(raw_bytes(x), self.ranks[source], group=self._group_of(link), tag=tag)
         assert work is not None
         return work
 
@@ -291,8 +292,3 @@ class Axis:
         self._log("all_gather", purpose, self.size, 0)
         dist.all_gather_object(values, value, group=self.group)
         return values
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The memory of the contiguous ``x``: gloo and NCCL know fewer dtypes than torch."""
-    return x.detach().view(-1).view(torch.uint8)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_par.raw_bytes import raw_bytes
+
 _CHUNK = 1 << 22  # bytes mixed at a time: small beside any tensor that matters
 _PROBES = 16  # numbers of an outline
 _STEP, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -21,7 +23,7 @@ def digest(x: Tensor) -> Tensor:
         x = torch.randn(1000)
         assert digest(x) == digest(x.clone()) and digest(x) != digest(x.flip(0))
     """
-    flat = x.detach().contiguous().view(-1).view(torch.uint8)
+    flat = raw_bytes(x.detach().contiguous())
     total = torch.full((), flat.numel(), dtype=torch.int64, device=x.device)
     for start in range(0, flat.numel(), _CHUNK):
         total += _mixed(flat[start : start + _CHUNK], start)

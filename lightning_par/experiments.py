@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par import private
@@ -23,7 +24,7 @@ def read_with_the_logging_rank(namespace: Namespace) -> Callable[[], None]:
 
 
 def _read(x: Tensor) -> Tensor:
-    """Once, as `torch.utils.tensorboard` does."""
+    """Once, as `torch.utils.tensorboard` does, for which numpy has no bfloat16."""
     if type(x) not in _PLAIN:
-        x.detach().cpu().numpy()
+        (x.to(torch.float16) if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
     return x

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par import generators
+from lightning_par.raw_bytes import raw_bytes
 from lightning_par.stream_copy import copy_of
 from lightning_par.watch.snapshot import Snapshot
 from lightning_par.watch.spares import Spares
@@ -273,5 +274,5 @@ class _Contents(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout is not torch.strided:
             return NotImplemented
-        entries = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        entries = raw_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
         return tuple, ((str(value.dtype), tuple(value.shape), entries),)

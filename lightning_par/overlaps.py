@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par import private
 from lightning_par.deferred.tensor import Deferred
+from lightning_par.pipeline.elsewhere import is_elsewhere
 from lightning_par.view import ShardedTensor
 
 _DEPTH = 3  # of lists and dicts within each other that are looked at
@@ -36,7 +37,7 @@ def overlapping(module: nn.Module, holders: Iterable[Any] = ()) -> dict[str, str
     names = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
     found: dict[int, tuple[str, Tensor]] = {}
     for name, x in [*module.named_parameters(), *module.named_buffers(), *_attributes(module, holders)]:
-        if not isinstance(x, ShardedTensor) and x.layout == torch.strided and x.numel():
+        if not (isinstance(x, ShardedTensor) or is_elsewhere(x)) and x.layout == torch.strided and x.numel():
             found.setdefault(id(x), (name, x))
     runs: dict[Any, list[tuple[int, int, str, int]]] = {}
     for key, (name, x) in found.items():

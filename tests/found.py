@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 from collections import deque
@@ -820,6 +821,56 @@ class LoopsOverSamples(Base):
         self.log("calls", float(self.c.calls))
 
 
+class LayerIterators(Base):
+    """Iterators that layers hold, called twice in a step: their items, and what a generator changes to make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, scales = ScaledByTurns(), itertools.count(1.0, 0.1)
+        self.a.register_forward_hook(lambda module, args, out: out * next(scales))
+        self.scales = scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.c(self.a(self.c(self.a(x)))).tanh())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("next", float(next(self.c.turns[0]) + next(self.scales) + self.c.made))
+
+
+class ScaledByTurns(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(C, C)
+        self.turns, self.made, self.drawn = (itertools.cycle([0.5, 1.0, 1.5, 0.7]), None), 0, self.draw()
+
+    def draw(self) -> Any:
+        while True:
+            self.made += 1
+            yield 1 + 0.1 * self.made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.turns[0]) * next(self.drawn)
+
+
+class TiedCountingHooks(Base):
+    """Hooks on gradients that go by what they count, also on weights that two stages have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.seen = nn.Linear(C, C), [1.0]
+        for p in self.parameters():
+            p.register_hook(self.counted)
+
+    def counted(self, gradient: Tensor) -> Tensor:
+        self.seen.append(self.seen[-1] + 0.1)
+        return gradient * self.seen[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.c(self.c(self.a(x).tanh()).tanh()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("seen", self.seen[-1])
+
+
 class CountsItsCalls(nn.Linear):
     def __init__(self) -> None:
         super().__init__(C, C)
@@ -1526,7 +1577,8 @@ FOUND: dict[str, type[Base]] = {
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
-                 StateByHand, OptimizerState, LoopsOverSamples, AveragedModule, InnerBuffers,
+                 StateByHand, OptimizerState, LoopsOverSamples, LayerIterators,
+                 TiedCountingHooks, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

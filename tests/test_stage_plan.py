@@ -110,6 +110,12 @@ def test_no_unit_holds_another() -> None:
     assert choose_units(elsewhere, 1) == ("a.x", "shared")
 
 
+def test_what_is_opened_may_leave_nothing_that_opening_a_block_gives() -> None:
+    block = box("block", leaf("block.up", 44.0), leaf("block.down", 44.0))
+    root = box("", leaf("a", 3.0), box("s", leaf("s.weight")), block, leaf("head", 3.0))
+    assert choose_units(root, 2, opened=["a", "s", "block.up", "block.down", "head"]) == ("s.weight", "block")
+
+
 def test_code_between_units_counts_for_the_one_before() -> None:
     plan = make_stage_plan(box("", leaf("a", 2.0), leaf("softmax", 5.0, 0), leaf("b", 2.0), own=3.0), 2)
     assert [stage.flops for stage in plan.stages] == [7.0, 5.0]

@@ -17,9 +17,8 @@ import torch
 from lightning_par.guesses import EndlessError
 from lightning_par.pipeline.draws import GlobalDrawError
 from lightning_par.pipeline.handed import UnitError
-from lightning_par.pipeline.inner_state import as_it_is
 from lightning_par.pipeline.routes import stage_of
-from lightning_par.watch.changes import Change
+from lightning_par.watch.changes import Change, as_it_is
 from lightning_par.watch.snapshot import plainly
 
 if TYPE_CHECKING:

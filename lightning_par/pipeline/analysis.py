@@ -24,7 +24,6 @@ from lightning_par.pipeline.attributes import TENSORS
 from lightning_par.pipeline.constants import constants_of, words_of
 from lightning_par.pipeline.draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.handed import Handed, UnitError, maker_of
-from lightning_par.pipeline.inner_state import as_it_is
 from lightning_par.pipeline.lent import Lent
 from lightning_par.pipeline.located import Event, Key, is_located, is_metric_call, is_setting, writes_into
 from lightning_par.pipeline.memo import touches_state
@@ -45,7 +44,7 @@ from lightning_par.positions import Positions
 from lightning_par.rules.table import user_line, writes
 from lightning_par.transforms import TRANSFORMS
 from lightning_par.view import ShardedTensor
-from lightning_par.watch.changes import stored_by
+from lightning_par.watch.changes import as_it_is, stored_by
 from lightning_par.watch.snapshot import Snapshot, plainly
 
 Layouts = dict[Key, tuple[int, Positions]]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
+from lightning_par.raw_bytes import raw_bytes
 
 _MUCH = 4096  # elements
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -61,6 +62,4 @@ def _content(leaf: Any, is_located: Callable[[Tensor], bool]) -> Any:
 def _of_tensor(x: Tensor) -> Any:
     if x.layout != torch.strided:
         return tuple(x.shape)
-    flat = x.detach().cpu().contiguous().view(-1)
-    content = flat.view(torch.uint8) if flat.numel() else flat
-    return tuple(x.shape), hashlib.sha1(content.numpy().tobytes()).digest()
+    return tuple(x.shape), hashlib.sha1(raw_bytes(x.detach().cpu().contiguous()).numpy().tobytes()).digest()

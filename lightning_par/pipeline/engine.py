@@ -131,7 +131,8 @@ class Engine:
         names = sorted(
             (n for n, p in named.items() if id(p) in given), key=lambda n: place.get(id(named[n]), len(place))
         )
-        aside = {name for name in names if self.programs.holds(name)[0] != self.axis.rank}
+        counts = {name: self.programs.holds(name)[0] for name in names}
+        aside = {name: rank for name, rank in counts.items() if rank != self.axis.rank}
         ordered = {name: given[id(named[name])] for name in names}
         return _with_loss(result, self.in_backward.in_turn(ready.program, loss, ordered, scale, aside))
 

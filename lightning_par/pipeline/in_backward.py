@@ -17,9 +17,10 @@ from torch import Tensor
 from lightning_par import private
 from lightning_par.batch import Known
 from lightning_par.pipeline.deliver import Turn, called_before, deliver_in_turn
-from lightning_par.pipeline.inner_state import Changed, InnerState, Told, as_it_is
+from lightning_par.pipeline.inner_state import Changed, InnerState, Told
 from lightning_par.pipeline.located import Program
-from lightning_par.watch.changes import MappingChange
+from lightning_par.pipeline.travel import kinds_at, send_to_all, wanted_of
+from lightning_par.watch.changes import MappingChange, as_it_is
 from lightning_par.watch.snapshot import Snapshot
 
 
@@ -54,7 +55,7 @@ class InBackward:
         """The backwards of a step begin, in which code may run that keeps something. All ranks must call it."""
         self._program, self._active = program, True
         self._next = program.stages - 1
-        self._first = self.watch.everything()[0].copy_tensors()
+        self._first = self.watch.everything()[0].copy_tensors().lend_iterators()
 
     @contextlib.contextmanager
     def stage(self, stage: int) -> Iterator[None]:
@@ -116,7 +117,7 @@ class InBackward:
         loss: Tensor,
         grads: Mapping[str, tuple[Tensor, Tensor]],
         scale: float,
-        aside: Collection[str],
+        aside: Mapping[str, int],
     ) -> Tensor:
         """``loss`` again, whose backward gives the ``grads``; hooks on parameters meet what those of later stages left.
 
@@ -125,9 +126,9 @@ class InBackward:
             loss: of the whole batch.
             grads: by name each parameter with its gradient times ``scale``, in the order of backward.
             scale: by which the loss was multiplied.
-            aside: the names of parameters whose hooks count on another rank.
+            aside: the parameters whose hooks count on another rank, by name, and which.
         """
-        self._program = program
+        self._program, self._aside, self._given = program, aside, {name: p for name, (p, _) in grads.items()}
         of_stages: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, pair in grads.items():
             used = [min(stages) for path, stages in program.uses.items() if f"{name}.".startswith(f"{path}.")]
@@ -138,9 +139,9 @@ class InBackward:
         return deliver_in_turn(loss, turns, scale)
 
     def _begin_turns(self) -> None:
-        self._before, self._own_cells = self.watch.everything(parameters=True)
+        self._look()
         self._turn = self._due = self._program.stages - 1
-        self._own = False
+        self._own = self._told_any = False
         private.at_end_of_backward(self._end_turns)
 
     def _take_turn(self, stage: int) -> None:
@@ -148,12 +149,18 @@ class InBackward:
         while self._turn > stage:
             self._spread_turn(Changed(""))
         self._do_due(stage)
-        (self._before, self._own_cells), self._own = self.watch.everything(parameters=True), True
+        self._look()
+        self._own = True
+
+    def _look(self) -> None:
+        self._before, self._own_cells = self.watch.everything(parameters=True)
+        self._before.lend_iterators()
 
     def _end_turn(self) -> None:
         if not self._own:
             self._before.restore()
             return
+        self._before.settle_iterators()
         self._spread_turn(_changed_since(self._before, self._own_cells))
         self._own = False
 
@@ -161,6 +168,25 @@ class InBackward:
         self._end_turn()
         while self._turn >= 0:
             self._spread_turn(Changed(""))
+        if self._told_any:
+            self._take_those_aside()
+
+    def _take_those_aside(self) -> None:
+        """A hook that keeps something went by what it kept: only where it counts that was one device's."""
+        asked = [((name, what), source) for name, source in self._aside.items() for what in ("grad", "data")]
+        wanted = wanted_of(asked, self.axis, "tied weights that hooks change")
+        mine = {(name, "grad"): p.grad for name, p in self._given.items() if p.grad is not None}
+        mine.update({(name, "data"): p.data for name, p in self._given.items()})
+        kinds = kinds_at(wanted, mine, self.axis, "tied weights that hooks change")
+        for key, kind in kinds.items():
+            sent = send_to_all(mine.get(key), kind, wanted[key], self.axis, "tied weights that hooks change")
+            if key in mine and key[0] in self._aside:
+                mine[key].detach().copy_(sent)
+            elif key[0] in self._aside:
+                self._given[key[0]].grad = sent.to(self._given[key[0]].device)
+        for name in self._aside:
+            if (name, "grad") not in kinds:
+                self._given[name].grad = None
 
     def _spread_turn(self, mine: Changed) -> None:
         self._do_due(self._turn)
@@ -175,6 +201,7 @@ class InBackward:
             )
         if source != self.axis.rank:
             self._do(told)
+        self._told_any |= bool(told.shared or told.own)
         self._turn -= 1
 
 

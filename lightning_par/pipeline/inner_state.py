@@ -9,7 +9,6 @@ count up, is one device's.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from lightning_par.pipeline.made import ByPlace, flat, place_of_made, stand_in_f
 from lightning_par.pipeline.messages import lost
 from lightning_par.pipeline.structure import tensors_in
 from lightning_par.pipeline.watch import Watch
-from lightning_par.watch.changes import Change, MappingChange, stored_by
+from lightning_par.watch.changes import Change, MappingChange, as_it_is, stored_by
 from lightning_par.watch.snapshot import Snapshot
 
 
@@ -183,7 +182,11 @@ class InnerState:
             yield
             return
         before, own = self.watch.with_unit(path)
-        yield
+        before.lend_iterators()
+        try:
+            yield
+        finally:
+            before.settle_iterators()
         changed = Changed(path)
         for name, cell in before.cells.items():
             change = None if cell.fixed else cell.change_unlent()
@@ -301,18 +304,3 @@ def _lost(who: str, name: str, gradient: Tensor) -> None:
         "can't get back to the stage of the pipeline that computed it. Return the value from the module's forward, or "
         "use TensorParallelStrategy."
     )
-
-
-def as_it_is(change: Change) -> Change:
-    """``change`` with copies of containers, which later calls may change."""
-    values = {name: _copied(value) for name, value in vars(change).items()}
-    return replace(change, **values)
-
-
-def _copied(value: Any) -> Any:
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        return kind((key, _copied(x)) for key, x in value.items())
-    if kind in (list, tuple, set):
-        return kind(map(_copied, value))
-    return deque(map(_copied, value), value.maxlen) if kind is deque else value

@@ -73,6 +73,9 @@ class JointGradients:
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
+        mine = [(name, p.axis.name) for name, p in self._parameters.items() if isinstance(p, ShardedTensor)]
+        told = axis.all_gather_object(mine, "names of weights in parts")
+        self.in_parts = {name: over for theirs in told for name, over in theirs}
         self._undo: dict[int, Callable[[], None]] = {}
         self._optimizers: list[Any] = []
         self._show()

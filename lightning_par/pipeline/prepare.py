@@ -298,7 +298,13 @@ class Programs:
         """
         units = sorted(program.keeping) if program in (self._fresh, self._foreseen) else []
         states = [(path, *self.watch.with_unit(path)) for path in units]
-        yield
+        for _, state, _ in states:
+            state.lend_iterators()
+        try:
+            yield
+        finally:
+            for _, state, _ in states:
+                state.settle_iterators()
         for path, state, own in states:
             changed = [name for name in sorted(own) if state.cells[name].change_unlent() is not None]
             if changed:

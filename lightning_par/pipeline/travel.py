@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.comm import Axis
+from lightning_par.raw_bytes import raw_bytes
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -37,7 +38,7 @@ def send_to_all(x: Tensor | None, kind: Kind, source: int, axis: Axis, purpose: 
     else:
         staged = torch.empty(shape, dtype=dtype, device=device)
     if staged.numel():
-        axis.broadcast_(staged.view(-1).view(torch.uint8), purpose, source)  # bytes: backends lack some dtypes
+        axis.broadcast_(raw_bytes(staged), purpose, source)  # backends lack some dtypes
     return staged
 
 

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.by_sample import by_sample
 from lightning_par.pipeline.calls import Trace, tracing
-from lightning_par.pipeline.inner_state import as_it_is
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.structure import tensors_in, twin
 from lightning_par.pipeline.values import of_microbatch
 from lightning_par.view import ShardedTensor
-from lightning_par.watch.changes import Change, MappingChange
+from lightning_par.watch.changes import Change, MappingChange, as_it_is
 from lightning_par.watch.snapshot import Snapshot
 
 if TYPE_CHECKING:

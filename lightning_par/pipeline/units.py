@@ -222,6 +222,9 @@ def _even_out(tree: _Tree, opened: frozenset[str], stages: int) -> frozenset[str
         most = max(tree.flops[path] for path in can)
         alike = [u for u in tree.units(ahead) if tree.can_open(u) and tree.flops[u] >= WORTH * most]
         tries.append(tree.opened_deeply(ahead, *alike))
+        tries = [one for one in tries if len(tree.units(one)) >= stages]  # what is in it may be opened already
+        if not tries:
+            return opened
         reached = [_bottleneck(tree, one, stages) for one in tries]
         ahead = tries[reached.index(min(reached))]
         if min(reached) < WORTH * best:

@@ -135,6 +135,7 @@ def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iter
     tensors = [x for x in here if type(x.detach()) is Tensor]
     copies = [x.detach().clone() for x in tensors]
     states = [Snapshot([(name, m) for name, m in module.named_modules() if name]), watch.everything()[0].copy_tensors()]
+    states[1].lend_iterators()
     try:
         yield
     finally:

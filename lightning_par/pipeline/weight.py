@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from lightning_par import private
-from lightning_par.pipeline.elsewhere import Elsewhere, ElsewhereError, is_elsewhere, sharding_of
+from lightning_par.pipeline.elsewhere import Elsewhere, ElsewhereError, is_elsewhere
 from lightning_par.pipeline.gradient import Gradient
 from lightning_par.pipeline.located import is_metadata
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.travel import kind_of, send_to_all
 from lightning_par.pipeline.unlinked import unlinked
+from lightning_par.raw_bytes import raw_bytes
 from lightning_par.rules.table import user_line
 from lightning_par.rules.write import targets
 
@@ -234,10 +235,10 @@ def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any])
     known = owner.others.known(written)
     if known is not None:
         return {*known}
-    if is_elsewhere(written) and any(sharding_of(x) is not None for x in weights):
+    if is_elsewhere(written) and any(owner.name_of(x) in owner.in_parts for x in weights):
         return {*written.origin.holders}  # those that hold parts write into theirs, and don't meet
     for x in weights:
-        _refuse_parts(name, owner.name_of(x), x)
+        _refuse_parts(owner, name, owner.name_of(x))
     owner.meet(f"called `{name}` with weights of the model between two steps")
     return {*owner.others.ask(written)}
 
@@ -280,24 +281,24 @@ def _unlinked(x: Tensor) -> Tensor:
 def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     """The values of ``x`` for the function ``name``, in memory of their own. All ranks must call it."""
     of = owner.name_of(x)
-    _refuse_parts(name, of, x)
+    _refuse_parts(owner, name, of)
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")
     here = None if is_elsewhere(x) else _plain(x)
     values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
     return values.to(x.device, copy=here is not None)
 
 
-def _refuse_parts(name: str, of: str, x: Tensor) -> None:
-    """Those that hold parts of ``x`` go on with these, and won't meet: on them it is no `Weight`.
+def _refuse_parts(owner: JointGradients, name: str, of: str) -> None:
+    """Those that hold parts of a weight go on with these, and won't meet: on them it is no `Weight`.
 
     Raises:
-        NotImplementedError: each rank that holds ``x`` has a part of it.
+        NotImplementedError: each rank that holds it has a part of it.
     """
-    parts = sharding_of(x)
-    if parts is not None:
+    over = owner.in_parts.get(of)
+    if over is not None:
         raise NotImplementedError(
             f"{user_line()}: `{name}` needs the values of the weight {of!r} between two steps. They are on another "
-            f"stage of the pipeline, and split there over the {parts[2].name} axis: no rank has them to send. Use them "
+            f"stage of the pipeline, and split there over the {over} axis: no rank has them to send. Use them "
             "within the step, write into the weight in place, as `p.data.mul_(0.9)` does, or train by a pipeline "
             "without that axis."
         )
@@ -309,7 +310,7 @@ def _equal(owner: JointGradients, a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape
     for x in (a, b):
         if isinstance(x, Weight):
-            _refuse_parts("equal", owner.name_of(x), x)
+            _refuse_parts(owner, "equal", owner.name_of(x))
     owner.meet(f"compared weights of shape {tuple(a.shape)} between two steps")
     told = owner.axis.all_gather_object([_hash(owner, x) for x in (a, b)], "weights")
     one, other = (next((told[r][i] for r in range(len(told)) if told[r][i] is not None), None) for i in (0, 1))
@@ -323,4 +324,4 @@ def _hash(owner: JointGradients, x: Tensor) -> bytes | None:
     plain = _plain(x).cpu() + 0  # of -0.0, too
     if bool(torch.isnan(plain).any()):
         return None
-    return hashlib.blake2b(plain.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+    return hashlib.blake2b(raw_bytes(plain.contiguous()).numpy().tobytes()).digest()

@@ -412,6 +412,7 @@ class TupleCell(Cell):
         super().__init__(name, owner, fixed)
         self.before = owner
         self.holders: list[tuple[Cell, Any]] = []  # where it is
+        self.stand_in = owner
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(self.before)
@@ -423,9 +424,9 @@ class TupleCell(Cell):
         """Let the run see a tuple of what was lent in place of this one."""
         if self.lent:
             items = [self.lent[key][0] if key in self.lent else x for key, x in enumerate(self.before)]
-            stand_in = tuple.__new__(type(self.before), items)
+            self.stand_in = tuple.__new__(type(self.before), items)
             for cell, key in self.holders:
-                cell.lend(key, stand_in)
+                cell.lend(key, self.stand_in)
 
     def change(self) -> MappingChange | None:
         inplace = self.inplace()
@@ -439,7 +440,7 @@ class TupleCell(Cell):
         before, self.before = self.before, tuple.__new__(type(self.before), items)
         self.owner = self.before
         for cell, place in self.holders:
-            cell.keep(place, self.owner, [before])
+            cell.keep(place, self.owner, [before, self.stand_in])
 
     def apply(self, change: MappingChange) -> None:
         for key, value in change.inplace.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -56,3 +57,18 @@ def stored_by(change: Change) -> dict[Any, Any]:
     if isinstance(change, MappingChange):
         return change.entries
     return dict(enumerate(change.rest)) if isinstance(change, SequenceChange) else {}
+
+
+def as_it_is(change: Change) -> Change:
+    """``change`` with copies of containers, which later calls may change."""
+    values = {name: _copied(value) for name, value in vars(change).items()}
+    return replace(change, **values)
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, _copied(x)) for key, x in value.items())
+    if kind in (list, tuple, set):
+        return kind(map(_copied, value))
+    return deque(map(_copied, value), value.maxlen) if kind is deque else value

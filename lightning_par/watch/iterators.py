@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from lightning_par import generators, private
 from lightning_par.watch.cells import Cell
-from lightning_par.watch.changes import ValueChange
+from lightning_par.watch.changes import ValueChange, as_it_is
+
+Look = Callable[[], Mapping[str, Cell]]
 
 
 class Replay:
@@ -19,6 +23,8 @@ class Replay:
 
     Args:
         source: the iterator.
+        name: of it, for what is refused.
+        look: finds what its code may change.
 
     Example::
 
@@ -32,11 +38,14 @@ class Replay:
         assert [next(replay), next(replay)] == [1, 2]
     """
 
-    of: dict[int, Replay] = {}
-    """Those that have something left, by the ids of their iterators."""
+    of: MutableMapping[int, Replay] = WeakValueDictionary()
+    """By the ids of their iterators: who looks at one of these finds it."""
 
-    def __init__(self, source: Iterator[Any], name: str = "An iterator", given: list[_Given] | None = None) -> None:
-        self.source, self.name = source, name
+    def __init__(
+        self, source: Iterator[Any], name: str = "An iterator", look: Look | None = None,
+        given: list[_Given] | None = None,
+    ) -> None:  # fmt: skip
+        self.source, self.name, self.look = source, name, look
         self.given: list[_Given] = [] if given is None else given
         self.at = 0  # how many the run has asked for
         self.running = False
@@ -50,7 +59,7 @@ class Replay:
         if not self.running and not self.given:
             return next(self.source)
         if self.at == len(self.given):
-            self.given.append(_Given(self.source, self.trial))
+            self.given.append(_Given(self.source, self.trial, self.look))
         item = self.given[self.at]
         if self.running:
             self.at += 1
@@ -60,6 +69,11 @@ class Replay:
                 self.leave()
         if item.early and not self.trial:
             item.check(self.name)
+        if item.written is not None:
+            raise NotImplementedError(
+                f"{self.name} writes into {item.written} in place as it makes an item, and a step runs several times. "
+                "Assign a new tensor there, or write a class with __next__."
+            )
         return item.again()
 
     def send(self, value: Any) -> Any:
@@ -74,14 +88,18 @@ class Replay:
 
     def commit(self, count: int) -> None:
         """The step has taken ``count`` items."""
-        while len(self.given) < count:
-            self.given.append(_Given(self.source, self.trial))
+        self.fill(count)
         del self.given[:count]
         self.at = 0
 
+    def fill(self, count: int) -> None:
+        """Have ``count`` items that another rank took; what making them has changed, that has told by itself."""
+        while len(self.given) < count:
+            self.given.append(_Given(self.source, self.trial, self.look))
+            self.given[-1].undo()
+
     def leave(self) -> None:
         """It has nothing left: the iterator takes its place again."""
-        Replay.of.pop(id(self.source), None)
         for cell, key in self.holders:
             cell.keep(key, self.source, [self, self.source])
         self.holders = []
@@ -91,9 +109,16 @@ class Replay:
             raise AttributeError(name)
         return getattr(self.source, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replay:
-        twin = Replay(self.source, self.name, self.given)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itertools.chain, ([_own(x.item) for x in self.given if x.error is None], self.source)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.running:
+            chain, (given, source) = self.__reduce__()
+            return memo.setdefault(id(self), chain(given, copy.deepcopy(source, memo)))
+        twin = Replay(self.source, self.name, self.look, self.given)
         twin.running = twin.trial = True
+        twin.at = self.at if self.running else 0
         return memo.setdefault(id(self), twin)
 
 
@@ -103,22 +128,30 @@ class _Given:
     Args:
         source: the iterator.
         early: whether it is asked before the step that will have the item.
+        look: finds what the iterator's code may change.
     """
 
-    def __init__(self, source: Iterator[Any], early: bool) -> None:
+    def __init__(self, source: Iterator[Any], early: bool, look: Look | None) -> None:
         self.item: Any = None
         self.error: Exception | None = None
         self.before: tuple[Any, ...] | None = None
         self.after: tuple[Any, ...] | None = None
         self.early, self.first = early, True
+        self.written: str | None = None  # a tensor
         with private.no_modes():  # what it computes is no part of the step, and nothing in it is a fake
-            before = generators.global_state()
+            before, cells = generators.global_state(), {} if look is None else look()
             try:
                 self.item = next(source)
             except Exception as error:  # however it ends, it does so in each run
                 self.error = error
             if not generators.same_global_state(before):
                 self.before, self.after = before, generators.global_state()
+            self.cells = cells
+            written = [place for cell in cells.values() for place in cell.overwritten()]
+            self.written = written[0] if written else None
+            changes = {name: cell.change_unlent() for name, cell in cells.items()}
+            self.changes = {name: as_it_is(change) for name, change in changes.items() if change is not None}
+            self.look = look
 
     def check(self, name: str) -> None:
         """The step has come for which the item was made.
@@ -135,11 +168,20 @@ class _Given:
                 "an item already. Make it in on_fit_start, or give it a generator of its own."
             )
 
+    def undo(self) -> None:
+        """Take back what making the item has changed."""
+        for name in self.changes:
+            self.cells[name].restore()
+
     def again(self) -> Any:
         """The item, of which the run may change what can be changed."""
         with private.no_modes():
             if self.after is not None and not self.first:
                 generators.set_global_state(self.after)
+            if self.changes and not self.first and self.look is not None:  # they were taken back with the first run
+                cells = self.look()
+                for name, change in self.changes.items():
+                    cells[name].apply(as_it_is(change))
             self.first = False
             if self.error is None:
                 return _own(self.item)
@@ -159,33 +201,53 @@ def _own(value: Any) -> Any:
 class IteratorCell(Cell):
     """An iterator; its `Replay` stands where it is held."""
 
-    def __init__(self, name: str, owner: Any, fixed: str | None = None) -> None:
+    def __init__(self, name: str, owner: Any, fixed: str | None = None, look: Look | None = None) -> None:
         super().__init__(name, owner, fixed)
-        self.replay = owner if isinstance(owner, Replay) else Replay.of.get(id(owner)) or Replay(owner, name)
+        replay = owner if isinstance(owner, Replay) else Replay(owner, name, look)
+        self.replay = replay if replay is owner else Replay.of.setdefault(id(owner), replay)
         self.holders: list[tuple[Cell, Any]] = []
+        self.renew(())
+
+    def renew(self, atoms: Collection[Any]) -> bool:
+        # A trial of a unit is within one of the step: how many that has asked for, and whether there is one.
+        self.start, self.within = self.replay.at, self.replay.running
+        self.taken: int | None = None  # once that is settled
+        return True
 
     def lend_itself(self) -> None:
-        self.replay.at, self.replay.running = 0, True
+        self.replay.at, self.replay.running = self.start, True
         for cell, key in self.holders:
             cell.lend(key, self.replay)
 
     def change(self) -> ValueChange | None:
-        return ValueChange(self.replay.at) if self.replay.at else None
+        taken = self.replay.at - self.start if self.taken is None else self.taken
+        return ValueChange(taken) if taken else None
 
     def restore(self) -> None:
         """To be called after its holders': where the iterator gave something already, the replay stays."""
-        self.replay.at, self.replay.running = 0, False
-        if self.replay.given:
+        self.replay.at, self.replay.running = self.start, self.within
+        if self.replay.given and not self.within:
             self._hold(self.replay)
 
+    def settle(self) -> None:
+        """The run counts: what it has taken is gone, as far as the run around it counts."""
+        self.taken = self.replay.at - self.start
+        if not self.within:
+            self.replay.running = False
+            self.replay.commit(self.taken)
+            self._hold(self.replay if self.replay.given else self.replay.source)
+
     def apply(self, change: ValueChange) -> None:
+        if self.within:
+            self.replay.at = self.start + change.value
+            self.replay.fill(self.replay.at)
+            return
         self.replay.commit(change.value)
         self._hold(self.replay if self.replay.given else self.replay.source)
 
     def _hold(self, value: Any) -> None:
         self.owner = value
         if value is self.replay:
-            Replay.of[id(self.replay.source)] = self.replay
             self.replay.holders = self.holders
             for cell, key in self.holders:
                 cell.keep(key, value, [self.replay, self.replay.source])

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -371,11 +372,24 @@ class Reach:
         self._attributes(found, cell.name)
 
     def _iterator(self, found: _Found) -> None:
-        cell = IteratorCell(self._name(found.name, found.value), found.value, found.fixed)
+        look = partial(self._reached_by, found.value) if isinstance(found.value, types.GeneratorType) else None
+        cell = IteratorCell(self._name(found.name, found.value), found.value, found.fixed, look)
         self._holders[id(found.value)] = cell
         if found.cell is not None:
             cell.holders.append((found.cell, found.key))
         self._keep(found, cell)
+
+    def _reached_by(self, generator: types.GeneratorType[Any, Any, Any]) -> Mapping[str, Cell]:
+        """What the code of ``generator`` has at hand where it stands."""
+        reach = Reach(self.packages)
+        for name, value in () if generator.gi_frame is None else generator.gi_frame.f_locals.items():
+            reach.add(name, value)
+            if isinstance(value, nn.Module):
+                reach.add_modules([(f"{name}.{path}".rstrip("."), m) for path, m in value.named_modules()])
+        for held in reach.tensors.values():
+            for cell, key in held.slots:
+                cell.watch(key, held.tensor)
+        return reach.cells
 
     def _other(self, found: _Found) -> None:
         value = found.value

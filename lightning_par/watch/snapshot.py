@@ -110,15 +110,31 @@ class Snapshot(Reach):
                     cell.versions.pop(key, None)
                     cell.lend(key, spare)
         for cell in self.cells.values():
+            if isinstance(cell, LockedCell):
+                cell.lock()
+        self.lend_iterators()
+
+    def lend_iterators(self) -> Snapshot:
+        """Let a run have the items of iterators, until `restore` or `settle_iterators`.
+
+        Returns:
+            Itself.
+        """
+        for cell in self.cells.values():
             if isinstance(cell, IteratorCell):
                 cell.lend_itself()
-            elif isinstance(cell, LockedCell):
-                cell.lock()
         waiting = [cell for cell in self.cells.values() if isinstance(cell, TupleCell) and cell.lent]
         while waiting:
             one = waiting.pop()
             one.lend_itself()
             waiting += [holder for holder, _ in one.holders if isinstance(holder, TupleCell)]
+        return self
+
+    def settle_iterators(self) -> None:
+        """The run has ended, and counts: the items of iterators that it has taken are gone."""
+        for cell in self.cells.values():
+            if isinstance(cell, IteratorCell):
+                cell.settle()
 
     def changes(self) -> dict[str, Change]:
         """What a run has changed since, by the name of the object."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import dataclasses
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -220,8 +222,8 @@ def plain(value: Any, depth: int = 0) -> Any:
         return [plain(v, depth + 1) for v in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    if type(value).__module__ == "itertools":
-        return type(value).__name__
+    if isinstance(value, collections.abc.Iterator):
+        return [plain(x, depth + 1) for x in itertools.islice(value, 3)]
     if hasattr(type(value), "__slots__") and type(value).__module__ == "fuzzed_program":
         return {k: plain(getattr(value, k, None), depth + 1) for k in type(value).__slots__}
     return type(value).__name__
