@@ -801,6 +801,37 @@ def _stopped(folder: str) -> Any:
     return states, weights(module), resumed.global_step
 
 
+class TiedPair(Net):
+    """Two layers of the last stage have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(self.one(self.net(x)).tanh()))
+
+
+class SavesAtTheEnd(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _saves_averages(path: str) -> Any:
+    average = StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
+    trainer([average, SavesAtTheEnd(path)], max_epochs=3).fit(TiedPair(), loader(18))
+    state = torch.load(path, weights_only=False)["callbacks"]["StochasticWeightAveraging"]["average_model_state"]
+    return {name: x.clone() for name, x in state.items()}, state["one.weight"].is_set_to(state["two.weight"])
+
+
+def test_averages_of_tied_weights_are_in_the_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    check(pool, _saves_averages, str(tmp_path / "averages.ckpt"))
+
+
 def test_a_checkpoint_of_averages_is_written_on_an_exception_and_resumed(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _stopped, str(tmp_path / "one"))
     for result in pool.run(2, _stopped, str(tmp_path / "two")):

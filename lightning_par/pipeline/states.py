@@ -68,11 +68,17 @@ def whole_where_held(value: Any, keep: bool, axis: Axis) -> Any:
     found: dict[str, Tensor] = {}
     _tensors_in(value, "", found)
     coming = missing_on_first(found, keep, axis)
-    arrived: dict[int, Tensor] = {}
+    arrived: dict[Origin, Tensor] = {}
     for path in sorted(coming):
         x = found.get(path, torch.empty(0))
-        arrived[id(x)] = fetch(x, coming[path], axis)
-    return map_tensors(lambda x: arrived.get(id(x), x), value) if keep else value
+        there = fetch(x, coming[path], axis)
+        if isinstance(x, Elsewhere):
+            arrived[x.origin] = there
+
+    def whole(x: Tensor) -> Tensor:
+        return arrived.get(x.origin, x) if isinstance(x, Elsewhere) else x
+
+    return map_tensors(whole, value) if keep else value
 
 
 def _tensors_in(value: Any, path: str, found: dict[str, Tensor]) -> None:
