@@ -851,6 +851,35 @@ class ScaledByTurns(nn.Linear):
         return super().forward(x) * next(self.turns[0]) * next(self.drawn)
 
 
+class EvaluatesInStep(Base):
+    """A pass in evaluation mode behind the one that trains; a layer goes by its mode, and one is left in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = GoesByMode()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.b.train()
+        loss = super().training_step(batch, batch_idx)
+        self.eval()
+        with torch.no_grad():
+            self.log("evaluated", self(batch[0]).mean())
+        self.train()
+        self.b.eval()
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("modes", float(sum(m.training for m in self.modules())))
+
+
+class GoesByMode(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.training else 1)
+
+
 class TiedCountingHooks(Base):
     """Hooks on gradients that go by what they count, also on weights that two stages have."""
 
@@ -1578,7 +1607,7 @@ FOUND: dict[str, type[Base]] = {
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators,
-                 TiedCountingHooks, AveragedModule, InnerBuffers,
+                 TiedCountingHooks, EvaluatesInStep, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

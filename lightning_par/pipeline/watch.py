@@ -24,6 +24,7 @@ from lightning_par.pipeline.structure import tensors_in
 from lightning_par.watch.cells import Cell
 from lightning_par.watch.changes import Change, MappingChange, stored_by
 from lightning_par.watch.hooks import Holders, HooksCell
+from lightning_par.watch.modes import ModesCell
 from lightning_par.watch.reach import ATOMS
 from lightning_par.watch.snapshot import Snapshot, kept, reading, too_large
 from lightning_par.watch.spares import Spares
@@ -205,6 +206,8 @@ class Watch:
         for name, m in self._inner:
             for n, hook in enumerate(private.hooks_on(m)):
                 snapshot.add(f"hook {n} of {name}", hook)
+        within = {name: m for name, m in self.lightning_module.named_modules() if id(m) in self._units}
+        snapshot.cells[ModesCell.NAME] = ModesCell(within)
         if hooks:
             snapshot.cells[HooksCell.NAME] = HooksCell(self._holders)
         return snapshot
