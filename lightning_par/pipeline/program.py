@@ -73,7 +73,7 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
     """
     buffers = dict(step.module.named_buffers())
     tensors = {**dict(step.module.named_parameters()), **buffers}
-    for name in {name for name, _ in run.overwritten}:
+    for name in sorted({name for name, _ in run.overwritten}):
         units = [path for path in run.homes if any(tensors[name] is x for x in _held(step.module.get_submodule(path)))]
         if not units and run.homes and name in buffers:
             raise OutsideWriteError(
