@@ -326,9 +326,20 @@ class Keeps(Layers):
         self.copies = [p.detach().clone() for p in self.parameters()]
 
 
-def _keep(layout: dict[str, Any] | None) -> Any:
+class ReadsLast(Layers):
+    def on_train_start(self) -> None:
+        self.layers[-1].weight.norm()
+
+
+class SetsToKept(Layers):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ones = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+        self.layers[-1].weight.data = self.ones
+
+
+def _keep(layout: dict[str, Any] | None, kind: type[Layers] = Keeps) -> Any:
     torch.manual_seed(0)
-    module = Keeps()
+    module: Any = kind()
     ranks: Any = {"devices": 1} if layout is None else {"strategy": HybridParallelStrategy(**layout)}
     ranks = {"devices": int(os.environ["WORLD_SIZE"]), **ranks}
     trainer = Trainer(
@@ -346,6 +357,20 @@ def test_what_user_code_kept_of_weights_is_whole_afterwards(pool: Pool, layout: 
         assert all(type(x) is Tensor for x in found)
         for x, y in zip(found, one, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (ReadsLast, "'layers.*weight' between two steps. They are on another stage of the pipeline, and split there"),
+        (SetsToKept, "'layers.*weight' was set to a tensor that is kept.*Set it to a `clone"),
+    ],
+)
+def test_weights_in_parts_of_another_stage_are_not_waited_for(pool: Pool, kind: type[Layers], said: str) -> None:
+    layout = {"data_parallel": "fsdp", "data_parallel_size": 2, "pipeline_parallel_size": 2}
+    with pytest.raises(RanksFailedError, match=said) as caught:
+        pool.run(4, _keep, layout, kind, grace=5)
+    assert "stays whole" not in str(caught.value)
 
 
 class Fails(Layers):

@@ -56,6 +56,7 @@ class Replicas:
         self._owner, self._axis = owner, owner.axis
         self._noted: dict[tuple[str, object], _Replica] = {}
         self._taken: dict[object, str] = {}  # by the memory of a copy, the first weight that has it now
+        self._of_parts: dict[str, Tensor] = {}  # what the data of weights was set to, of which no rank has all
         self._away: list[object] = []  # memory of copies that weights on other ranks have now
 
     def set_data(self, x: Any, value: Any) -> None:
@@ -72,7 +73,10 @@ class Replicas:
             given = self._shared(name, value)
         type(x)._plain.data.__set__(x, value if given is None or not is_elsewhere(value) else given)
         held = weakref.ref(x)
-        if isinstance(given, Tensor):
+        if name in self._owner.in_parts:
+            if isinstance(given, Tensor) and not is_elsewhere(given):
+                self._of_parts[name] = given.data
+        elif isinstance(given, Tensor):
             self._note(("data", id(x)), name, lambda: None if is_elsewhere(held()) else held(), value)
 
     def set_gradient(self, name: str, value: Any) -> None:
@@ -143,7 +147,19 @@ class Replicas:
             )
 
     def refresh(self) -> None:
-        """Give all replicas the values of now. All ranks must call it; without replicas nothing is sent."""
+        """Give all replicas the values of now. All ranks must call it; without replicas nothing is sent.
+
+        Raises:
+            NotImplementedError: something looks at a tensor that was made the data of a weight in parts.
+        """
+        of_parts, self._of_parts = self._of_parts, {}
+        for name in of_parts:
+            if private.is_shared(of_parts[name]):
+                raise NotImplementedError(
+                    f"The `data` of {name!r} was set to a tensor that is kept, which has its values from then on. They "
+                    f"are on another stage of the pipeline, split there over the {self._owner.in_parts[name]} axis: no "
+                    "rank has all of them. Set it to a `clone()`."
+                )
         if not self._noted:
             return
         mine = [(self._has_memory(x), x.given is not None and private.is_shared(x.given)) for x in self._noted.values()]
