@@ -150,11 +150,22 @@ class TrainerView:
         if optimizers is not None and name in ("optimizers", "lr_scheduler_configs"):
             return optimizers.optimizers if name == "optimizers" else optimizers.schedules
         real = vars(self)["_real"]
-        value = getattr(real, name)
+        value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
         if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
             # Lightning fills it only when its loops start.
             return getattr(vars(private.data_source(real)).get("dataloader"), "given", None)
         return value
+
+
+def _without_loading(trainer: Any) -> Any:
+    """The steps of ``trainer``, who begins to load for it, and draws: it will do so again, as nothing of it is left."""
+    loop = vars(trainer.fit_loop)
+    before = loop.copy()
+    try:
+        return trainer.estimated_stepping_batches
+    finally:
+        loop.clear()
+        loop.update(before)
 
 
 def _silence(copy_of_module: Any, optimizers: Optimizers) -> None:

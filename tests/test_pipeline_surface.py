@@ -159,6 +159,29 @@ def test_callbacks_that_train_otherwise(pool: Pool, kind: str) -> None:
     check(pool, _callback, kind)
 
 
+class CountsSteps(Net):
+    """A step that looks at its optimizer, which is made with the number of steps, for which data is loaded."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, steps = super().configure_optimizers(), int(self.trainer.estimated_stepping_batches)
+        schedule = lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=steps + 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _counts_steps() -> Any:
+    module, t = CountsSteps(), trainer(max_epochs=2)
+    t.fit(module, loader(18))
+    return metrics(t), weights(module), torch.rand(3)
+
+
+def test_a_trial_that_asks_for_the_number_of_steps_draws_nothing(pool: Pool) -> None:
+    check(pool, _counts_steps)
+
+
 class Low(Net):
     """SGD: AdamW would magnify the rounding of a gradient that is nearly zero."""
 
