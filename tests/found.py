@@ -851,6 +851,40 @@ class ScaledByTurns(nn.Linear):
         return super().forward(x) * next(self.turns[0]) * next(self.drawn)
 
 
+class RenewsGenerator(Base):
+    """A generator that counts on the module, and is made anew once it has ended, within a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.turns = 0, self.draw()
+
+    def draw(self) -> Any:
+        for scale in (0.5, 1.5):
+            self.made += 1
+            yield scale + 0.01 * self.made
+
+    def scale(self) -> float:
+        found = next(self.turns, None)
+        if found is None:
+            self.turns = self.draw()
+            found = next(self.turns)
+        return float(found)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (self.scale() + self.scale() + self.scale())
+
+
+class CyclesLayers(Base):
+    """A step that runs several times is given copies of what an iterator gives: layers would not be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([self.a, self.b])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return next(self.turns)(self.b(self.a(x)).tanh())
+
+
 class EvaluatesInStep(Base):
     """A pass in evaluation mode behind the one that trains; a layer goes by its mode, and one is left in it."""
 
@@ -1607,7 +1641,7 @@ FOUND: dict[str, type[Base]] = {
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators,
-                 TiedCountingHooks, EvaluatesInStep, AveragedModule, InnerBuffers,
+                 TiedCountingHooks, EvaluatesInStep, RenewsGenerator, AveragedModule, InnerBuffers,
                  LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,

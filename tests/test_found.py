@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
-from tests.found import FOUND, MEMORY, REFUSED, C
+from tests.found import FOUND, MEMORY, REFUSED, C, CyclesLayers
 from tests.pool import Pool
 from tests.strange import STRANGE
 
@@ -75,7 +75,7 @@ def _batches() -> list[Any]:
 def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
-    module, losses = (FOUND | MEMORY | REFUSED | STRANGE)[name](), _Losses()
+    module, losses = (FOUND | MEMORY | REFUSED | STRANGE | {"CyclesLayers": CyclesLayers})[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
@@ -181,3 +181,9 @@ def test_a_guard_raises_on_all_ranks_what_it_raises_on_one_device(pool: Pool, la
     layouts = {**LAYOUTS, "placement": {"placement": {"a": 0, "b": 1}, "microbatches": 2}}
     assert pool.run(1, _fit_a_guarded, None) == [("Loss is NaN, training stopped.", 1)]
     assert pool.run(2, _fit_a_guarded, layouts[layout]) == [("Loss is NaN, training stopped.", 1)] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_an_iterator_gives_are_refused(pool: Pool, layout: str) -> None:
+    wrong, _ = _wrong(pool, ["CyclesLayers"], LAYOUTS[layout])
+    assert "self.turns gives a Linear" in wrong["CyclesLayers"]

@@ -9,13 +9,13 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par import generators, private
 from lightning_par.watch.cells import Cell
 from lightning_par.watch.changes import ValueChange, as_it_is
 
-Look = Callable[[], Mapping[str, Cell]]
+Look = Callable[[], Callable[[], Mapping[str, Cell]]]  # at what there is now, whenever that is called
 
 
 class Replay:
@@ -73,6 +73,11 @@ class Replay:
             raise NotImplementedError(
                 f"{self.name} writes into {item.written} in place as it makes an item, and a step runs several times. "
                 "Assign a new tensor there, or write a class with __next__."
+            )
+        if isinstance(item.item, nn.Module) or isinstance(item.item, Tensor) and item.item.requires_grad:
+            raise NotImplementedError(
+                f"{self.name} gives a {type(item.item).__name__}, of which a step that runs several times is given a "
+                "copy: it would not be trained. Keep them in a list, and count through it: `self.layers[self.i]`."
             )
         return item.again()
 
@@ -139,7 +144,8 @@ class _Given:
         self.early, self.first = early, True
         self.written: str | None = None  # a tensor
         with private.no_modes():  # what it computes is no part of the step, and nothing in it is a fake
-            before, cells = generators.global_state(), {} if look is None else look()
+            self.look = None if look is None else look()
+            before, cells = generators.global_state(), {} if self.look is None else self.look()
             try:
                 self.item = next(source)
             except Exception as error:  # however it ends, it does so in each run
@@ -151,7 +157,6 @@ class _Given:
             self.written = written[0] if written else None
             changes = {name: cell.change_unlent() for name, cell in cells.items()}
             self.changes = {name: as_it_is(change) for name, change in changes.items() if change is not None}
-            self.look = look
 
     def check(self, name: str) -> None:
         """The step has come for which the item was made.

@@ -379,10 +379,13 @@ class Reach:
             cell.holders.append((found.cell, found.key))
         self._keep(found, cell)
 
-    def _reached_by(self, generator: types.GeneratorType[Any, Any, Any]) -> Mapping[str, Cell]:
-        """What the code of ``generator`` has at hand where it stands."""
+    def _reached_by(self, generator: types.GeneratorType[Any, Any, Any]) -> Callable[[], Mapping[str, Cell]]:
+        """Looks at what the code of ``generator`` has at hand where it stands now."""
+        return partial(self._cells_of, {} if generator.gi_frame is None else dict(generator.gi_frame.f_locals))
+
+    def _cells_of(self, values: Mapping[str, Any]) -> Mapping[str, Cell]:
         reach = Reach(self.packages)
-        for name, value in () if generator.gi_frame is None else generator.gi_frame.f_locals.items():
+        for name, value in values.items():
             reach.add(name, value)
             if isinstance(value, nn.Module):
                 reach.add_modules([(f"{name}.{path}".rstrip("."), m) for path, m in value.named_modules()])
