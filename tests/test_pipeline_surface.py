@@ -182,6 +182,25 @@ def test_a_trial_that_asks_for_the_number_of_steps_draws_nothing(pool: Pool) -> 
     check(pool, _counts_steps)
 
 
+class LooksAtAnother(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_post_accumulate_grad_hook(self.look)
+
+    def look(self, p: Tensor) -> None:
+        if self.head.weight.grad is not None:
+            p.grad.mul_(2)  # type: ignore[union-attr]
+
+
+def _looks_at_another() -> None:
+    trainer().fit(LooksAtAnother(), loader())
+
+
+def test_a_hook_within_backward_sees_no_gradient_of_another_stage(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="looks at the gradient of 'head.weight', which is on another stage"):
+        pool.run(2, _looks_at_another, until=0)
+
+
 class Low(Net):
     """SGD: AdamW would magnify the rounding of a gradient that is nearly zero."""
 

@@ -32,6 +32,7 @@ from lightning_par.pipeline.optimizer_state import JointState
 from lightning_par.pipeline.replicas import Replicas
 from lightning_par.pipeline.weight import Weight, WeightView, present
 from lightning_par.pipeline.weights import Placement
+from lightning_par.rules.table import user_line
 from lightning_par.view import ShardedTensor
 
 _INNER = ("lightning_par.", "torch.")
@@ -203,7 +204,16 @@ class JointGradients:
     def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
         """``parameter.grad`` in the code of ``frame``."""
         held = _held(parameter)
-        return self.of(parameter, held) if _for_user(frame) else held
+        if _for_user(frame):
+            return self.of(parameter, held)
+        own = frame.f_globals.get("__name__", "").startswith(_INNER)
+        if not own and is_elsewhere(parameter) and parameter.requires_grad and private.in_backward():
+            raise NotImplementedError(
+                f"{user_line()}: a hook that runs within backward looks at the gradient of "
+                f"{self._names[id(parameter)]!r}, which is on another stage of the pipeline. Do it in "
+                "on_after_backward or on_before_optimizer_step, or use TensorParallelStrategy."
+            )
+        return held
 
     def write(self, parameter: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
         """``parameter.grad = value`` in the code of ``frame``."""
