@@ -879,10 +879,10 @@ class CyclesLayers(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = itertools.cycle([self.a, self.b])
+        self.turns = enumerate(itertools.cycle([self.a, self.b]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return next(self.turns)(self.b(self.a(x)).tanh())
+        return next(self.turns)[1](self.b(self.a(x)).tanh())
 
 
 class EvaluatesInStep(Base):

@@ -260,7 +260,7 @@ def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
     larger = _run_larger(step, stages, whole)
     if larger is None:
         return layouts
-    for index, other in _alike(whole, larger):
+    for index, other in _same_events(whole, larger):
         for n, (a, b) in enumerate(zip(whole.shapes.get(index, ()), larger.shapes.get(other, ()))):
             dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y] if len(a) == len(b) else []
             if len(dims) == 1 and a[dims[0]] * (samples + 1) == b[dims[0]] * samples:
@@ -268,7 +268,7 @@ def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
     return layouts
 
 
-def _alike(whole: Analysis, larger: Analysis) -> Iterator[tuple[int, int]]:
+def _same_events(whole: Analysis, larger: Analysis) -> Iterator[tuple[int, int]]:
     """The events of both runs that are the same, by index: all, or those before and behind a loop over samples."""
     ours, theirs = ([(event.func, event.place) for event in run.events] for run in (whole, larger))
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_par import generators, private
 from lightning_par.watch.cells import Cell
@@ -74,9 +75,10 @@ class Replay:
                 f"{self.name} writes into {item.written} in place as it makes an item, and a step runs several times. "
                 "Assign a new tensor there, or write a class with __next__."
             )
-        if isinstance(item.item, nn.Module) or isinstance(item.item, Tensor) and item.item.requires_grad:
+        trained = next((x for x in tree_leaves(item.item) if _is_trained(x)), None)
+        if trained is not None:
             raise NotImplementedError(
-                f"{self.name} gives a {type(item.item).__name__}, of which a step that runs several times is given a "
+                f"{self.name} gives a {type(trained).__name__}, of which a step that runs several times is given a "
                 "copy: it would not be trained. Keep them in a list, and count through it: `self.layers[self.i]`."
             )
         return item.again()
@@ -123,7 +125,7 @@ class Replay:
             return memo.setdefault(id(self), chain(given, copy.deepcopy(source, memo)))
         twin = Replay(self.source, self.name, self.look, self.given)
         twin.running = twin.trial = True
-        twin.at = self.at if self.running else 0
+        twin.at = self.at
         return memo.setdefault(id(self), twin)
 
 
@@ -191,6 +193,10 @@ class _Given:
             if self.error is None:
                 return _own(self.item)
         raise self.error
+
+
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, nn.Module) or isinstance(x, Tensor) and x.requires_grad
 
 
 def _own(value: Any) -> Any:
