@@ -89,7 +89,12 @@ class Meeting:
         Raises:
             RuntimeError: a peer did not come in time, or came for something else.
         """
-        if self._steps or self.axis.size == 1:
+        if not self._steps:
+            self.at_any_time(doing, advice, about)
+
+    def at_any_time(self, doing: str, advice: str, about: str = "") -> None:
+        """As a call, within a step, too: for what one rank alone may have met there."""
+        if self.axis.size == 1:
             return
         self._meet(self.axis, doing, advice, about, min(self.timeout or PATIENCE, PATIENCE))
 

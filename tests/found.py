@@ -934,6 +934,104 @@ class TiedCountingHooks(Base):
         self.log("seen", self.seen[-1])
 
 
+class HooksThatLeave(Base):
+    """Hooks that remove themselves, on the rank of their layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.b.register_forward_hook(self.on_call)
+        self.inputs = self.a.register_forward_pre_hook(self.on_input)
+        self.gradients = self.a.weight.register_hook(self.on_gradient)
+
+    def on_call(self, layer: Any, inputs: Any, out: Tensor) -> Tensor:
+        self.calls.remove()
+        return out * 0.5
+
+    def on_input(self, layer: Any, inputs: Any) -> Any:
+        self.inputs.remove()
+        return inputs[0] * 0.5
+
+    def on_gradient(self, gradient: Tensor) -> Tensor:
+        self.gradients.remove()
+        return gradient * 0.5
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("hooks", float(len(self.b._forward_hooks) + len(self.a.weight._backward_hooks or ())))
+
+
+class Branches(Base):
+    """Branches of one device that share what they change; the later one could run before the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls, scale = [1.0], torch.ones(())
+        self.p, self.q = (_SharesState(calls, scale) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = self.p(self.a(x).tanh())
+        late.register_hook(self.p.on_gradient)
+        between = self.a(x * 3)
+        early = self.q(x * 2)
+        early.register_hook(self.p.on_gradient)
+        return self.b(late + between + early + self.a(x * 4))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("calls", self.p.calls[0])
+
+
+class _SharesState(nn.Module):
+    def __init__(self, calls: list[float], scale: Tensor) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(C, C), calls
+        self.register_buffer("scale", scale)
+
+    def on_gradient(self, gradient: Tensor) -> Tensor:
+        self.calls[0] += 0.1
+        return gradient * self.calls[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] *= 1.1
+        self.scale.mul_(0.9).add_(x.detach().mean())
+        return self.inner(x) * self.calls[0] * float(self.scale)
+
+
+class TeacherAndDecision(Base):
+    """A teacher that the step moves behind its use, before it decides by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(C, C).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h - self.teacher(h.detach()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.b.weight.detach(), alpha=0.1)
+        return loss * 0.5 if loss > 100 else loss
+
+
+class RegistersInLayer(Base):
+    """A layer that registers a hook when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _Registers()
+
+
+class _Registers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hook = nn.Linear(C, C), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hook is None:
+            self.hook = self.inner.register_forward_hook(lambda layer, inputs, out: out * 0.5)
+        return self.inner(x)
+
+
 class CountsItsCalls(nn.Linear):
     def __init__(self) -> None:
         super().__init__(C, C)
@@ -1641,8 +1739,8 @@ FOUND: dict[str, type[Base]] = {
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators,
-                 TiedCountingHooks, EvaluatesInStep, RenewsGenerator, AveragedModule, InnerBuffers,
-                 LaterAlongSamples, GrowingMemory)
+                 TiedCountingHooks, HooksThatLeave, Branches, EvaluatesInStep, RenewsGenerator, AveragedModule,
+                 InnerBuffers, LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
          WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

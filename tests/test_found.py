@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
-from tests.found import FOUND, MEMORY, REFUSED, C, CyclesLayers
-from tests.pool import Pool
+from tests.found import FOUND, MEMORY, REFUSED, C, CyclesLayers, RegistersInLayer, TeacherAndDecision
+from tests.pool import Pool, RanksFailedError
 from tests.strange import STRANGE
 
 STEPS = 3
@@ -42,6 +42,8 @@ MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"sequence_parallel_size": 2, "sequence_dim": 1},
     "fsdp x sequence": {"data_parallel": "fsdp", "sequence_parallel_size": 2, "sequence_dim": 1},
 }
+
+BY_THEMSELVES = {kind.__name__: kind for kind in (CyclesLayers, RegistersInLayer, TeacherAndDecision)}
 
 
 class _Losses(Callback):
@@ -75,7 +77,7 @@ def _batches() -> list[Any]:
 def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses, weights and logged values, and into how many microbatches the last batch was cut."""
     seed_everything(0, verbose=False)
-    module, losses = (FOUND | MEMORY | REFUSED | STRANGE | {"CyclesLayers": CyclesLayers})[name](), _Losses()
+    module, losses = (FOUND | MEMORY | REFUSED | STRANGE | BY_THEMSELVES)[name](), _Losses()
     if layout is not None and "placement" in layout:
         places = {"a": 0, "b": 1}
         others = {name: 1 for name, child in module.named_children() if any(True for _ in child.parameters())}
@@ -187,3 +189,14 @@ def test_a_guard_raises_on_all_ranks_what_it_raises_on_one_device(pool: Pool, la
 def test_layers_that_an_iterator_gives_are_refused(pool: Pool, layout: str) -> None:
     wrong, _ = _wrong(pool, ["CyclesLayers"], LAYOUTS[layout])
     assert "self.turns gives a Linear" in wrong["CyclesLayers"]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "placement"])
+def test_a_hook_that_a_layer_registers_as_it_runs_is_refused_by_name(pool: Pool, layout: str) -> None:
+    with pytest.raises(RanksFailedError, match="A hook on self.b.inner is registered as 'b' runs"):
+        pool.run(2, _fit_all, ["RegistersInLayer"], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["placement", "tensor"])
+def test_a_weight_that_the_step_moves_is_moved_behind_its_use(pool: Pool, layout: str) -> None:
+    assert _wrong(pool, ["TeacherAndDecision"], LAYOUTS[layout])[0] == {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.meeting import Meeting
+from lightning_par.watch.hooks import Holders, HooksCell
 
 _ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
 
@@ -37,6 +38,7 @@ class Hooks:
         self._modules = [(name, m, id(m) in within) for name, m in module.named_modules()]
         self._parameters = [*module.named_parameters()]
         self._first = True
+        self._cell = HooksCell(Holders(module))
 
     @property
     def on_parameters(self) -> bool:
@@ -48,24 +50,38 @@ class Hooks:
         return any(name.startswith("the backward of ") for name, _ in self.known)
 
     def agree(self) -> None:
-        """See whether hooks have come or gone. All ranks must call it; they talk at first, and where some have.
+        """See whether hooks have come or gone. All ranks must call it; they talk at first, and where there are some.
+
+        A hook that removes itself as its layer runs is gone on the rank of the layer alone: the others remove theirs.
 
         Raises:
-            RuntimeError: they did on some ranks alone.
+            RuntimeError: they came on some ranks alone.
         """
         now = self.now()
         if self._first:
             self._first = False
-            told = self.axis.all_gather_object(now, "hooks")
-            for rank, theirs in enumerate(told):
-                if theirs != told[0]:
-                    raise RuntimeError(
-                        f"Hooks on modules are on pipeline rank 0 {_words(told[0])}, and on rank {rank} "
-                        f"{_words(theirs)}. Each would see the modules of its rank alone. {_ADVICE}"
-                    )
-        elif now != self.known:
-            self.meeting(f"came to a step with hooks {_words(now)}", _ADVICE)
+            self._compare(self.axis.all_gather_object(now, "hooks"))
+        elif self.known or now:
+            if self.known:
+                self.meeting("came to a step with hooks", _ADVICE)
+            else:  # the others know of none, and may not come
+                self.meeting.at_any_time(f"came to a step with hooks {_words(now)}", _ADVICE)
+            told = self.axis.all_gather_object((now != self.known, self._cell.removed()), "hooks")
+            if any(moved for moved, _ in told):
+                for _, removed in told:
+                    self._cell.remove(removed)
+                now = self.now()
+                self._compare(self.axis.all_gather_object(now, "hooks"))
         self.known = now
+        self._cell.renew(())
+
+    def _compare(self, told: Sequence[tuple[tuple[str, int], ...]]) -> None:
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise RuntimeError(
+                    f"Hooks on modules are on pipeline rank 0 {_words(told[0])}, and on rank {rank} "
+                    f"{_words(theirs)}. Each would see the modules of its rank alone. {_ADVICE}"
+                )
 
     def any_of(self, reason: str | None) -> str | None:
         """The ``reason`` of the first rank that has one, where hooks may go by the rank. All ranks must call it."""

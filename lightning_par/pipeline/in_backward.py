@@ -82,7 +82,19 @@ class InBackward:
         if source != self.axis.rank:
             self._do(told)
         self._changed[self._next] = told
+        self._refuse_other_order()
         self._next -= 1
+
+    def _refuse_other_order(self) -> None:
+        """A hook on a value of an earlier stage runs before those of the stages between, on one device after them."""
+        changed = {stage for stage, told in self._changed.items() if told.shared or told.own}
+        for made, here, place in self._program.hooked_later:
+            if here in changed and any(made < stage < here for stage in changed):
+                raise NotImplementedError(
+                    f"{place}: a hook is put here on a value that was made on an earlier stage, and other hooks, of "
+                    "stages between, keep something, too: they would run in another order than on one device. Register "
+                    "it right behind the line that makes the value, or use TensorParallelStrategy."
+                )
 
     def _told(self, mine: Changed, source: int, before: Snapshot) -> Changed:
         known, told = Known(before.names, before.objects, self.inner.module), Told({0: mine})

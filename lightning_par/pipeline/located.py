@@ -130,6 +130,7 @@ class Program:
         leaves: whether units change objects, which others were seen not to go by.
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
+        hooked_later: hooks on values of earlier stages: whose, in whose backward they run, and where they are put.
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
             that object.
     """
@@ -160,6 +161,7 @@ class Program:
     leaves: bool = False
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False
+    hooked_later: tuple[tuple[int, int, str], ...] = ()
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -29,7 +29,10 @@ class OutsideWriteError(UnitError):
     """A function writes into a buffer that is in no unit, as batch norm's in an opened one: one rank alone would."""
 
 
-def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts) -> Program:
+def make_program(
+    step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts, in_order: bool = False
+) -> Program:
+    """What ``run`` has seen of ``step``, cut into stages; ``in_order`` if these must run one after the other."""
     cut = run.stretches.cut(run, microbatches)
     _refuse_reads(run, cut.starts[-1])
     uses: dict[str, set[int]] = {}
@@ -37,7 +40,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         uses.setdefault(name, set()).add(stage_of(cut.starts, index))
     routes = _routes(run, cut.starts)
     values = {key: returned_tensors(run.events[key[0]].result)[key[1]] for key in routes.keys}
-    loss = loss_in(result)
+    loss, overwritten = loss_in(result), _overwritten(step, run, cut)
     return Program(
         events=run.events,
         summed=_summed(run, {key: values[key] for key in routes.tail}),
@@ -45,7 +48,7 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         at=cut.at,
         tail=run.tail,
         routes=routes,
-        after=_after(step, run, cut, routes),
+        after=_all_before(cut) if in_order else _after(step, run, cut, routes, overwritten),
         costs=_costs(run, cut.starts),
         layouts=layouts,
         values=values,
@@ -60,7 +63,8 @@ def make_program(step: Step, run: Analysis, result: Any, microbatches: int, layo
         uses=uses,
         regions=run.regions,
         deciding=frozenset(run.deciding),
-        overwritten=_overwritten(step, run, cut),
+        overwritten=overwritten,
+        hooked_later=_hooked_later(run, cut.starts),
     )
 
 
@@ -127,6 +131,13 @@ def _refuse_partial(run: Analysis, uses: Sequence[Use], starts: Sequence[int]) -
             )
 
 
+def _hooked_later(run: Analysis, starts: Sequence[int]) -> tuple[tuple[int, int, str], ...]:
+    """Hooks on values of earlier stages: whose, the stage in whose backward they run, and where they are put."""
+    hooks = [(index, event) for index, event in enumerate(run.events) if _name(event) in HOOKED and event.inputs]
+    found = ((stage_of(starts, event.inputs[0][0]), stage_of(starts, index), event.place) for index, event in hooks)
+    return tuple((made, here, place) for made, here, place in found if made < here)
+
+
 def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Sequence[int]) -> None:
     """What is written into in one place and seen through another view elsewhere can't be had on several devices."""
     last = {key for key, event in uses if event == inf and not run.relays}  # those come along from stage to stage
@@ -144,21 +155,33 @@ def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Seq
                     )
 
 
-def _after(step: Step, run: Analysis, cut: Cut, routes: Routes) -> tuple[tuple[int, ...], ...]:
-    """For each stage, those whose values it takes, and those of its rank that call the same modules before it."""
-    called: list[set[int]] = [set() for _ in cut.starts]
+def _after(
+    step: Step, run: Analysis, cut: Cut, routes: Routes, overwritten: Collection[str]
+) -> tuple[tuple[int, ...], ...]:
+    """For each stage, those whose values it takes, and those of its rank before it that share with it what one may
+    change for the other: the modules that they call, what these hold, or a tensor that the step writes into."""
+    tensors = {**dict(step.module.named_parameters()), **dict(step.module.named_buffers())}
+    changed = {id(tensors[name]) for name in overwritten}
+    used: list[set[int]] = [set() for _ in cut.starts]
     for path, index in run.units:
-        called[stage_of(cut.starts, index)].update(id(m) for m in step.module.get_submodule(path).modules())
+        unit = step.module.get_submodule(path)
+        used[stage_of(cut.starts, index)].update(map(id, unit.modules()), map(id, _held(unit)))
+    for name, index in (*run.direct, *run.overwritten):
+        used[stage_of(cut.starts, index)] |= changed & {id(tensors[name])}
     return tuple(
         tuple(
             earlier
             for earlier in range(stage)
             if earlier in {source for _, source in routes.coming[stage]}
             or cut.at[earlier] == cut.at[stage]
-            and called[earlier] & called[stage]
+            and used[earlier] & used[stage]
         )
         for stage in range(len(cut.starts))
     )
+
+
+def _all_before(cut: Cut) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(stage)) for stage in range(len(cut.starts)))
 
 
 def _costs(run: Analysis, starts: Sequence[int]) -> tuple[float, ...]:

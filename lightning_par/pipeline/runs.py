@@ -199,7 +199,7 @@ class StageRun(RecordedRun):
 
     @contextmanager
     def _keeping(self, index: int, path: str) -> Iterator[None]:
-        hung = nullcontext() if self.hooks is None else self.hooks.within_unit()
+        hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path)
         with hung, nullcontext() if self.told is None else self.told.call(index, path):
             yield
 

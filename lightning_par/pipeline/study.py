@@ -58,13 +58,15 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
         run, result = _analyse(step, stages, None, {}, keeps=True)
         refuse_aftereffects(run, partial(_run_apart, step, stages, run), microbatches)
         _follow_numbers(step, stages, None, run)
-        return replace(
-            make_program(step, run, result, 1, {}),
+        hooked = run.hooked or run.recomputes and bool(run.keeping or run.regions)
+        backwards = any(map(private.number_of_backward_hooks, step.module.modules())) or private.backward_hooks_on_all()
+        return replace(  # what units keep, the next ones go by
+            make_program(step, run, result, 1, {}, in_order=bool(run.keeping or hooked or backwards)),
             patterns=run.guesses.patterns,
             keeping=frozenset(run.keeping),
             outer=run.outer,
             leaves=bool(run.aftereffects),
-            hooked=run.hooked or run.recomputes and bool(run.keeping or run.regions),
+            hooked=hooked,
             made=run.made,
         )
     for name, module in step.module.named_modules() if step.grad else ():
@@ -83,7 +85,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     patterns = whole.guesses.patterns
     layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns, outer=whole.outer)
-    program = make_program(step, run, result, microbatches, layouts)
+    program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.keeping))
     program = replace(
         program,
         patterns=run.guesses.patterns,

@@ -134,7 +134,8 @@ def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iter
     here = [x for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
     tensors = [x for x in here if type(x.detach()) is Tensor]
     copies = [x.detach().clone() for x in tensors]
-    states = [Snapshot([(name, m) for name, m in module.named_modules() if name]), watch.everything()[0].copy_tensors()]
+    within = Snapshot([(name, m) for name, m in module.named_modules() if name])
+    states = [within, watch.everything(hooks=True)[0].copy_tensors()]
     states[1].lend_iterators()
     try:
         yield

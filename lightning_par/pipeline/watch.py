@@ -156,15 +156,16 @@ class Watch:
         snapshot = self._walked(apart, hooks=False)
         return snapshot, set(snapshot.add_units(inner))
 
-    def everything(self, parameters: bool = False) -> tuple[Snapshot, set[str]]:
+    def everything(self, parameters: bool = False, hooks: bool = False) -> tuple[Snapshot, set[str]]:
         """What is there now, within units, too, with all that hooks reach; and what units alone hold.
 
         Args:
             parameters: whether to look at hooks on parameters, too, which are off while the stages' backwards run.
+            hooks: whether hooks that come and go are a change: ranks agree on these before the next step.
         """
         inner = [(f"self.{name}", m) for path in self.units for name, m in self._within(path)]
         within = {id(m) for _, m in inner}
-        snapshot = self._walked({key: name for key, name in self._units.items() if key not in within})
+        snapshot = self._walked({key: name for key, name in self._units.items() if key not in within}, hooks)
         own = set(snapshot.add_units(inner))
         for name, p in self.lightning_module.named_parameters() if parameters else ():
             for n, hook in enumerate(hook for hooks in private.hooks_of(p) for hook in hooks.values()):

@@ -20,6 +20,10 @@ _Dicts = tuple[MutableMapping[int, Any], ...]  # of one module, by kind: hooks b
 _Held = tuple[dict[int, Any], ...]  # what of it is the user's
 
 
+Removed = dict[str, tuple[tuple[int, ...], ...]]
+"""By the name of a holder, and by kind, the places of hooks among those that hung there."""
+
+
 class Hung:
     """The user's hooks on one module or parameter, for the rank alone that has made them.
 
@@ -121,9 +125,32 @@ class HooksCell(Cell):
             if name in self._parameters:
                 private.set_hooks(self._parameters[name], hung.dicts)
 
+    def removed(self) -> Removed:
+        """What hung before and no longer does, by its place: each rank has handles of its own."""
+        found: Removed = {}
+        for name, before in self.before.items() if self.moved() else ():
+            now = private.users_hooks(self._dicts(name))
+            gone = tuple(tuple(n for n, key in enumerate(b) if key not in a) for b, a in zip(before, now, strict=True))
+            if any(gone):
+                found[name] = gone
+        return found
+
+    def remove(self, removed: Removed) -> None:
+        """As another rank has done, where the same hung before."""
+        for name, gone in removed.items():
+            dicts = self._dicts(name)
+            for hooks, before, places in zip(dicts, self.before.get(name, ()), gone):
+                for place, key in enumerate(before):
+                    if place in places:
+                        hooks.pop(key, None)
+
     @contextlib.contextmanager
-    def within_unit(self) -> Iterator[None]:
-        """What is registered and removed inside is the business of a layer that runs, which is not undone."""
+    def within_unit(self, path: str) -> Iterator[None]:
+        """What is registered and removed inside is the business of the layer ``path`` that runs, which is not undone.
+
+        Raises:
+            RuntimeError: a hook was registered and left, which the other ranks would not have.
+        """
         start = self._now() if self.moved() else self.before
         count = private.handles_made()
         yield
@@ -131,6 +158,12 @@ class HooksCell(Cell):
             return
         now = self._now()
         for name in {**start, **now}:
-            if start.get(name) != now.get(name):
+            was, held = start.get(name), now.get(name)
+            if held is not None and any(a.keys() - b.keys() for a, b in zip(held, was or ({},) * len(held))):
+                raise RuntimeError(
+                    f"A hook on {name} is registered as {path!r} runs, on the rank of its stage alone. Register it "
+                    "before, as in on_fit_start or __init__."
+                )
+            if was != held:
                 self.before.pop(name, None)
-                self.before |= {name: now[name]} if name in now else {}
+                self.before |= {name: held} if held is not None else {}
