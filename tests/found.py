@@ -1759,6 +1759,20 @@ class Written(Base):
         return self.d(self.u(self.b(self.a(x))).relu())
 
 
+class MeasuredFirst(Written):
+    """Words that are first looked at without gradients, by a layer, and then used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(6, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words((x[..., 0] * 3).long().clamp(0, 5))
+        with torch.no_grad():
+            seen = self.u(h).abs().mean()
+        return self.b(self.a(self.d(self.u(h).relu()))) / seen
+
+
 class ViewsOfWritten(Written):
     """Views taken before a write in place into what they are views of, or written to themselves."""
 
@@ -1845,8 +1859,9 @@ class OneVector(Written):
 
 MEMORY: dict[str, type[Base]] = {
     kind.__name__: kind
-    for kind in (ViewsOfWritten, WrittenThroughData, ShapeOfBatch, AsksForGradients, Rewound, DataOfWeights, OneVector)
-}
+    for kind in (MeasuredFirst, ViewsOfWritten, WrittenThroughData, ShapeOfBatch, AsksForGradients, Rewound,
+                 DataOfWeights, OneVector)
+}  # fmt: skip
 """Of what a tensor shares memory with: where one device has a view, a rank may have a copy."""
 REFUSED: dict[str, type[Base]] = {kind.__name__: kind for kind in (OneMemory, OneGradient)}
 """What tensor parallelism can't keep, and says so."""

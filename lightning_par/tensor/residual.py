@@ -52,7 +52,7 @@ class ResidualAxis(SequenceAxis):
         if known is not None and known[0]() is local and known[1] == version:
             return known[2]
         whole = comm.gather(local, x._dim, x._positions, self, "enter") if type(x) is ShardedTensor else x.full_tensor()
-        if local.requires_grad:
+        if whole.requires_grad:  # else it was asked for under no_grad, and what comes later needs the gradient
             key = id(local)
             reference = weakref.ref(local, lambda _: self._opened.pop(key, None))
             self._opened[key] = reference, version, whole
