@@ -200,3 +200,7 @@ def test_a_hook_that_a_layer_registers_as_it_runs_is_refused_by_name(pool: Pool,
 @pytest.mark.parametrize("layout", ["placement", "tensor"])
 def test_a_weight_that_the_step_moves_is_moved_behind_its_use(pool: Pool, layout: str) -> None:
     assert _wrong(pool, ["TeacherAndDecision"], LAYOUTS[layout])[0] == {}
+
+
+def test_what_is_first_looked_at_without_gradients_trains(pool: Pool) -> None:
+    assert _wrong(pool, ["MeasuredFirst"], MEMORY_LAYOUTS["residual"])[0] == {}
