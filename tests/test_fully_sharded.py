@@ -337,6 +337,42 @@ class SetsToKept(Layers):
         self.layers[-1].weight.data = self.ones
 
 
+class Averages(Layers):
+    """An average of all weights, made of them by arithmetic, which the weights take at the end."""
+
+    def on_train_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average = [a + (p.detach().to(a.device) - a) / 3 for a, p in zip(self.average, self.parameters())]
+
+    def on_train_end(self) -> None:
+        for p, a in zip(self.parameters(), self.average, strict=True):
+            p.data.copy_(a)
+
+
+def _average(layout: dict[str, Any] | None) -> Any:
+    torch.manual_seed(0)
+    module = Averages()
+    ranks: Any = {"devices": 1} if layout is None else {"devices": 4, "strategy": HybridParallelStrategy(**layout)}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=3, precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **ranks,
+    )  # fmt: skip
+    trainer.fit(module, _data())
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    "beside", [{"data_parallel": "fsdp", "data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor"]
+)
+def test_averages_of_weights_in_parts_of_another_stage_need_no_values(pool: Pool, beside: dict[str, Any]) -> None:
+    (one,) = pool.run(1, _average, None)
+    for found in pool.run(4, _average, {"pipeline_parallel_size": 2, **beside}):
+        for x, y in zip(found, one, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
+
+
 def _keep(layout: dict[str, Any] | None, kind: type[Layers] = Keeps) -> Any:
     torch.manual_seed(0)
     module: Any = kind()

@@ -1,8 +1,8 @@
 """A weight or buffer that lives on some ranks of a pipeline, as user code between two steps sees it on every rank.
 
 Functions that write into it run where it is. Its views and copies are where it is, too. All other functions first send
-its values, so that all ranks go on with one result; they meet before. Where the weight is kept in parts, too, they are
-refused. See `lightning_par.pipeline.joint`.
+its values, so that all ranks go on with one result; they meet before. Where the weight is kept in parts, too, what goes
+entry by entry, as averages do, stays in parts, and the others are refused. See `lightning_par.pipeline.joint`.
 """
 
 from __future__ import annotations
@@ -254,6 +254,9 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         wholes[private.memory_of(values)] = x, values
         return values
 
+    stays = _stays_in_parts(owner, func, args, kwargs)
+    if stays is not None:
+        return stays
     links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
     given = map_tensors(whole, (args, kwargs))
     result = func(*given[0], **given[1])
@@ -272,6 +275,26 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         return base if x is values else owner.show(Elsewhere(x.shape, x.dtype, x.device, base.origin), of, copied(base))
 
     return map_tensors(away, result)
+
+
+def _stays_in_parts(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` makes of weights entry by entry is in parts where they are, as an average is: no rank needs values.
+    None where it needs them, or can have them."""
+    weights = [x for x in tensors_in((args, kwargs)) if isinstance(x, Weight)]
+    if not all(is_elsewhere(x) and owner.name_of(x) in owner.in_parts for x in weights):
+        return None
+    try:
+        with torch.no_grad():
+            result = _as_it_is(func, args, kwargs)
+    except ElsewhereError:
+        return None
+    origins = {id(x.origin): copied(x) for x in weights if isinstance(x, Elsewhere)}
+    of = owner.name_of(weights[0])
+
+    def shown(x: Tensor) -> Tensor:
+        return owner.show(x, of, origins.get(id(x.origin), object())) if isinstance(x, Elsewhere) else x
+
+    return map_tensors(shown, result)
 
 
 def _unlinked(x: Tensor) -> Tensor:
