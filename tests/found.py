@@ -851,6 +851,37 @@ class ScaledByTurns(nn.Linear):
         return super().forward(x) * next(self.turns[0]) * next(self.drawn)
 
 
+class CyclesLists(Base):
+    """What an iterator gives is there elsewhere, too, and the step changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: list[list[float]] = [[], []]
+        self.turns, self.alone = itertools.cycle(self.lists), itertools.cycle([{"n": 1.0}, {"n": 2.0}])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        seen, own = next(self.turns), next(self.alone)
+        seen.append(float(batch[0].sum()))
+        own["n"] += 0.5
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * len(seen)) * own["n"]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("seen", float(10 * len(self.lists[0]) + len(self.lists[1])))
+
+
+class WritesWhatIsGiven(Base):
+    """A tensor that an iterator gives again and again is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([torch.ones(C)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = next(self.scales)
+        scale.mul_(0.9)
+        return super().training_step(batch, batch_idx) * scale.sum()
+
+
 class RenewsGenerator(Base):
     """A generator that counts on the module, and is made anew once it has ended, within a step."""
 
@@ -942,6 +973,12 @@ class HooksThatLeave(Base):
         self.calls = self.b.register_forward_hook(self.on_call)
         self.inputs = self.a.register_forward_pre_hook(self.on_input)
         self.gradients = self.a.weight.register_hook(self.on_gradient)
+
+        def on_output(layer: Any, inputs: Any, out: Tensor) -> Tensor:
+            handle.remove()
+            return out * 0.5
+
+        handle = self.a.register_forward_hook(on_output)
 
     def on_call(self, layer: Any, inputs: Any, out: Tensor) -> Tensor:
         self.calls.remove()
@@ -1738,7 +1775,7 @@ FOUND: dict[str, type[Base]] = {
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
-                 StateByHand, OptimizerState, LoopsOverSamples, LayerIterators,
+                 StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists,
                  TiedCountingHooks, HooksThatLeave, Branches, EvaluatesInStep, RenewsGenerator, AveragedModule,
                  InnerBuffers, LaterAlongSamples, GrowingMemory)
 }  # fmt: skip

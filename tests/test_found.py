@@ -13,7 +13,16 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
-from tests.found import FOUND, MEMORY, REFUSED, C, CyclesLayers, RegistersInLayer, TeacherAndDecision
+from tests.found import (
+    FOUND,
+    MEMORY,
+    REFUSED,
+    C,
+    CyclesLayers,
+    RegistersInLayer,
+    TeacherAndDecision,
+    WritesWhatIsGiven,
+)
 from tests.pool import Pool, RanksFailedError
 from tests.strange import STRANGE
 
@@ -43,7 +52,9 @@ MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp x sequence": {"data_parallel": "fsdp", "sequence_parallel_size": 2, "sequence_dim": 1},
 }
 
-BY_THEMSELVES = {kind.__name__: kind for kind in (CyclesLayers, RegistersInLayer, TeacherAndDecision)}
+BY_THEMSELVES = {
+    kind.__name__: kind for kind in (CyclesLayers, RegistersInLayer, TeacherAndDecision, WritesWhatIsGiven)
+}
 
 
 class _Losses(Callback):
@@ -204,3 +215,9 @@ def test_a_weight_that_the_step_moves_is_moved_behind_its_use(pool: Pool, layout
 
 def test_what_is_first_looked_at_without_gradients_trains(pool: Pool) -> None:
     assert _wrong(pool, ["MeasuredFirst"], MEMORY_LAYOUTS["residual"])[0] == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_that_an_iterator_gives_again_is_written_or_refused(pool: Pool, layout: str) -> None:
+    wrong, _ = _wrong(pool, ["WritesWhatIsGiven"], LAYOUTS[layout])
+    assert not wrong or "in place, which an iterator gave it" in wrong["WritesWhatIsGiven"]

@@ -459,11 +459,28 @@ def test_hooks_are_put_back_and_hung_again() -> None:
     assert not (module[1]._forward_pre_hooks or module[0].weight._backward_hooks or hooks_on_all())
 
 
-def test_what_a_layer_registers_itself_stays() -> None:
+def test_what_a_layer_removes_itself_stays_removed() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
+    handle = module[0].register_forward_hook(print)
     hooks = HooksCell(Holders(module))
     module.register_forward_hook(print)
-    with hooks.within_unit():
-        module[0].register_forward_hook(print)
+    with hooks.within_unit("0"):
+        handle.remove()
     hooks.restore()
-    assert not module._forward_hooks and module[0]._forward_hooks
+    assert not module._forward_hooks and not module[0]._forward_hooks
+
+
+def test_what_a_layer_registers_itself_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    hooks = HooksCell(Holders(module))
+    with pytest.raises(RuntimeError, match="A hook on self.0 is registered as '0' runs"), hooks.within_unit("0"):
+        module[0].register_forward_hook(print)
+
+
+def test_hooks_that_another_rank_removed_go_by_their_places() -> None:
+    here, there = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    handles = [module[0].register_forward_hook(hook) for module in (here, there) for hook in (print, repr)]
+    cells = [HooksCell(Holders(module)) for module in (here, there)]
+    handles[0].remove()
+    cells[1].remove(cells[0].removed())
+    assert [*there[0]._forward_hooks.values()] == [repr] == [*here[0]._forward_hooks.values()]

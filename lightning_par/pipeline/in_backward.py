@@ -86,10 +86,11 @@ class InBackward:
         self._next -= 1
 
     def _refuse_other_order(self) -> None:
-        """A hook on a value of an earlier stage runs before those of the stages between, on one device after them."""
+        """A hook on a value of an earlier stage runs before those of that stage and the ones between, on one device it
+        may run after them."""
         changed = {stage for stage, told in self._changed.items() if told.shared or told.own}
         for made, here, place in self._program.hooked_later:
-            if here in changed and any(made < stage < here for stage in changed):
+            if here in changed and any(made <= stage < here for stage in changed):
                 raise NotImplementedError(
                     f"{place}: a hook is put here on a value that was made on an earlier stage, and other hooks, of "
                     "stages between, keep something, too: they would run in another order than on one device. Register "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +19,7 @@ from lightning_par.watch.cells import Cell
 from lightning_par.watch.changes import ValueChange, as_it_is
 
 Look = Callable[[], Callable[[], Mapping[str, Cell]]]  # at what there is now, whenever that is called
+Own = Callable[[Any], Any]  # of an item, what a run may change
 
 
 class Replay:
@@ -26,6 +29,7 @@ class Replay:
         source: the iterator.
         name: of it, for what is refused.
         look: finds what its code may change.
+        own: gives of an item what a run may change: what it holds that is watched is given as it is.
 
     Example::
 
@@ -44,17 +48,26 @@ class Replay:
 
     def __init__(
         self, source: Iterator[Any], name: str = "An iterator", look: Look | None = None,
-        given: list[_Given] | None = None,
+        given: list[_Given] | None = None, own: Own | None = None,
     ) -> None:  # fmt: skip
-        self.source, self.name, self.look = source, name, look
+        self.source, self.name, self.look, self.own = source, name, look, own or partial(copied_by, {})
         self.given: list[_Given] = [] if given is None else given
         self.at = 0  # how many the run has asked for
         self.running = False
         self.trial = False  # whether the run is one of a copy, at another time than the step's
         self.holders: list[tuple[Cell, Any]] = []  # where it stands for the iterator, between steps
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The iterator's, for code that asks whether it has one."""
+        return type(self.source)
+
     def __iter__(self) -> Replay:
         return self
+
+    def __length_hint__(self) -> Any:
+        known = hasattr(type(self.source), "__length_hint__")
+        return len(self.given) - self.at + operator.length_hint(self.source) if known else NotImplemented
 
     def __next__(self) -> Any:
         if not self.running and not self.given:
@@ -81,7 +94,7 @@ class Replay:
                 f"{self.name} gives a {type(trained).__name__}, of which a step that runs several times is given a "
                 "copy: it would not be trained. Keep them in a list, and count through it: `self.layers[self.i]`."
             )
-        return item.again()
+        return item.again(self.own if self.running else _itself)
 
     def send(self, value: Any) -> Any:
         """A generator's `send`; only what `next` asks for can be kept."""
@@ -117,13 +130,19 @@ class Replay:
         return getattr(self.source, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itertools.chain, ([_own(x.item) for x in self.given if x.error is None], self.source)
+        return itertools.chain, ([x.item for x in self.given if x.error is None], self.source)
+
+    def __copy__(self) -> Any:
+        if self.running:
+            return self.__deepcopy__({})  # of the items, too, which come from a copy of the source in any case
+        chain, (given, source) = self.__reduce__()
+        return chain(given, copy.copy(source))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.running:
             chain, (given, source) = self.__reduce__()
-            return memo.setdefault(id(self), chain(given, copy.deepcopy(source, memo)))
-        twin = Replay(self.source, self.name, self.look, self.given)
+            return memo.setdefault(id(self), chain(copied_by(memo, given), copy.deepcopy(source, memo)))
+        twin = Replay(self.source, self.name, self.look, self.given, partial(copied_by, memo))
         twin.running = twin.trial = True
         twin.at = self.at
         return memo.setdefault(id(self), twin)
@@ -180,8 +199,8 @@ class _Given:
         for name in self.changes:
             self.cells[name].restore()
 
-    def again(self) -> Any:
-        """The item, of which the run may change what can be changed."""
+    def again(self, own: Own) -> Any:
+        """The item, of which the run may change what ``own`` gives."""
         with private.no_modes():
             if self.after is not None and not self.first:
                 generators.set_global_state(self.after)
@@ -191,7 +210,7 @@ class _Given:
                     cells[name].apply(as_it_is(change))
             self.first = False
             if self.error is None:
-                return _own(self.item)
+                return own(self.item)
         raise self.error
 
 
@@ -199,12 +218,19 @@ def _is_trained(x: Any) -> bool:
     return isinstance(x, nn.Module) or isinstance(x, Tensor) and x.requires_grad
 
 
-def _own(value: Any) -> Any:
+def _itself(item: Any) -> Any:
+    return item
+
+
+def copied_by(known: Mapping[int, Any], value: Any) -> Any:
+    """A copy of ``value``, with what is ``known`` by its id in place of what that is of."""
+    if id(value) in known:
+        return known[id(value)]
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     try:
         with torch.no_grad():
-            return copy.deepcopy(value)
+            return copy.deepcopy(value, dict(known))
     except Exception:  # any class may refuse to be copied, in any way
         return value
 
@@ -212,10 +238,13 @@ def _own(value: Any) -> Any:
 class IteratorCell(Cell):
     """An iterator; its `Replay` stands where it is held."""
 
-    def __init__(self, name: str, owner: Any, fixed: str | None = None, look: Look | None = None) -> None:
+    def __init__(
+        self, name: str, owner: Any, fixed: str | None = None, look: Look | None = None, own: Own | None = None
+    ) -> None:
         super().__init__(name, owner, fixed)
-        replay = owner if isinstance(owner, Replay) else Replay(owner, name, look)
+        replay = owner if type(owner) is Replay else Replay(owner, name, look)
         self.replay = replay if replay is owner else Replay.of.setdefault(id(owner), replay)
+        self.own = own or self.replay.own
         self.holders: list[tuple[Cell, Any]] = []
         self.renew(())
 
@@ -226,6 +255,8 @@ class IteratorCell(Cell):
         return True
 
     def lend_itself(self) -> None:
+        if not self.within:  # else the run around it has lent what it watches
+            self.replay.own = self.own
         self.replay.at, self.replay.running = self.start, True
         for cell, key in self.holders:
             cell.lend(key, self.replay)

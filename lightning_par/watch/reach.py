@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
+import gc
 import operator
 import sys
 import types
@@ -34,10 +35,11 @@ from lightning_par.watch.cells import (
     SlotsCell,
     TupleCell,
     is_dunder,
+    version_of,
 )
 from lightning_par.watch.code import names_of
 from lightning_par.watch.contents import CacheCell, cell_of_value
-from lightning_par.watch.iterators import IteratorCell
+from lightning_par.watch.iterators import IteratorCell, Replay, copied_by
 from lightning_par.watch.users import has_attributes, is_library, is_users_code, slots_of
 
 SMALL = 1 << 16  # elements of a tensor that is copied without a thought
@@ -122,6 +124,7 @@ class Reach:
         self.objects: dict[str, Any] = {}
         self.of_modules: set[int] = set()  # ids of the cells of modules
         self.uncounted: set[int] = set()  # ids of tensors whose versions don't tell
+        self.items_given: list[tuple[str, Tensor, int]] = []  # copies of tensors that iterators will give again
         self._holders: dict[int, TupleCell | IteratorCell] = {}
         self._waiting: deque[_Found] = deque()
         self._reached: set[str] = set(_STEPS)
@@ -373,11 +376,28 @@ class Reach:
 
     def _iterator(self, found: _Found) -> None:
         look = partial(self._reached_by, found.value) if isinstance(found.value, types.GeneratorType) else None
-        cell = IteratorCell(self._name(found.name, found.value), found.value, found.fixed, look)
+        cell = IteratorCell(self._name(found.name, found.value), found.value, found.fixed, look, self._own)
         self._holders[id(found.value)] = cell
         if found.cell is not None:
             cell.holders.append((found.cell, found.key))
         self._keep(found, cell)
+        given = _within_iterator(found.value)
+        items = [x for x in given if type(x) not in ATOMS and not hasattr(type(x), "__next__")]
+        if items:
+            self._waiting.append(_Found(f"{cell.name} (items)", items))
+
+    def _own(self, item: Any) -> Any:
+        """Of an iterator's ``item`` what the run that is on may change: what is watched, else a copy."""
+        if type(item) in ATOMS:
+            return item
+        if isinstance(item, Tensor):
+            copy = copied_by({}, item)
+            if id(item) in self.tensors:
+                self.items_given.append((self.names[id(item)], copy, version_of(copy)))
+            return copy
+        known = {id(x): x for x in self.objects.values() if not hasattr(type(x), "__next__")}
+        iterators = (cell for cell in self.cells.values() if isinstance(cell, IteratorCell))
+        return copied_by(known | {id(cell.replay.source): cell.replay for cell in iterators}, item)
 
     def _reached_by(self, generator: types.GeneratorType[Any, Any, Any]) -> Callable[[], Mapping[str, Cell]]:
         """Looks at what the code of ``generator`` has at hand where it stands now."""
@@ -453,6 +473,24 @@ def _is_called_by_libraries(kind: type, name: str) -> bool:
         and name in vars(base)
         for base in kind.__mro__
     )
+
+
+def _within_iterator(value: Any) -> list[Any]:
+    """What an iterator of Python's own has to give, where it is at hand; not what it keeps that in, as that changes."""
+    found: list[Any] = []
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if type(one) is Replay:
+            waiting += [one.source, [given.item for given in one.given]]
+        elif type(one).__module__ in ("builtins", "itertools") and hasattr(type(one), "__next__"):
+            if not isinstance(one, types.GeneratorType):
+                waiting += gc.get_referents(one)
+        elif type(one) is tuple and any(hasattr(type(x), "__next__") for x in one):  # of what it takes from
+            waiting += one
+        elif type(one) in (list, tuple, deque) and len(one) <= _LOOKED_AT:
+            found += one
+    return found
 
 
 def _is_iterator(value: Any) -> bool:

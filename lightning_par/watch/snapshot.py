@@ -135,6 +135,7 @@ class Snapshot(Reach):
         for cell in self.cells.values():
             if isinstance(cell, IteratorCell):
                 cell.settle()
+        self._refuse_written_items()
 
     def changes(self) -> dict[str, Change]:
         """What a run has changed since, by the name of the object."""
@@ -171,7 +172,17 @@ class Snapshot(Reach):
             for x, version, copy in self._copies:
                 if is_written(x, version):
                     overwrite(x, copy)
+        self._refuse_written_items()
         return overwritten
+
+    def _refuse_written_items(self) -> None:
+        given, self.items_given = self.items_given, []
+        for name, copy, version in given:
+            if is_written(copy, version):
+                raise NotImplementedError(
+                    f"The step changes {name} in place, which an iterator gave it, and runs several times: what it had "
+                    "was a copy. Keep such tensors in a list, and count through it: `self.tensors[self.i]`."
+                )
 
     def locked(self) -> list[str]:
         """The names of arrays that a run may only read."""
@@ -204,7 +215,7 @@ def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_c
     modules = [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()]
     state = Snapshot(modules, packages_of(module))
     state.add("batch", batch)
-    state.cells[HooksCell.NAME] = HooksCell(Holders(None if is_copy else module))
+    state.cells[HooksCell.NAME] = HooksCell(Holders(module))  # a closure removes the module's own
     state.lend(Spares(), as_is, modules=not is_copy)
     try:
         with reading(state.locked()):
