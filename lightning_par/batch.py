@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -73,6 +73,12 @@ class Known:
         if name not in self.objects and name not in self._parts:
             self.objects = {**self._late(), **self.objects}
         return self.objects[name] if name in self.objects else self._parts[name]
+
+    def forget(self, values: Iterable[Any]) -> None:
+        """The module holds these since a moment ago, on this rank alone: they travel by their values."""
+        self._look()
+        for value in values:
+            self._names_of_parts.pop(id(value), None)
 
     def _look(self) -> None:
         if not self._parts and self._module is not None:

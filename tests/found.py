@@ -1050,6 +1050,27 @@ class TeacherAndDecision(Base):
         return loss * 0.5 if loss > 100 else loss
 
 
+class HooksAssignBuffers(Base):
+    """Hooks on calls and gradients that assign buffers, and exchange them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(1))
+        self.register_buffer("met", torch.ones(1) * 0.5)
+        self.a.register_forward_hook(self.on_call)
+
+    def on_call(self, layer: Any, inputs: Any, out: Tensor) -> Tensor:
+        self.seen = self.seen * 0.9 + float(out.detach().mean())
+        if out.requires_grad:
+            out.register_hook(self.on_gradient)
+        return out * self.seen
+
+    def on_gradient(self, gradient: Tensor) -> Tensor:
+        self.met = self.met * 0.9 + float(gradient.norm())
+        self.seen, self.met = self.met, self.seen
+        return gradient * self.seen
+
+
 class RegistersInLayer(Base):
     """A layer that registers a hook when it first runs."""
 
@@ -1776,8 +1797,8 @@ FOUND: dict[str, type[Base]] = {
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists,
-                 TiedCountingHooks, HooksThatLeave, Branches, EvaluatesInStep, RenewsGenerator, AveragedModule,
-                 InnerBuffers, LaterAlongSamples, GrowingMemory)
+                 TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
+                 RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
          WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

@@ -239,6 +239,9 @@ class InnerState:
         return sent
 
     def leave_what_cannot_travel(self, told: Told, known: Known) -> None:
+        changes = [pair for x in told.calls.values() for pair in (*x.shared.items(), *x.own.items())]
+        buffers = (change for name, change in changes if name.endswith("._buffers"))
+        known.forget(value for change in buffers for value in stored_by(change).values())
         if refusal(told, self.device, known) is None:
             return
         self._leave_what_all_made(told, known)
