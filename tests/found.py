@@ -1050,6 +1050,19 @@ class TeacherAndDecision(Base):
         return loss * 0.5 if loss > 100 else loss
 
 
+class HookThatLeavesLate(Base):
+    """A hook that removes itself in a later step than the first, of which microbatches were tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.b.register_forward_hook(self.on_call)
+
+    def on_call(self, layer: Any, inputs: Any, out: Tensor) -> Tensor:
+        if self.trainer.global_step == 1:
+            self.calls.remove()
+        return out * 0.5
+
+
 class HooksAssignBuffers(Base):
     """Hooks on calls and gradients that assign buffers, and exchange them."""
 

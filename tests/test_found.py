@@ -19,6 +19,7 @@ from tests.found import (
     REFUSED,
     C,
     CyclesLayers,
+    HookThatLeavesLate,
     RegistersInLayer,
     TeacherAndDecision,
     WritesWhatIsGiven,
@@ -53,7 +54,8 @@ MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 BY_THEMSELVES = {
-    kind.__name__: kind for kind in (CyclesLayers, RegistersInLayer, TeacherAndDecision, WritesWhatIsGiven)
+    kind.__name__: kind
+    for kind in (CyclesLayers, HookThatLeavesLate, RegistersInLayer, TeacherAndDecision, WritesWhatIsGiven)
 }
 
 
@@ -221,3 +223,9 @@ def test_what_is_first_looked_at_without_gradients_trains(pool: Pool) -> None:
 def test_a_tensor_that_an_iterator_gives_again_is_written_or_refused(pool: Pool, layout: str) -> None:
     wrong, _ = _wrong(pool, ["WritesWhatIsGiven"], LAYOUTS[layout])
     assert not wrong or "in place, which an iterator gave it" in wrong["WritesWhatIsGiven"]
+
+
+def test_a_hook_that_leaves_in_a_later_step_is_one_devices_or_refused(pool: Pool) -> None:
+    assert _wrong(pool, ["HookThatLeavesLate"], LAYOUTS["placement"])[0] == {}
+    with pytest.raises(RanksFailedError, match="A hook on self.b is removed as 'b' runs on the first microbatch"):
+        pool.run(2, _fit_all, ["HookThatLeavesLate"], LAYOUTS["pipeline"])

@@ -199,7 +199,7 @@ class StageRun(RecordedRun):
 
     @contextmanager
     def _keeping(self, index: int, path: str) -> Iterator[None]:
-        hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path)
+        hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path, self.axis is not None)
         with hung, nullcontext() if self.told is None else self.told.call(index, path):
             yield
 

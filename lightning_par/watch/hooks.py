@@ -145,11 +145,16 @@ class HooksCell(Cell):
                         hooks.pop(key, None)
 
     @contextlib.contextmanager
-    def within_unit(self, path: str) -> Iterator[None]:
+    def within_unit(self, path: str, cut: bool = False) -> Iterator[None]:
         """What is registered and removed inside is the business of the layer ``path`` that runs, which is not undone.
 
+        Args:
+            path: the layer.
+            cut: whether it runs one microbatch of several.
+
         Raises:
-            RuntimeError: a hook was registered and left, which the other ranks would not have.
+            RuntimeError: a hook was registered and left, which the other ranks would not have; or one was removed,
+                which ran for a part of the batch alone.
         """
         start = self._now() if self.moved() else self.before
         count = private.handles_made()
@@ -163,6 +168,11 @@ class HooksCell(Cell):
                 raise RuntimeError(
                     f"A hook on {name} is registered as {path!r} runs, on the rank of its stage alone. Register it "
                     "before, as in on_fit_start or __init__."
+                )
+            if was != held and cut:
+                raise RuntimeError(
+                    f"A hook on {name} is removed as {path!r} runs on the first microbatch, and the others would run "
+                    "without it. Write microbatches=1."
                 )
             if was != held:
                 self.before.pop(name, None)
