@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_par.pipeline.by_sample import by_sample
 from lightning_par.pipeline.microbatch import SamplesMixError
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Row
 from lightning_par.pipeline.study import study
+from lightning_par.pipeline.tracing import FakeRun
 from tests.found import Base, C
 
 EXPERTS, EACH = 4, 2
@@ -200,6 +203,11 @@ def test_a_layer_with_a_hook_is_not() -> None:
     layer.gate.register_forward_hook(lambda *_: None)
     with pytest.raises(SamplesMixError):
         _study(layer)
+
+
+def test_a_layer_that_is_given_no_tensor_is_not_tried() -> None:
+    """As a graph network is, whose batch is an object of its own."""
+    assert by_sample(FakeRun(FakeTensorMode(), None), nn.Linear(C, C), Sorts, (object(),), {}) is NotImplemented
 
 
 class Splits(Experts):

@@ -48,7 +48,8 @@ def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: A
     inner, reads = [*module.modules()], run.values_read
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if (
-        any(map(private.has_hooks, inner))
+        not given  # in an object of its own, or by the module itself
+        or any(map(private.has_hooks, inner))
         or private.hooks_on_all()
         or not all(x.is_floating_point() or x.dtype == torch.bool for x in given)  # whole numbers would be 0 and 1
         or sum(p.numel() for p in module.parameters()) > _MOST

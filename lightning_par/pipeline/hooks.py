@@ -72,8 +72,9 @@ class Hooks:
                     self._cell.remove(removed)
                 now = self.now()
                 self._compare(self.axis.all_gather_object(now, "hooks"))
+        if self.known or now:
+            self._cell.renew(())
         self.known = now
-        self._cell.renew(())
 
     def _compare(self, told: Sequence[tuple[tuple[str, int], ...]]) -> None:
         for rank, theirs in enumerate(told):
