@@ -146,7 +146,7 @@ class WeightsOfParts(Model):
         for name, p in self.named_parameters():
             if is_elsewhere(p) and p.origin.sharding is not None:
                 for what, call in {
-                    "mul": lambda p=p: p.data * 0.9,
+                    "sum": lambda p=p: (p.data * 0.9).sum(),
                     "list": p.tolist,
                     "equal": lambda p=p: p.equal(p.data),
                 }.items():
