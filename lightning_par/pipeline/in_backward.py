@@ -92,9 +92,9 @@ class InBackward:
         for made, here, place in self._program.hooked_later:
             if here in changed and any(made <= stage < here for stage in changed):
                 raise NotImplementedError(
-                    f"{place}: a hook is put here on a value that was made on an earlier stage, and other hooks, of "
-                    "stages between, keep something, too: they would run in another order than on one device. Register "
-                    "it right behind the line that makes the value, or use TensorParallelStrategy."
+                    f"{place}: a hook is put here on a value that was made on an earlier stage, and other hooks, from "
+                    "that stage on, keep something, too: they may run in another order than on one device. Register it "
+                    "right behind the line that makes the value, or use TensorParallelStrategy."
                 )
 
     def _told(self, mine: Changed, source: int, before: Snapshot) -> Changed:

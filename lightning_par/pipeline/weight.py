@@ -27,6 +27,7 @@ from lightning_par.pipeline.unlinked import unlinked
 from lightning_par.raw_bytes import raw_bytes
 from lightning_par.rules.table import user_line
 from lightning_par.rules.write import targets
+from lightning_par.view import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.joint import JointGradients
@@ -280,8 +281,11 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
 def _stays_in_parts(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of weights entry by entry is in parts where they are, as an average is: no rank needs values.
     None where it needs them, or can have them."""
-    weights = [x for x in tensors_in((args, kwargs)) if isinstance(x, Weight)]
-    if not all(is_elsewhere(x) and owner.name_of(x) in owner.in_parts for x in weights):
+    given = tensors_in((args, kwargs))
+    weights = [x for x in given if isinstance(x, Weight)]
+    if not weights or not all(is_elsewhere(x) and owner.name_of(x) in owner.in_parts for x in weights):
+        return None
+    if any(isinstance(x, ShardedTensor) for x in given):  # a part that is here, beside one that is not
         return None
     try:
         with torch.no_grad():

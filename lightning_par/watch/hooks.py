@@ -171,7 +171,7 @@ class HooksCell(Cell):
                 )
             if was != held and cut:
                 raise RuntimeError(
-                    f"A hook on {name} is removed as {path!r} runs on the first microbatch, and the others would run "
+                    f"A hook on {name} is removed as {path!r} runs on a microbatch, and those after it would run "
                     "without it. Write microbatches=1."
                 )
             if was != held:
