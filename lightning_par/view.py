@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_par import aliases, comm, naming, private
 from lightning_par.comm import Axis
@@ -199,7 +200,9 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        return self.with_local(self._local.data)
+        if has_torch_function_unary(self):  # what follows the step follows this, too, as of a plain tensor
+            return handle_torch_function(torch.Tensor.data.__get__, (self,), self)  # type: ignore[attr-defined,no-any-return]
+        return self.own_data()
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -207,6 +210,10 @@ class ShardedTensor(torch.Tensor):
             self._local.data, shares = self._own_part(value)
         if not shares:
             aliases.link(self, value)
+
+    def own_data(self) -> ShardedTensor:
+        """What ``data`` is, told to nobody."""
+        return self.with_local(self._local.data)
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -337,6 +337,12 @@ class SetsToKept(Layers):
         self.layers[-1].weight.data = self.ones
 
 
+class DecaysInStep(Layers):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.layers[0].weight.data.mul_(0.99)  # outside of the layer
+        return super().training_step(batch, batch_idx)
+
+
 class Averages(Layers):
     """An average of all weights, made of them by arithmetic, which the weights take at the end."""
 
@@ -400,6 +406,7 @@ def test_what_user_code_kept_of_weights_is_whole_afterwards(pool: Pool, layout: 
     [
         (ReadsLast, "'layers.*weight' between two steps. They are on another stage of the pipeline, and split there"),
         (SetsToKept, "'layers.*weight' was set to a tensor that is kept.*Set it to a `clone"),
+        (DecaysInStep, "A weight is written to at .*within a step whose microbatches share what"),
     ],
 )
 def test_weights_in_parts_of_another_stage_are_not_waited_for(pool: Pool, kind: type[Layers], said: str) -> None:

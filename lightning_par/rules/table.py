@@ -54,8 +54,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
-    if _rule_of(func) is _metadata:
-        return _metadata(func, *args, **kwargs)
+    found = _rule_of(func)
+    if found is _metadata or found is _data:
+        return found(func, *args, **kwargs)
     if func in _writers:
         aliases.count_write(args)
     if naming.on:
@@ -160,7 +161,7 @@ def _attribute(name: str) -> Rule:
     if name in ("real", "imag"):
         return lambda func, x: x.with_local(getattr(x._local, name))
     if name == "data":
-        return lambda func, x: x.data
+        return _data
     return _metadata
 
 
@@ -184,6 +185,10 @@ def is_contiguous(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> boo
 def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _data(func: Any, x: ShardedTensor) -> ShardedTensor:
+    return x.own_data()
 
 
 @rule("is_same_size")

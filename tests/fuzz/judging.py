@@ -81,8 +81,14 @@ class Judge:
         return Outcome("wrong", tuple(found), key=_key(found[0])) if found else Outcome("equal")
 
     def _is_chaotic(self, source: str, reference: Ran) -> bool:
-        """Whether rounding alone moves one device's results as far as that."""
-        nudged = self.reference(source, 1e-14)
+        """Whether rounding alone moves one device's results as far as that.
+
+        Both ways: a decision by the sign of what is zero but for rounding stays where one nudge has the same sign.
+        """
+        return any(self._moves(source, reference, nudge) for nudge in (1e-14, -1e-14))
+
+    def _moves(self, source: str, reference: Ran, nudge: float) -> bool:
+        nudged = self.reference(source, nudge)
         return isinstance(nudged, Outcome) or any(
             "initial weight" not in line for line in differences(reference, [nudged], generators=False)
         )
