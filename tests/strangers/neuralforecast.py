@@ -37,7 +37,7 @@ def _stranger(
     transformer: bool = False,
     sequence: bool = False,
     loss: Any = losses.MAE,
-    microbatches: int = WINDOWS,
+    microbatches: int = SERIES,  # of which windows are drawn
     **arguments: Any,
 ) -> Stranger:
     def fit(given: Arguments) -> None:
@@ -94,12 +94,23 @@ STRANGERS: dict[str, Stranger] = {
         models.VanillaTransformer, hidden_size=16, n_head=4, conv_hidden_size=32, dropout=0.0, transformer=True
     ),
     "itransformer": _stranger(
-        models.iTransformer, hidden_size=16, n_heads=4, e_layers=2, d_ff=32, dropout=0.0, transformer=True
+        models.iTransformer,
+        microbatches=1,  # series attend to one another
+        hidden_size=16,
+        n_heads=4,
+        e_layers=2,
+        d_ff=32,
+        dropout=0.0,
+        transformer=True,
     ),
     "lstm": _stranger(models.LSTM, encoder_hidden_size=16, decoder_hidden_size=16),
-    "tsmixer": _stranger(models.TSMixer, n_block=2, ff_dim=16, dropout=0.0),
+    "tsmixer": _stranger(models.TSMixer, microbatches=1, n_block=2, ff_dim=16, dropout=0.0),  # BatchNorm
     "deepar": _stranger(
-        models.DeepAR, lstm_hidden_size=16, lstm_dropout=0.0, loss=partial(losses.DistributionLoss, "Normal")
+        models.DeepAR,
+        microbatches=1,  # its distribution checks its arguments, all at once
+        lstm_hidden_size=16,
+        lstm_dropout=0.0,
+        loss=partial(losses.DistributionLoss, "Normal"),
     ),
     "tcn": _stranger(models.TCN, encoder_hidden_size=16, decoder_hidden_size=16),
 }
