@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader
 
 from lightning_par.pipeline.by_sample import by_sample
 from lightning_par.pipeline.microbatch import SamplesMixError
@@ -18,6 +21,7 @@ from lightning_par.pipeline.stretches import Row
 from lightning_par.pipeline.study import study
 from lightning_par.pipeline.tracing import FakeRun
 from tests.found import Base, C
+from tests.pool import Pool
 
 EXPERTS, EACH = 4, 2
 
@@ -208,6 +212,54 @@ def test_a_layer_with_a_hook_is_not() -> None:
 def test_a_layer_that_is_given_no_tensor_is_not_tried() -> None:
     """As a graph network is, whose batch is an object of its own."""
     assert by_sample(FakeRun(FakeTensorMode(), None), nn.Linear(C, C), Sorts, (object(),), {}) is NotImplemented
+
+
+class Biased(Experts):
+    """Its experts are chosen by a buffer, too, and numbered by another one: the ranks of other stages know neither."""
+
+    def __init__(self, numbered: bool) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.linspace(0, 1, EXPERTS))
+        self.register_buffer("number", torch.arange(EXPERTS).flip(0) if numbered else None)
+
+    def route(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        scores_TE = self.gate(x_TC).sigmoid()
+        experts_TK = (scores_TE + self.bias).topk(EACH, -1)[1]
+        weights_TK = scores_TE.gather(1, experts_TK)
+        return weights_TK, experts_TK if self.number is None else self.number[experts_TK]
+
+
+class BiasedFirst(Base):
+    def __init__(self, numbered: bool) -> None:
+        super().__init__()
+        self.a = Biased(numbered)  # type: ignore[assignment]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def _train(numbered: bool) -> Any:
+    torch.manual_seed(0)
+    module = BiasedFirst(numbered)
+    generator = torch.Generator().manual_seed(1)
+    batches = [[torch.randn(B, T, C, generator=generator)] for B, T in ((4, 6), (4, 5), (3, 6), (4, 6))]
+    ranks = int(os.environ["WORLD_SIZE"])
+    trainer = Trainer(
+        accelerator="cpu", devices=ranks, strategy="auto" if ranks == 1 else "pipeline_parallel", max_epochs=1,
+        precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.predict(module, DataLoader(batches, batch_size=None))
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_ranks_that_do_not_know_a_layers_buffers_cut_later_batches_alike(numbered: bool, pool: Pool) -> None:
+    (one,) = pool.run(1, _train, numbered)
+    for found in pool.run(2, _train, numbered, timeout=60):
+        for x, y in zip(found, one, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
 
 
 class Splits(Experts):

@@ -357,9 +357,19 @@ class Averages(Layers):
             p.data.copy_(a)
 
 
-def _average(layout: dict[str, Any] | None) -> Any:
+class LooksAgain(Layers):
+    """As a teacher does: the first layers run again on the last rank, without a gradient."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            other = super().training_step(batch + 0.1, batch_idx)
+        return loss + (loss - other).square()
+
+
+def _train(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
     torch.manual_seed(0)
-    module = Averages()
+    module = kind()
     ranks: Any = {"devices": 1} if layout is None else {"devices": 4, "strategy": HybridParallelStrategy(**layout)}
     trainer = Trainer(
         accelerator="cpu", max_steps=3, precision="64-true", logger=False, enable_checkpointing=False,
@@ -372,9 +382,12 @@ def _average(layout: dict[str, Any] | None) -> Any:
 @pytest.mark.parametrize(
     "beside", [{"data_parallel": "fsdp", "data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor"]
 )
-def test_averages_of_weights_in_parts_of_another_stage_need_no_values(pool: Pool, beside: dict[str, Any]) -> None:
-    (one,) = pool.run(1, _average, None)
-    for found in pool.run(4, _average, {"pipeline_parallel_size": 2, **beside}):
+@pytest.mark.parametrize("kind", [Averages, LooksAgain])
+def test_weights_in_parts_of_another_stage_are_one_devices(
+    pool: Pool, kind: type[Layers], beside: dict[str, Any]
+) -> None:
+    (one,) = pool.run(1, _train, None, kind)
+    for found in pool.run(4, _train, {"pipeline_parallel_size": 2, **beside}, kind):
         for x, y in zip(found, one, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
 

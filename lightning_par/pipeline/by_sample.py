@@ -55,6 +55,8 @@ def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: A
         or sum(p.numel() for p in module.parameters()) > _MOST
     ):
         return NotImplemented
+    if run.axis is not None:
+        run.axis.tried = True
     code = _known.setdefault(_described(inner), Code())
     code.module, code.call, code.device = module, call, given[0].device
     try:
@@ -151,10 +153,12 @@ class Code:
         def real(x: Tensor) -> Tensor:
             if not isinstance(x, FakeTensor):
                 return x.detach().to(self.device, self.dtype if x.is_floating_point() else x.dtype)
-            if not isinstance(x, nn.Parameter) or not x.is_floating_point():
+            if not x.is_floating_point():
                 raise Refused  # nobody knows its values here
             scale = 0.5 / max(1.0, float(x.shape[-1]) ** 0.5) if x.ndim > 1 else 0.5
             values = scale * torch.randn(x.shape, generator=generator, dtype=self.dtype)
+            if not isinstance(x, nn.Parameter):
+                return values.abs().to(self.device)  # a scale of roots, or what else is no number below 0
             return nn.Parameter(values.to(self.device), requires_grad=x.requires_grad)
 
         copy = stand_in(module, real, (), lambda *args, **kwargs: None)

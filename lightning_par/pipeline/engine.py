@@ -37,7 +37,7 @@ from lightning_par.pipeline.traffic import Traffic
 from lightning_par.pipeline.values import of_microbatch
 from lightning_par.sequence.tokens import Tokens
 from lightning_par.stopping import Stopping
-from lightning_par.view import ShardedTensor, full
+from lightning_par.view import ShardedTensor, full, leaf
 
 MOST_KEPT = 64  # kinds of steps whose messages are known
 
@@ -116,8 +116,9 @@ class Engine:
         with gradients_apart([*named.values()], order), shares.unshared():
             effects = self._run(ready, schedule, scale, key, lambda x: settled.append(self._settle(step, ready, x)))
             found = {p: p.grad for p in named.values()}
-        own, found = found, self.finish_gradients(found)  # stored parameters have theirs elsewhere then
-        got = {n for n, p in named.items() if own[p] is not None or found.get(p) is not None}
+        own, found = found, self.finish_gradients(found)
+        parts = {name: leaf(p) for name, p in self.module.named_parameters()}  # stored parameters have theirs there
+        got = {n for n, p in named.items() if any(x is not None for x in (own[p], found.get(p), found.get(parts[n])))}
         refuse_others(expected, got, named, self.axis.rank)
         self.messenger.finish()
         result = settled[0] if settled else self._settle(step, ready, effects)

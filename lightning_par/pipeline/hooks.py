@@ -84,9 +84,12 @@ class Hooks:
                     f"{_words(theirs)}. Each would see the modules of its rank alone. {_ADVICE}"
                 )
 
-    def any_of(self, reason: str | None) -> str | None:
-        """The ``reason`` of the first rank that has one, where hooks may go by the rank. All ranks must call it."""
-        if not self.known:
+    def any_of(self, reason: str | None, may_differ: bool = False) -> str | None:
+        """The ``reason`` of the first rank that has one, where hooks, or what else ``may_differ``, go by the rank.
+
+        All ranks must call it.
+        """
+        if not self.known and not may_differ:
             return reason
         self.meeting("studied a step anew", "Let all ranks do the same in a step.")  # one alone would wait for ever
         return next((told for told in self.axis.all_gather_object(reason, "hooks") if told), None)

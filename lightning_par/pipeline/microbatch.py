@@ -42,6 +42,7 @@ class MicrobatchAxis(Axis):
         super().__init__("microbatch", tuple(range(count)), index, None)
         self.sums = 0  # sums over samples so far
         self.cuts = 0  # whole tensors that were cut so far
+        self.tried = False  # whether code of a unit ran with its values, of which ranks know their own alone
 
     def positions(self, samples: int) -> Positions:
         """Which microbatch holds each of the batch's samples: contiguous runs, the first ones a sample longer."""

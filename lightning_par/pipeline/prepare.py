@@ -180,14 +180,14 @@ class Programs:
         if microbatches > 1 and self.studies[shapes] > MOST_STUDIES:
             self.refused[shapes] = "what modules do follows values that change from step to step"
             return 1
-        program, mixed = None, None
+        program, mixed, axis = None, None, MicrobatchAxis(microbatches, 0)
         try:
-            program = study(step, self.stages, microbatches)
+            program = study(step, self.stages, microbatches, axis)
         except (SamplesMixError, UnitError) as error:
             if microbatches == 1:
                 raise
             mixed = str(error)
-        mixed = self.hooks.any_of(mixed)
+        mixed = self.hooks.any_of(mixed, axis.tried)
         if mixed is not None or program is None:
             self.refused[signature] = str(mixed)
             if step.name in self._cut:

@@ -48,8 +48,14 @@ def survey(step: Step) -> Call:
     return run.frames[0].call(run.calls)
 
 
-def study(step: Step, stages: Stages, microbatches: int) -> Program:
+def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | None = None) -> Program:
     """The program of ``step``, cut into ``stages``.
+
+    Args:
+        step: on the whole batch.
+        stages: of the pipeline.
+        microbatches: into how many the batch is cut.
+        axis: of the microbatches, which says afterwards whether units were `tried`.
 
     Raises:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
@@ -72,7 +78,7 @@ def study(step: Step, stages: Stages, microbatches: int) -> Program:
     for name, module in step.module.named_modules() if step.grad else ():
         if private.number_of_backward_hooks(module) or private.backward_hooks_on_all():
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
-    axis = MicrobatchAxis(microbatches, 0)
+    axis = axis or MicrobatchAxis(microbatches, 0)
     whole, _ = _analyse(step, stages, None, {}, keeps=True)
     refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
     for path, place in whole.keeping.items():
