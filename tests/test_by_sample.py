@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -215,51 +216,86 @@ def test_a_layer_that_is_given_no_tensor_is_not_tried() -> None:
 
 
 class Biased(Experts):
-    """Its experts are chosen by a buffer, too, and numbered by another one: the ranks of other stages know neither."""
+    """Its experts are chosen by a buffer, too, which the ranks of other stages don't hold."""
 
-    def __init__(self, numbered: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("bias", torch.linspace(0, 1, EXPERTS))
-        self.register_buffer("number", torch.arange(EXPERTS).flip(0) if numbered else None)
 
     def route(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
         scores_TE = self.gate(x_TC).sigmoid()
         experts_TK = (scores_TE + self.bias).topk(EACH, -1)[1]
-        weights_TK = scores_TE.gather(1, experts_TK)
-        return weights_TK, experts_TK if self.number is None else self.number[experts_TK]
+        return scores_TE.gather(1, experts_TK), experts_TK
 
 
-class BiasedFirst(Base):
-    def __init__(self, numbered: bool) -> None:
+class Numbered(Biased):
+    def __init__(self) -> None:
         super().__init__()
-        self.a = Biased(numbered)  # type: ignore[assignment]
+        self.register_buffer("number", torch.arange(EXPERTS).flip(0))
+
+    def route(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = super().route(x_TC)
+        return weights_TK, self.number[experts_TK]
+
+
+class Chooses(OfOne):
+    """Features, by a buffer: how many they are is told by its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, C)
+        self.register_buffer("chosen", torch.arange(C) % 8 > 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[..., self.chosen])
+
+
+class Ages(OfOne):
+    """Does something else from its third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("age", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.training:
+            self.age += 1
+        return torch.cat([y, y], -1)[..., 4 : 4 + C] if self.age > 2 else y
+
+
+class First(Base):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.a = layer  # type: ignore[assignment]
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
 
 
-def _train(numbered: bool) -> Any:
+def _train(make: Callable[[], nn.Module], strategy: str) -> Any:
     torch.manual_seed(0)
-    module = BiasedFirst(numbered)
+    module = First(make())
     generator = torch.Generator().manual_seed(1)
     batches = [[torch.randn(B, T, C, generator=generator)] for B, T in ((4, 6), (4, 5), (3, 6), (4, 6))]
-    ranks = int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, strategy="auto" if ranks == 1 else "pipeline_parallel", max_epochs=1,
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_epochs=1,
         precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(batches, batch_size=None))
-    trainer.predict(module, DataLoader(batches, batch_size=None))
-    return [p.detach().clone() for p in module.parameters()]
+    predictions = trainer.predict(module, DataLoader(batches, batch_size=None))
+    return [p.detach().clone() for p in module.parameters()], predictions
 
 
-@pytest.mark.parametrize("numbered", [False, True])
-def test_ranks_that_do_not_know_a_layers_buffers_cut_later_batches_alike(numbered: bool, pool: Pool) -> None:
-    (one,) = pool.run(1, _train, numbered)
-    for found in pool.run(2, _train, numbered, timeout=60):
-        for x, y in zip(found, one, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
+@pytest.mark.parametrize("make", [Biased, Numbered, Chooses, Ages])
+def test_what_other_ranks_hold_decides_alike_on_all_when_a_later_batch_is_another(
+    make: Callable[[], nn.Module], pool: Pool
+) -> None:
+    ((weights, predictions),) = pool.run(1, _train, make, "auto")
+    for found, predicted in pool.run(2, _train, make, "pipeline_parallel", timeout=60):
+        torch.testing.assert_close(found, weights, rtol=0, atol=1e-9)
+        torch.testing.assert_close(predicted, predictions, rtol=0, atol=1e-9)
 
 
 class Splits(Experts):

@@ -24,6 +24,7 @@ from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.stretches import Stages
 from lightning_par.pipeline.structure import map_tensors, tensors_in
 from lightning_par.pipeline.study import study
+from lightning_par.pipeline.travel import lacking_buffers
 from lightning_par.pipeline.values import share_of
 from lightning_par.pipeline.watch import Watch
 from lightning_par.positions import Positions
@@ -116,6 +117,7 @@ class Programs:
             raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
         wanted = max(1, min(microbatches, samples))
         self.hooks.agree()
+        first, tried = self._is_first(step, wanted), step
         while True:
             signature = self._signature(step, wanted)
             known = self.made.setdefault(signature, [])
@@ -135,7 +137,10 @@ class Programs:
                     "ranks that share the model can't follow that: what a step does must depend on the batch, the "
                     "module's attributes and random numbers of torch, numpy or `random` alone."
                 )
-            wanted = self._study(step, wanted, signature, known)
+            if first:  # on all ranks: what a layer does may go by buffers that one of them holds
+                self.hooks.meeting("met a kind of batch for the first time", "Give all ranks the same batches.")
+                first, tried = False, replace(step, lent=lacking_buffers(self.module, self.hooks.axis))
+            wanted = self._study(tried, wanted, signature, known)
 
     _cut: set[str] = field(default_factory=set)  # steps of which some batches were cut
     _warned: set[str] = field(default_factory=set)
@@ -149,6 +154,7 @@ class Programs:
             )
         self._warned.add(name)
 
+    _kinds: set[Any] = field(default_factory=set)  # of batches so far
     _fresh: Program | None = None
     _foreseen: Program | None = None
     _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
@@ -202,6 +208,7 @@ class Programs:
     def foresee(self, step: Step, program: Program) -> None:
         """``program`` was made of ``step`` when the module was whole: where the first batch is like that of ``step``,
         and a dry run agrees, it need not be studied again."""
+        self._is_first(step, program.microbatches)
         self._add(step, program)
         self._foreseen = program
 
@@ -229,6 +236,15 @@ class Programs:
         modes = hash(tuple(m.training for m in self.module.modules()))
         said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
         return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
+
+    def _is_first(self, step: Step, microbatches: int) -> bool:
+        """Whether all ranks meet a batch of its kind for the first time; they alone may know of other reasons to study
+        a step."""
+        name, grad, _, tensors, trained, _, hooks, _ = self._signature(step, 1)
+        kind = name, grad, self.module.training, microbatches, tensors, trained, hooks
+        known = kind in self._kinds
+        self._kinds.add(kind)
+        return not known
 
     def _of_trainer(self) -> tuple[Any, ...]:
         trainer = vars(self.module).get("_trainer")

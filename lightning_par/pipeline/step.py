@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Step:
         device: where parameters live, or would live.
         shared: objects that a copy of the module shares with it.
         starts: whether hooks that Lightning has not called yet are called on copies before they run the step.
+        lent: values of buffers that other ranks hold, by the id of what stands for them here, for a trial of the step.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class Step:
     device: torch.device
     shared: tuple[Any, ...] = ()
     starts: bool = False
+    lent: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
