@@ -367,7 +367,7 @@ class LooksAgain(Layers):
         return loss + (loss - other).square()
 
 
-def _train(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
+def _trained(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
     torch.manual_seed(0)
     module = kind()
     ranks: Any = {"devices": 1} if layout is None else {"devices": 4, "strategy": HybridParallelStrategy(**layout)}
@@ -386,8 +386,8 @@ def _train(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
 def test_weights_in_parts_of_another_stage_are_one_devices(
     pool: Pool, kind: type[Layers], beside: dict[str, Any]
 ) -> None:
-    (one,) = pool.run(1, _train, None, kind)
-    for found in pool.run(4, _train, {"pipeline_parallel_size": 2, **beside}, kind):
+    (one,) = pool.run(1, _trained, None, kind)
+    for found in pool.run(4, _trained, {"pipeline_parallel_size": 2, **beside}, kind):
         for x, y in zip(found, one, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
 

@@ -97,6 +97,8 @@ class Following(TorchFunctionMode):
 
     def on_parts(self, func: Any, function: Function, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call ``func``, of which some arguments are sharded."""
+        if function.name == "data":
+            return table.dispatch(func, args, kwargs)
         if function.kind is Kind.METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
