@@ -179,9 +179,9 @@ class StageRun(RecordedRun):
         index, record = self._next(path)
         if record is None:
             raise ElsewhereError(
-                f"{user_line()}: {path!r} is called where it was not when the step was recorded, as after a decision by "
-                "a value of the model, such as the loss: the stages that don't have the value can't know of it. Call "
-                "it in any case and choose by torch.where, or use TensorParallelStrategy."
+                f"{user_line()}: {path!r} is called where it was not when the step was recorded, as after a decision "
+                "by a value of the model, such as the loss: the stages that don't have the value can't know of it. "
+                "Call it in any case and choose by torch.where, or use TensorParallelStrategy."
             )
         if index < self.first:
             if self.told is not None:

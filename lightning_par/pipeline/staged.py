@@ -28,7 +28,7 @@ from lightning_par.pipeline.spent import spent_gradients
 from lightning_par.pipeline.spread import Spread
 from lightning_par.pipeline.step import Step
 from lightning_par.pipeline.verification import agreed, verify
-from lightning_par.pipeline.weights import Once, bring_back
+from lightning_par.pipeline.weights import Once, agree_on_buffers, bring_back
 from lightning_par.steps import STEPS, fetches_itself
 from lightning_par.strategy import StrategyMixin
 from lightning_par.view import leaf
@@ -140,6 +140,12 @@ class StagedMixin(StrategyMixin):
         if self._spread is None or self.lightning_module is None:
             return None
         return Once(self.lightning_module, self._spread.placement, self.groups.pipeline)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._spread is not None and self.lightning_module is not None:
+            self._meet_after_exception()
+            agree_on_buffers(self.lightning_module, self.groups.pipeline)
+        return super().lightning_module_state_dict()
 
     def _unspread_model(self) -> None:
         if self._spread is not None and self.lightning_module is not None:

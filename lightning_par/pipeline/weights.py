@@ -17,7 +17,7 @@ from lightning_par import private
 from lightning_par.comm import Axis
 from lightning_par.identity import become, swappable
 from lightning_par.pipeline.elsewhere import Elsewhere, Origin, sharding_of
-from lightning_par.pipeline.travel import kinds_at, send_to_all, wanted_of
+from lightning_par.pipeline.travel import kind_of, kinds_at, send_to_all, wanted_of
 from lightning_par.view import ShardedTensor, leaf
 
 
@@ -115,6 +115,7 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     """
     if axis.size == 1:
         return
+    agree_on_buffers(module, axis)
     found: dict[str, Tensor] = {}
     modules: list[nn.Module] = []
     seen: set[int] = set()
@@ -131,6 +132,33 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
             x = found.get(path)
             if isinstance(x, Elsewhere):
                 become(x, _here(x, part), x.origin.name)
+
+
+def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
+    """Buffers that layers made or dropped come or go on the ranks that don't run them, too. All ranks must call it."""
+    here = dict(module.named_buffers(remove_duplicate=False))
+    told: list[dict[str, tuple[Any, ...]]] = axis.all_gather_object(
+        {name: _described(module, name, x) for name, x in here.items() if not isinstance(x, Elsewhere)}, "unshard"
+    )
+    for name, x in here.items():
+        if isinstance(x, Elsewhere) and name not in told[x.origin.holders[0]]:
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner)._buffers[own] = None
+    inner, near = dict(module.named_modules()), next((p.device for p in module.parameters()), torch.device("cpu"))
+    for source, theirs in enumerate(told):
+        for name, (kind, device, persistent) in theirs.items():
+            owner, _, own = name.rpartition(".")
+            if name not in here and kind is not None and owner in inner:
+                shape, dtype = kind
+                place = near if near.type == device else torch.device(device)
+                away = Elsewhere(shape, dtype, place, Origin(name, (source,), axis))
+                inner[owner].register_buffer(own, away, persistent)
+
+
+def _described(module: nn.Module, name: str, x: Tensor) -> tuple[Any, ...]:
+    owner, _, own = name.rpartition(".")
+    kind = None if isinstance(x, ShardedTensor) else kind_of(x)
+    return kind, x.device.type, own not in module.get_submodule(owner)._non_persistent_buffers_set
 
 
 def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
