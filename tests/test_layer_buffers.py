@@ -1,4 +1,4 @@
-"""Buffers that layers make or drop as they run are in checkpoints, and there after the run, on all ranks of a pipeline."""
+"""Buffers that layers make or drop as they run are in a pipeline's checkpoints, and there after the run."""
 
 from __future__ import annotations
 
