@@ -869,6 +869,20 @@ class CyclesLists(Base):
         self.log("seen", float(10 * len(self.lists[0]) + len(self.lists[1])))
 
 
+class WritesABufferTwice(Base):
+    """Between its layers: running statistics of the first one's output, in more than one write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        self.running.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
+        self.running.mul_(0.9).add_(h.detach().amax((0, 1)), alpha=0.1)
+        return self.b(h - self.running)
+
+
 class WritesWhatIsGiven(Base):
     """A tensor that an iterator gives again and again is changed in place."""
 
@@ -1809,7 +1823,7 @@ FOUND: dict[str, type[Base]] = {
                  HookOnInput, TokensSeen, WordsBetweenLayers, WhoRanFirst, CountsInArgument, Checkpoints,
                  LastUntilReset, InContext, HooksOnce, HookOnAll, SetAtTheStart, CallsAgainLater, RunningAccuracy,
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
-                 StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists,
+                 StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
                  TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
                  RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory)
 }  # fmt: skip

@@ -173,6 +173,9 @@ class StageRun(RecordedRun):
     def _returned(self, func: Any, args: Any, value: Any, record: Event) -> Any:
         if record.writes:
             return written_into(self, args[0], value, func)
+        if self.written and writes_into(getattr(func, "__name__", "")):  # on an earlier stage it is another object now
+            followed = {key: (target, value) for key, (target, x) in self.written.items() if x is args[0]}
+            self.written.update(followed)
         return None if record.sets else value
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
