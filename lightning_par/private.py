@@ -503,6 +503,11 @@ def transforms() -> list[tuple[Any, str, Callable[..., Any]]]:
     return [(apis, "vmap_impl", torch.vmap), *found, flex]
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether the buffer ``name`` is in state dicts; torch says so in no public way that runs no hook of the user's."""
+    return name not in module._non_persistent_buffers_set
+
+
 def memory_of(x: Tensor) -> int:
     """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
     return x.untyped_storage()._cdata

@@ -570,3 +570,10 @@ def test_memory_that_others_have_is_known() -> None:
     assert private.is_shared(kept)
     del view
     assert not private.is_shared(kept)
+
+
+def test_a_buffer_says_whether_it_is_persistent() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("made", torch.zeros(1), persistent=False)
+    assert [name for name in ("kept", "made") if private.is_persistent(module, name)] == list(module.state_dict())

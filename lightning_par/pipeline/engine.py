@@ -117,9 +117,11 @@ class Engine:
             effects = self._run(ready, schedule, scale, key, lambda x: settled.append(self._settle(step, ready, x)))
             found = {p: p.grad for p in named.values()}
         own, found = found, self.finish_gradients(found)
-        parts = {name: leaf(p) for name, p in self.module.named_parameters()}  # stored parameters have theirs there
-        got = {n for n, p in named.items() if any(x is not None for x in (own[p], found.get(p), found.get(parts[n])))}
-        refuse_others(expected, got, named, self.axis.rank)
+        if expected is not None:
+            parts = {name: leaf(p) for name, p in self.module.named_parameters()}  # stored parameters have theirs there
+            places = {n: (own[p], found.get(p), found.get(parts.get(n, p))) for n, p in named.items()}
+            got = {n for n, there in places.items() if any(x is not None for x in there)}
+            refuse_others(expected, got, named, self.axis.rank)
         self.messenger.finish()
         result = settled[0] if settled else self._settle(step, ready, effects)
         loss = loss_in(result)

@@ -117,9 +117,9 @@ class Programs:
             raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
         wanted = max(1, min(microbatches, samples))
         self.hooks.agree()
-        first, tried = self._is_first(step, wanted), step
+        signature = self._signature(step, wanted)
+        first, tried = self._is_first(signature), step
         while True:
-            signature = self._signature(step, wanted)
             known = self.made.setdefault(signature, [])
             start = generators.global_state()
             for program in known:
@@ -141,6 +141,7 @@ class Programs:
                 self.hooks.meeting("met a kind of batch for the first time", "Give all ranks the same batches.")
                 first, tried = False, replace(step, lent=lacking_buffers(self.module, self.hooks.axis))
             wanted = self._study(tried, wanted, signature, known)
+            signature = self._signature(step, wanted)
 
     _cut: set[str] = field(default_factory=set)  # steps of which some batches were cut
     _warned: set[str] = field(default_factory=set)
@@ -208,7 +209,7 @@ class Programs:
     def foresee(self, step: Step, program: Program) -> None:
         """``program`` was made of ``step`` when the module was whole: where the first batch is like that of ``step``,
         and a dry run agrees, it need not be studied again."""
-        self._is_first(step, program.microbatches)
+        self._is_first(self._signature(step, program.microbatches))
         self._add(step, program)
         self._foreseen = program
 
@@ -237,11 +238,11 @@ class Programs:
         said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
         return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
 
-    def _is_first(self, step: Step, microbatches: int) -> bool:
+    def _is_first(self, signature: Any) -> bool:
         """Whether all ranks meet a batch of its kind for the first time; they alone may know of other reasons to study
         a step."""
-        name, grad, _, tensors, trained, _, hooks, _ = self._signature(step, 1)
-        kind = name, grad, self.module.training, microbatches, tensors, trained, hooks
+        *alike, _, hooks, _ = signature  # modes of layers, and what is said of attributes, may go by the rank
+        kind = (*alike, hooks, self.module.training)
         known = kind in self._kinds
         self._kinds.add(kind)
         return not known

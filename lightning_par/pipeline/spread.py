@@ -32,7 +32,7 @@ from lightning_par.pipeline.study import study, survey
 from lightning_par.pipeline.tied import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.units import Call, ancestors, close, walk
 from lightning_par.pipeline.watch import Watch
-from lightning_par.pipeline.weights import Placement, bring_back, copies_of, send_away
+from lightning_par.pipeline.weights import Placement, agree_on_buffers, bring_back, copies_of, send_away
 from lightning_par.steps import has_start_hooks
 
 
@@ -144,6 +144,7 @@ class Spread:
     def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
         """Give every rank the whole module again. All ranks must call it."""
         release_units(module)
+        agree_on_buffers(module, self.axis)
         bring_back(module, self.axis, also)
 
     def _agree(

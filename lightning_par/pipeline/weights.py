@@ -115,7 +115,6 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     """
     if axis.size == 1:
         return
-    agree_on_buffers(module, axis)
     found: dict[str, Tensor] = {}
     modules: list[nn.Module] = []
     seen: set[int] = set()
@@ -158,7 +157,7 @@ def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
 def _described(module: nn.Module, name: str, x: Tensor) -> tuple[Any, ...]:
     owner, _, own = name.rpartition(".")
     kind = None if isinstance(x, ShardedTensor) else kind_of(x)
-    return kind, x.device.type, own not in module.get_submodule(owner)._non_persistent_buffers_set
+    return kind, x.device.type, private.is_persistent(module.get_submodule(owner), own)
 
 
 def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
