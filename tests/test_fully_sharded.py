@@ -392,6 +392,32 @@ def test_weights_in_parts_of_another_stage_are_one_devices(
             torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
 
 
+class Transposes(Layers):
+    """A weight is used outside its layer, by a view of it, beside activations."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = batch + nn.functional.linear(torch.tanh(layer(batch)), layer.weight.t())
+        return batch
+
+
+def _predicted(layout: dict[str, Any] | None) -> Tensor:
+    torch.manual_seed(0)
+    ranks: Any = {"devices": 1} if layout is None else {"devices": 4, "strategy": HybridParallelStrategy(**layout)}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **ranks,
+    )  # fmt: skip
+    return torch.cat([x.clone() for x in trainer.predict(Transposes(), _data())])  # type: ignore[union-attr,arg-type]
+
+
+def test_a_view_of_a_weight_in_parts_meets_samples_of_a_microbatch(pool: Pool) -> None:
+    (one,) = pool.run(1, _predicted, None)
+    layout = {"data_parallel": "fsdp", "data_parallel_size": 2, "pipeline_parallel_size": 2, "microbatches": 2}
+    for found in pool.run(4, _predicted, layout):
+        torch.testing.assert_close(found, one, rtol=0, atol=1e-9)
+
+
 def _keep(layout: dict[str, Any] | None, kind: type[Layers] = Keeps) -> Any:
     torch.manual_seed(0)
     module: Any = kind()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_par import private
@@ -68,7 +69,7 @@ def kept(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _refuse_two(func, [memory for _, memory, _ in changed.values()])
     for x, memory, version in changed.values():
         memory.written(x, quiet=version == _version(memory.tensor()))
-    if given and args and isinstance(args[0], Tensor) and not changed:
+    if given and args and type(args[0]) in (Tensor, Parameter) and not changed:
         result = _as_viewed(func, args, kwargs, result)
     return shown(result, given)
 
