@@ -284,9 +284,52 @@ class OnRankZero(Base):
         return loss * (1.0 + len(self.losses))
 
 
+class Experts(nn.Module):
+    """Stacked experts, each of which takes the tokens of all samples that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.stack([torch.eye(C), -torch.eye(C), 2 * torch.eye(C)]))
+        self.act = nn.GELU()
+
+    def forward(self, x_NC: Tensor, chosen_N: Tensor) -> Tensor:
+        out_NC = torch.zeros_like(x_NC)
+        for expert in chosen_N.unique():
+            (rows,) = torch.where(chosen_N == expert)
+            out_NC = out_NC.index_add(0, rows, self.act(F.linear(x_NC[rows], self.weights[expert])))
+        return out_NC
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(C, 3), Experts()
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, 1)
+        scores = self.gate(x_NC)
+        return self.experts(x_NC, scores.argmax(-1)).view_as(x_BTC) * scores.softmax(-1).amax(-1).view(
+            *x_BTC.shape[:2], 1
+        )
+
+
+class HandsOutRouting(Base):
+    """A hook takes the router's scores out of a layer for the loss; the experts beside it mix samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture()
+        self.mixture.gate.register_forward_hook(lambda module, given, out: self.scores.append(out))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scores: list[Tensor] = []
+        y = self.b(self.a(self.mixture(batch[0])).tanh())
+        return F.mse_loss(y, batch[0].flip(1)) + sum(s.logsumexp(-1).square().mean() for s in self.scores) * 0.1
+
+
 STRANGE: dict[str, type[Base]] = {
     kind.__name__: kind
     for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
                  PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
-                 LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero)
+                 LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting)
 }  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests import equality
-from tests.equality import Result
+from tests.equality import TOLERANCE, Result
 from tests.models import MODELS
 from tests.pool import Pool, RanksFailedError
 from tests.test_equality import one_device as one_device  # a fixture
@@ -58,17 +58,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 _PLACED = {
     "gan": "optimizes by hand",
     "mlp_gradient_penalty": "torch.autograd.grad",
-    "mlp_target_network": "can't read it on (pipeline|placement) rank",  # its hook reads one layer and writes another
-    "hf_mixtral": "uses a value from within a module that the module did not return",
 }
 _ONE_MODULE = "has only 1 modules with parameters to place"
 _STAGED = _PLACED | {
     "mlp_writes_into_view": "a value from another device is written into here, in place",
     "experts": "the shape of a value in it depends on values",
-    **dict.fromkeys(("mlp_one_layer", "mlp_functional", "mlp_spectral_norm"), _ONE_MODULE),
+    **dict.fromkeys(("mlp_one_layer", "mlp_functional"), _ONE_MODULE),
 }
 REFUSED = {("placement", case): why for case, why in _PLACED.items()}
 REFUSED |= {(name, case): why for name in (*TWO, *FOUR) if "pipeline" in name for case, why in _STAGED.items()}
+SINGLE = {"hf_deepseek": 1e-7}  # its router computes in float32, where the number of rows changes the rounding
 DRAWS = {"gpt_residual_dropout", "vae"}  # other draws than one device's, on shards and stages
 
 
@@ -108,7 +107,9 @@ def test_a_model_under_a_layout(
         return
     copies, results = _results(pool, case, layout, tmp_path)
     reference = one_device(case, data_size=copies)
-    lines = [f"rank {i}: {line}" for i, one in enumerate(results) for line in equality.compare(reference, one, copies)]
+    tolerance = SINGLE.get(case, TOLERANCE)
+    found = [equality.compare(reference, one, copies, tolerance) for one in results]
+    lines = [f"rank {i}: {line}" for i, these in enumerate(found) for line in these]
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 

@@ -201,7 +201,8 @@ class Spread:
             reason = reason if said is None else said
         if program is None and isinstance(reason, SamplesMixError):
             self._take_one(step, reason)
-            for whole in (first, cut):  # what was opened to see whether samples mix is of no use then
+            # What was opened to see whether samples mix is of no use then.
+            for whole in (first, *([cut.unmixed] if cut.unmixed else []), cut):
                 program, said = self._try(step, whole.stages, 1)
                 if program is not None:
                     return whole.plan, self._without_unused(step.module, whole.stages, program), program
@@ -226,7 +227,11 @@ class Spread:
             else:
                 break
             met.append(cut.reason.unit)
-            other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened)
+            unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
+            try:
+                other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened, unmixed)
+            except (ValueError, NotImplementedError):  # what it reads or writes is only right within a unit
+                break
             if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
                 break
             if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):
@@ -309,6 +314,7 @@ class _Cut:
 
     Attributes:
         opened: modules that are no units for a reason that came up.
+        unmixed: the cut before more was opened to see whether samples mix.
     """
 
     root: Call
@@ -317,6 +323,7 @@ class _Cut:
     program: Program | None
     reason: SamplesMixError | UnitError | None
     opened: tuple[str, ...] = ()
+    unmixed: _Cut | None = None
 
 
 def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Call, tuple[str, ...]]]:
