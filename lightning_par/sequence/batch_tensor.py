@@ -8,6 +8,7 @@ activation it is sharded, along the dim that is known to be the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ class BatchTensor(ShardedTensor):
         return comm._own_part(whole, self._dim, self._positions, self._axis)
 
     def _kept(self, part: Tensor) -> Tensor:
-        aliases.keep_cut(self._whole, part, self._part)
+        # Not `self._part`: the memory of the whole would hold the whole, and no batch would ever be let go.
+        cut = partial(comm._own_part, dim=self._dim, positions=self._positions, axis=self._axis)
+        aliases.keep_cut(self._whole, part, cut)
         return part
 
     @property
