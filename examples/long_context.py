@@ -27,7 +27,7 @@ import torch
 from gpt import GPT, StandardLibrary
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from lightning_par.table import bytes_text, show_table
+from lightning_par.strategies.startup_table import bytes_text, show_table
 
 STEPS = 2  # gradients and the optimizer's state are there in the second
 MARK = "measured:"

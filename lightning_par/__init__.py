@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_par import registry
+from lightning_par.strategies import registry
 
 if TYPE_CHECKING:
-    from lightning_par.comm import ledger
-    from lightning_par.layout import Layout
-    from lightning_par.lightning_strategies import (
+    from lightning_par.mesh.layout import Layout
+    from lightning_par.mesh.ledger import ledger
+    from lightning_par.strategies.lightning import (
         HybridParallelStrategy,
         LayerPlacementStrategy,
         PipelineParallelStrategy,
@@ -48,16 +48,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "HybridParallelStrategy": "lightning_par.lightning_strategies",
-    "LayerPlacementStrategy": "lightning_par.lightning_strategies",
-    "Layout": "lightning_par.layout",
-    "PipelineParallelStrategy": "lightning_par.lightning_strategies",
-    "ReplicaGuard": "lightning_par.lightning_strategies",
-    "ScheduleTrace": "lightning_par.lightning_strategies",
-    "SequenceParallelStrategy": "lightning_par.lightning_strategies",
-    "TensorParallelStrategy": "lightning_par.lightning_strategies",
+    "HybridParallelStrategy": "lightning_par.strategies.lightning",
+    "LayerPlacementStrategy": "lightning_par.strategies.lightning",
+    "Layout": "lightning_par.mesh.layout",
+    "PipelineParallelStrategy": "lightning_par.strategies.lightning",
+    "ReplicaGuard": "lightning_par.strategies.lightning",
+    "ScheduleTrace": "lightning_par.strategies.lightning",
+    "SequenceParallelStrategy": "lightning_par.strategies.lightning",
+    "TensorParallelStrategy": "lightning_par.strategies.lightning",
     "check": "lightning_par.verdict",
-    "ledger": "lightning_par.comm",
+    "ledger": "lightning_par.mesh.ledger",
 }
 
 registry.install()

@@ -11,7 +11,7 @@ from __future__ import annotations
 def register() -> None:
     """Make the strategy names known to Lightning, now or when it is imported. Never raises: torch would not import."""
     try:
-        from lightning_par import registry
+        from lightning_par.strategies import registry
 
         registry.install()
     except Exception:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
-from lightning_par.guard import ReplicaGuardMixin
-from lightning_par.hybrid.strategy import HybridParallelMixin
-from lightning_par.namespace import PYTORCH_LIGHTNING
-from lightning_par.pipeline.strategy import PipelineParallelMixin
-from lightning_par.pipeline.trace import ScheduleTraceMixin
-from lightning_par.placement.strategy import LayerPlacementMixin
-from lightning_par.sequence.strategy import SequenceParallelMixin
-from lightning_par.tensor.strategy import TensorParallelMixin
+from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
+from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
+from lightning_par.strategies.hybrid import HybridParallelMixin
+from lightning_par.strategies.namespace import PYTORCH_LIGHTNING
+from lightning_par.strategies.pipeline import PipelineParallelMixin
+from lightning_par.strategies.placement import LayerPlacementMixin
+from lightning_par.strategies.sequence import SequenceParallelMixin
+from lightning_par.strategies.tensor import TensorParallelMixin
 
 
 class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other

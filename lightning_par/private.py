@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # has no public home
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_par.namespace import Namespace
+from lightning_par.strategies.namespace import Namespace
 
 T = TypeVar("T")
 

@@ -17,16 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 torch.set_num_threads(1)
 
 # The files that take longest come first, so that processes that share them out end at the same time.
 LONGEST = """
-    found equality fully_sharded hybrid_equality rules launch registry pipeline_surface check features deferred_fit
-    backward_state
-    placement_equality sequence_counts surface_training checkpoint_matrix optimizers pipeline_counts
-    pipeline_checkpoints surface_random surface_weights exits pipeline_surface_logging surface_logging
+    law/test_found law/test_equality fsdp/test_fully_sharded law/test_hybrid_equality sharded/rules/test_rules
+    strategies/test_launch strategies/test_registry pipeline/test_surface verdict/test_check law/test_features
+    absent/test_deferred_fit pipeline/effects/test_backward_state pipeline/placement/test_equality
+    sequence/test_counts strategies/test_surface_training checkpoint/test_matrix optim/test_optimizers
+    pipeline/run/test_counts pipeline/test_checkpoints strategies/test_surface_random strategies/test_surface_weights
+    strategies/test_exits pipeline/test_surface_logging strategies/test_surface_logging
 """.split()
 
 
@@ -36,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    order = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy, private
-from lightning_par.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 SOURCES = sorted((Path(private.__file__).parent).rglob("*.py"))
 # Used by more than one file, under torch's own names: fake tensors and pytrees have no public home.

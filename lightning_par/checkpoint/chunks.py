@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_par.checkpoint.inventory import Inventory, Item
-from lightning_par.checkpoint.parts import Place
-from lightning_par.layout import Layout
+from lightning_par.checkpoint.owners import Place
+from lightning_par.mesh.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from lightning_par.checkpoint import swap
+from lightning_par.checkpoint import rename
+from lightning_par.checkpoint.files import save
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
-from lightning_par.checkpoint_io import save
 
 
 def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], weights_only: bool | None = None) -> None:
@@ -36,7 +36,7 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], we
     """
     if not is_directory(str(folder)):
         raise FileNotFoundError(f"There is no directory {folder}.")
-    if os.path.abspath(file) == os.path.abspath(swap.left_behind(str(folder))):
+    if os.path.abspath(file) == os.path.abspath(rename.left_behind(str(folder))):
         raise ValueError(f"{file} is the directory itself: name another file.")
     checkpoint = load(str(folder), weights_only)
     checkpoint.pop(OWN)

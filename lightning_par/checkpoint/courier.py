@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.checkpoint.parts import Place
-from lightning_par.checkpoint.scratch import Scratch
-from lightning_par.comm import Axis
+from lightning_par.checkpoint.buffers import Scratch
+from lightning_par.checkpoint.owners import Place
+from lightning_par.mesh.axis import Axis
 
 _ASK, _ANSWER = 7001, 7002  # tags
 _DONE = -1

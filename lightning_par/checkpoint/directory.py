@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_par.checkpoint import swap
+from lightning_par.absent.unread import Unread
+from lightning_par.checkpoint import rename
 from lightning_par.checkpoint.chunks import Chunk, Writers, chunks_of, share_out, whole_chunk
+from lightning_par.checkpoint.dcp_writer import Planner, Writer, write_rest
 from lightning_par.checkpoint.folder import Folder
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import Outline, take_apart
-from lightning_par.checkpoint.storage import Planner, Writer, write_rest
-from lightning_par.checkpoint.unread import Unread
 
 
 class Writing:
@@ -111,21 +111,21 @@ class Writing:
             self.folder.tidy()
             return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        place = swap.unfinished(self.path)
+        place = rename.unfinished(self.path)
         os.mkdir(place)
         self.folder = replace(self.folder, place=place)
 
     def _publish(self) -> None:
         self.folder.publish()
         if self.folder.is_local:
-            swap.sync_folder(self.folder.place)
-            swap.put_in_place(self.folder.place, self.path)
+            rename.sync_folder(self.folder.place)
+            rename.put_in_place(self.folder.place, self.path)
         else:
             self.folder.tidy()
 
     def _give_up(self) -> None:
         if self.folder.is_local:
-            swap.remove(self.folder.place)
+            rename.remove(self.folder.place)
         else:
             self.folder.tidy()
 

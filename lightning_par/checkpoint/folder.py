@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from lightning_par.checkpoint import swap
+from lightning_par.checkpoint import rename
 from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN
 
@@ -51,7 +51,7 @@ class Folder:
         """The one at ``path``, or where a kill has left what had that name."""
         files, place = url_to_fs(path)
         files.invalidate_cache(place)  # others may have written meanwhile
-        return cls(files, swap.left_behind(place) if type(files) is LocalFileSystem else place)
+        return cls(files, rename.left_behind(place) if type(files) is LocalFileSystem else place)
 
     @property
     def is_local(self) -> bool:

@@ -11,13 +11,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
+from lightning_par.absent.unread import Unread, mapped
+from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.courier import Courier
-from lightning_par.checkpoint.parts import Place
-from lightning_par.checkpoint.scratch import Scratch
-from lightning_par.checkpoint.unread import Unread, mapped
-from lightning_par.layout import Groups
-from lightning_par.pipeline.elsewhere import Elsewhere, is_elsewhere
-from lightning_par.view import ShardedTensor, leaf
+from lightning_par.checkpoint.owners import Place
+from lightning_par.mesh.layout import Groups
+from lightning_par.sharded.tensor import ShardedTensor, leaf
 
 _SMALL = 16  # elements of a tensor that travels inside the message that tells of it
 

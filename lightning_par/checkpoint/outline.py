@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.checkpoint.unread import Unread
+from lightning_par.absent.unread import Unread
 
 OWN = "lightning_par"
 """The entry of a checkpoint that plain Lightning does not write, and does not read."""

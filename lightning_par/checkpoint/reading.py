@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from lightning_par import private
+from lightning_par.absent.unread import Unread, read_all
+from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.folder import METADATA, Folder, files_of, rest_of
 from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN, names_in, put_together
-from lightning_par.checkpoint.parts import runs
-from lightning_par.checkpoint.scratch import Scratch
-from lightning_par.checkpoint.trust import reads, without_advice
-from lightning_par.checkpoint.unread import Unread, read_all
+from lightning_par.checkpoint.owners import runs
+from lightning_par.checkpoint.safe_load import reads, without_advice
 
 
 def is_directory(path: str) -> bool:

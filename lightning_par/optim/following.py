@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import private
-from lightning_par.optim import lost
-from lightning_par.optim.functions import Function, Kind, function_of
-from lightning_par.optim.wholes import Wholes
-from lightning_par.rules import table
-from lightning_par.rules.report import on_gather
-from lightning_par.view import ShardedTensor, moves
+from lightning_par.optim import lost_writes
+from lightning_par.optim.function_facts import Function, Kind, function_of
+from lightning_par.optim.gathered_parts import Wholes
+from lightning_par.sharded.rules import lookup
+from lightning_par.sharded.rules.gather_report import on_gather
+from lightning_par.sharded.tensor import ShardedTensor, moves
 
 _LISTS = (list, tuple)
 _BY_RULE = (Kind.BY_ELEMENT, Kind.LISTS, Kind.NEW)
@@ -98,14 +98,14 @@ class Following(TorchFunctionMode):
     def on_parts(self, func: Any, function: Function, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call ``func``, of which some arguments are sharded."""
         if function.name == "data":
-            return table.dispatch(func, args, kwargs)
+            return lookup.dispatch(func, args, kwargs)
         if function.kind is Kind.METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        lost.refuse(func, args, kwargs)
+        lost_writes.refuse(func, args, kwargs)
         if torch.is_grad_enabled() and _wants_gradient((args, kwargs)):
             self.wholes.cut()
-            return table.dispatch(func, args, kwargs)  # as in the user's own step, whose gradients reach the parts
+            return lookup.dispatch(func, args, kwargs)  # as in the user's own step, whose gradients reach the parts
         if self.wholes:
             return self._beside_wholes(func, function, args, kwargs)
         return self._run(func, function, args, kwargs)
@@ -118,7 +118,7 @@ class Following(TorchFunctionMode):
         elif function.name.startswith("_fused_"):
             result = _fused(func, args, kwargs)
         if result is NotImplemented and (kind in _BY_RULE or kind is Kind.READS and not _is_stored(args)):
-            result = table.on_parts(func, args, dict(kwargs))
+            result = lookup.on_parts(func, args, dict(kwargs))
         if result is not NotImplemented:
             return result
         if (
@@ -126,7 +126,7 @@ class Following(TorchFunctionMode):
             or kind is Kind.BY_ELEMENT
             and not _writes_to_parts(function, args, kwargs)
         ):
-            return table.run_whole(func, args, kwargs)
+            return lookup.run_whole(func, args, kwargs)
         return self._on_wholes(func, function, args, kwargs)
 
     def _beside_wholes(self, func: Any, function: Function, args: Any, kwargs: dict[str, Any]) -> Any:

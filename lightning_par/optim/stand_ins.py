@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.view import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor
 
 
 class StandIns:

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_par.pipeline.orders import Action, Op
-from lightning_par.pipeline.schedule import Schedule, Value, gives, make_schedule, needs, run_order
+from lightning_par.pipeline.plan.schedule import Schedule, Value, gives, make_schedule, needs, run_order
+from lightning_par.pipeline.plan.schedules import Action, Op
 
 Cost = Mapping[Op, float]
 UNIT_COST: Cost = {"F": 1, "B": 2, "I": 1, "W": 1}

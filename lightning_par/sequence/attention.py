@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_par import comm
-from lightning_par.comm import Axis
-from lightning_par.positions import Positions
-from lightning_par.random import sharded_draw, streams
-from lightning_par.sequence import rows, scheme, ulysses
-from lightning_par.sequence.arguments import Arguments, read
-from lightning_par.sequence.gathered import Gathered
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.sequence import blockwise, scheme, ulysses
+from lightning_par.sequence.all_gather import Gathered
+from lightning_par.sequence.attention_arguments import Arguments, read
 from lightning_par.sequence.ring import PURPOSE, Ring
 from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
-from lightning_par.view import ShardedTensor
+from lightning_par.sharded.random_streams import sharded_draw, streams
+from lightning_par.sharded.tensor import ShardedTensor
 
 
 def attention(
@@ -88,15 +88,17 @@ def _attend(
     if grid.ring is None:
         with sharded_draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
-            if not call.fused and mask is not None and rows.shift(mask) is not None:
+            if not call.fused and mask is not None and blockwise.shift(mask) is not None:
                 # Kernels differ there, see `rows`: of five dims torch, too, takes none that is fused.
                 q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
             out = out.squeeze(0) if out.ndim > 4 else out
     else:
         key = streams.next_key(axis.rank) if p > 0.0 else 0
-        task = rows.Task(outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused)
-        out = rows.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
+        task = blockwise.Task(
+            outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused
+        )
+        out = blockwise.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
     if grid.ulysses is not None:
         (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)
     return out
@@ -125,17 +127,19 @@ def _own_mask(call: Arguments, grid: Grid) -> Tensor | None:
     inner, outer = grid.part(call.queries)
     if not call.mask_is_cut:
         mask = mask if grid.ulysses is None else ulysses.own_heads(mask, grid.ulysses)
-        return mask if grid.ring is None or mask.shape[2] == 1 else comm.scatter(mask, 2, outer, grid.ring, PURPOSE)
+        return (
+            mask if grid.ring is None or mask.shape[2] == 1 else collectives.scatter(mask, 2, outer, grid.ring, PURPOSE)
+        )
     if grid.ulysses is None:
         return mask
     if mask.shape[1] == 1 or not mask.is_floating_point():
-        return ulysses.own_heads(comm.gather(mask, 2, inner, grid.ulysses, PURPOSE), grid.ulysses)
+        return ulysses.own_heads(collectives.gather(mask, 2, inner, grid.ulysses, PURPOSE), grid.ulysses)
     return ulysses.to_heads((mask,), (inner,), grid.ulysses)[0]
 
 
-def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> rows.Carrier:
+def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> blockwise.Carrier:
     if keys is None:
-        return rows.Whole()
+        return blockwise.Whole()
     return Gathered(ring, keys) if chosen.kind == "all_gather" else Ring(ring, keys)
 
 

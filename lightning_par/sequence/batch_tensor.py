@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import aliases, comm, private
-from lightning_par.positions import Positions
-from lightning_par.rules.alias import kept
-from lightning_par.rules.table import RULES, dispatch, run_whole, writes
-from lightning_par.rules.write import targets
-from lightning_par.sequence.axis import SequenceAxis
-from lightning_par.view import ShardedTensor, full
+from lightning_par import private
+from lightning_par.mesh import collectives
+from lightning_par.mesh.positions import Positions
+from lightning_par.sequence.sequence_axis import SequenceAxis
+from lightning_par.sharded import aliases
+from lightning_par.sharded.rules.alias import kept
+from lightning_par.sharded.rules.in_place import targets
+from lightning_par.sharded.rules.lookup import RULES, dispatch, run_whole, writes
+from lightning_par.sharded.tensor import ShardedTensor, full
 
 _SLICES = {"__getitem__", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "select"}
 _NOT_TENSORS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -60,18 +62,18 @@ class BatchTensor(ShardedTensor):
     def _local(self) -> Tensor:  # type: ignore[override]
         whole = self._whole
         if whole.requires_grad:
-            return self._kept(comm.scatter(whole, self._dim, self._positions, self._axis))
+            return self._kept(collectives.scatter(whole, self._dim, self._positions, self._axis))
         version = None if whole.is_inference() else whole._version, aliases.writes_into(whole)
         if self._cut is None or self._cut[0] != version:
             self._cut = version, self._kept(self._part(whole))
         return self._cut[1]
 
     def _part(self, whole: Tensor) -> Tensor:
-        return comm._own_part(whole, self._dim, self._positions, self._axis)
+        return collectives.own_part(whole, self._dim, self._positions, self._axis)
 
     def _kept(self, part: Tensor) -> Tensor:
         # Not `self._part`: the memory of the whole would hold the whole, and no batch would ever be let go.
-        cut = partial(comm._own_part, dim=self._dim, positions=self._positions, axis=self._axis)
+        cut = partial(collectives.own_part, dim=self._dim, positions=self._positions, axis=self._axis)
         aliases.keep_cut(self._whole, part, cut)
         return part
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_par.positions import Array, Positions
+from lightning_par.mesh.positions import Array, Positions
 
 _MANY = 16  # calls; a staircase of more is one call under a mask instead
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.comm import Axis
-from lightning_par.positions import Array, Positions
-from lightning_par.view import ShardedTensor, moves
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Array, Positions
+from lightning_par.sharded.tensor import ShardedTensor, moves
 
 PURPOSE = "halo"
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_par.sequence import by_hand
-from lightning_par.sequence.by_hand import Block, spread, summed, wide
+from lightning_par.sequence import plain_kernel
+from lightning_par.sequence.plain_kernel import Block, spread, summed, wide
 
 _HALVES = (torch.float16, torch.bfloat16)
 _aten: Any = torch.ops.aten
@@ -45,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
     """
     kernel = _kernel(q, k, v, block)
     if kernel == "hand":
-        return by_hand.attend(q, k, v, block)
+        return plain_kernel.attend(q, k, v, block)
     bias = _additive(block.bias, q)
     if kernel == "cpu":
         q, k, v = _dense(wide(q)), *_fitting(q, wide(k), wide(v))
@@ -92,7 +92,7 @@ def attend_backward(
     """
     kernel = "hand" if bias_grad else _kernel(q, k, v, block)
     if kernel == "hand":
-        return by_hand.attend_backward(grad, q, k, v, out, lse, block, bias_grad)
+        return plain_kernel.attend_backward(grad, q, k, v, out, lse, block, bias_grad)
     bias, causal, options = _additive(block.bias, q), block.causal, {"scale": block.scale}
     shapes = k.shape, v.shape
     if kernel == "cpu":

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.recording import Event, Recording
 from lightning_par.sequence.scheme import Asked, Scheme, Shapes, choose, ulysses_size
-from lightning_par.view import ShardedTensor, moves
+from lightning_par.sharded.tensor import ShardedTensor, moves
+from lightning_par.trial.recording import Event, Recording
 
 Shape = tuple[int, ...]
 SequenceDim = int | Mapping[str, int] | None

@@ -13,18 +13,19 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_par import intercept, shares
-from lightning_par.layout import Groups
-from lightning_par.peek import count_loaders, peek_batch
-from lightning_par.record import record_step
-from lightning_par.recording import Recording
-from lightning_par.rules.report import name_of, user_line
-from lightning_par.sequence.axis import SequenceAxis
+from lightning_par.mesh.layout import Groups
 from lightning_par.sequence.batch_tensor import mark
 from lightning_par.sequence.plan import SequenceDim, SequencePlan, attends_in_parts, make_plan, other_plans
 from lightning_par.sequence.scheme import Asked
-from lightning_par.sequence.tokens import Tokens
-from lightning_par.steps import STEPS
+from lightning_par.sequence.sequence_axis import SequenceAxis
+from lightning_par.sequence.staged_tokens import Tokens
+from lightning_par.sharded import gradient_shares
+from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.rules.gather_report import name_of, user_line
+from lightning_par.strategies.entry_points import STEPS
+from lightning_par.trial.first_batch import count_loaders, peek_batch
+from lightning_par.trial.recording import Recording
+from lightning_par.trial.trial_run import record_step
 
 _apply = functools.partial(apply_to_collection, allow_frozen=True)
 
@@ -76,7 +77,7 @@ class Planning:
             ValueError: the user's ``sequence_dim`` fits no tensor of the batch; on every rank.
         """
         intercept.install()
-        shares.install()
+        gradient_shares.install()
         batch = peek_batch(trainer, module)
         started = time.monotonic()
         outcome: SequencePlan | str

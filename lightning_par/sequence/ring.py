@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from lightning_par.comm import Axis, Kind, Link
-from lightning_par.positions import Positions
-from lightning_par.sequence.by_hand import wide
-from lightning_par.sequence.parcel import Parcel, given_back, needed_of
-from lightning_par.sequence.rows import Meet, MeetBack
+from lightning_par.mesh.axis import Axis, Kind, Link
+from lightning_par.mesh.positions import Positions
+from lightning_par.sequence.blockwise import Meet, MeetBack
+from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
+from lightning_par.sequence.plain_kernel import wide
 
 PURPOSE = "attention"
 _CALLS = 1 << 12  # tags of so many calls differ; no two ranks are ever that far apart

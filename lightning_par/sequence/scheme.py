@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from lightning_par.comm import Axis
-from lightning_par.positions import Positions
-from lightning_par.table import bytes_text
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.strategies.startup_table import bytes_text
 
 Kind = Literal["ring", "ulysses", "all_gather", "product"]
 Asked = str | Mapping[str, int]

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_par.sequence.plan import AttentionUse, SequencePlan
 from lightning_par.sequence.scheme import elements
-from lightning_par.table import bytes_text, show_table
+from lightning_par.strategies.startup_table import bytes_text, show_table
 
 
 def show_plan(plan: SequencePlan, asked: Any, layout: object, seconds: float) -> None:

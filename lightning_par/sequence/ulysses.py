@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import comm
-from lightning_par.comm import Axis
-from lightning_par.positions import Positions
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.ring import PURPOSE
 
 
@@ -56,7 +56,7 @@ def own_heads(x: Tensor, axis: Axis) -> Tensor:
     """
     if x.shape[1] == 1 or axis.size == 1:
         return x
-    return comm.scatter(x, 1, Positions.even(x.shape[1], axis.size), axis, PURPOSE)
+    return collectives.scatter(x, 1, Positions.even(x.shape[1], axis.size), axis, PURPOSE)
 
 
 def _turn(tensors: Sequence[Tensor], positions: Sequence[Positions], axis: Axis, onto_heads: bool) -> list[Tensor]:

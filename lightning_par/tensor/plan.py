@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 from torch import nn
 
-from lightning_par.positions import Array, Positions
-from lightning_par.recording import Recording
-from lightning_par.tensor.labels import count_units
-from lightning_par.tensor.replay import Found
+from lightning_par.mesh.positions import Array, Positions
+from lightning_par.tensor.propagate import Found
 from lightning_par.tensor.search import Search
+from lightning_par.tensor.symbolic_ranks import count_units
+from lightning_par.trial.recording import Recording
 
 Style = Literal["colwise", "rowwise", "replicate"]
 WORTH_NORMS = 0.1  # of all weights; for less, none is split so that a norm runs over split features
@@ -126,7 +126,7 @@ def make_plan(
 ) -> TensorPlan:
     """Infer how to split the parameters of ``recording`` over ``ranks``, keeping to ``styles`` (by first name).
 
-    Those that lie in memory of others, too, stay whole; see `lightning_par.overlaps`.
+    Those that lie in memory of others, too, stay whole; see `lightning_par.sharded.overlapping_parameters`.
 
     Raises:
         ValueError: a parameter can't be split as ``styles`` says.

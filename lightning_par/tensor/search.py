@@ -2,8 +2,8 @@
 
 The events of a recording are walked in order. A product of a replicated activation with a parameter opens an island:
 the parameter's outer dim is split. From there every function that meets a sharded value runs by its own rule, on
-labels (`lightning_par.tensor.labels`). A product that sums over the sharded dim closes the island, and splits its
-parameter along that dim. Where a function has no rule the walk goes back to the last choice that led there: another
+labels (`lightning_par.tensor.symbolic_ranks`). A product that sums over the sharded dim closes the island, and splits
+its parameter along that dim. Where a function has no rule the walk goes back to the last choice that led there: another
 reading of a view, at last leaving the parameter whole. Names play no part.
 """
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_par.positions import Array
-from lightning_par.random import streams
-from lightning_par.recording import Event
-from lightning_par.tensor.labels import NeedsGather, count_units
-from lightning_par.tensor.replay import Found, Replay
-from lightning_par.view import ShardedTensor
+from lightning_par.mesh.positions import Array
+from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.tensor.propagate import Found, Replay
+from lightning_par.tensor.symbolic_ranks import NeedsGather, count_units
+from lightning_par.trial.recording import Event
 
 PRODUCTS = {"linear", "addmm", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "embedding",
             "_grouped_mm", "conv1d", "conv2d", "conv3d"}  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_par import generators
-from lightning_par.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+from lightning_par.python_state import generators
+from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from lightning_par.verdict.compare import Finding as Finding
 from lightning_par.verdict.fresh import judge_fresh
 from lightning_par.verdict.layouts import read_layouts

@@ -8,9 +8,9 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from lightning_par.namespace import Namespace
-from lightning_par.registry import CLASSES
-from lightning_par.strategy import StrategyMixin
+from lightning_par.strategies.base import StrategyMixin
+from lightning_par.strategies.namespace import Namespace
+from lightning_par.strategies.registry import CLASSES
 
 
 @dataclass(frozen=True)

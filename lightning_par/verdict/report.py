@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_par.table import format_rows, show_table
+from lightning_par.strategies.startup_table import format_rows, show_table
 from lightning_par.verdict.compare import TOLERANCE, Finding
 
 SHOWN = 5

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_par.view import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor
 
 
 @dataclass

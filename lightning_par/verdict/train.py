@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_par.namespace import Namespace
+from lightning_par.strategies.namespace import Namespace
 from lightning_par.verdict.result import KeepGradients, Result, all_in_float64, detached
 
 SEED = 1234

@@ -42,7 +42,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
-from lightning_par.pipeline.schedule import place_stages, stages_per_rank
+from lightning_par.pipeline.plan.schedule import place_stages, stages_per_rank
 
 WARM = 2  # steps of each before the first pair
 SCHEDULES: dict[str, Any] = {

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_par import intercept
-from lightning_par.layout import Layout, make_groups
-from lightning_par.optimizers import adopt
-from lightning_par.record import record_step
+from lightning_par.mesh.layout import Layout, make_groups
+from lightning_par.optim.optimizers import adopt
+from lightning_par.sharded.patches import intercept
+from lightning_par.tensor.apply import shard_module
 from lightning_par.tensor.plan import make_plan
-from lightning_par.tensor.shard import shard_module
+from lightning_par.trial.trial_run import record_step
 
 C, T, V, B, HEADS = 768, 256, 512, 4, 4
 

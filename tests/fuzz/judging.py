@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_par.verdict.compare import TOLERANCE, compare, largest
 from tests.fuzz.layouts import LAYOUTS
 from tests.fuzz.running import MARK, Ran, one_device, run
-from tests.pool import Pool, RanksFailedError
+from tests.helpers.pool import Pool, RanksFailedError
 
 SEED = 1234
 

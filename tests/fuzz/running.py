@@ -26,7 +26,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 import lightning_par
-import lightning_par.lightning_strategies  # noqa: F401
+import lightning_par.strategies.lightning  # noqa: F401
 from lightning_par.verdict.result import KeepGradients, Result, detached
 from tests.fuzz.layouts import LAYOUTS
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.rule_check import Case, Shard
 from tests.rule_cases.data import flags, normal
-from tests.rule_check import Case, Shard
 
 B, H, T, S, D = 2, 4, 3, 5, 2
 E = H * D

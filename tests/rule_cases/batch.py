@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import integers, normal, unit
-from tests.rule_check import Case
 
 N, C, L, T, H = 6, 4, 8, 5, 3
 line, image, volume = normal(N, C, L), normal(N, C, L, L), normal(N, C, L, 4, 4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import normal
-from tests.rule_check import Case
 
 x, weight, bias = normal(2, 3, 4), normal(6, 4), normal(6)
 a, b = normal(3, 4), normal(4, 6)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import normal
-from tests.rule_check import Case
 
 C, L = 4, 13
 line, image, volume = normal(2, C, L), normal(2, C, L, 12), normal(2, C, 3, L, 3)

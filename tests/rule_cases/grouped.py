@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import normal
-from tests.rule_check import Case
 
 T, K, N, E = 10, 16, 24, 3
 ENDS = torch.tensor([4, 4, T], dtype=torch.int32)

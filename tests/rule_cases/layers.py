@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import flags, integers, normal
-from tests.rule_check import Case
 
 ids, table = integers(7, 3, 5), normal(7, 4)
 x = normal(2, 3, 4)

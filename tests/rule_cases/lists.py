@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.rule_check import Case, Layout
 from tests.rule_cases.data import unit
-from tests.rule_check import Case, Layout
 
 _UNARY = """
 abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round rsqrt

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import integers, normal, unit
-from tests.rule_check import Case
 
 N, C, L = 6, 5, 3
 logits, target, weight = normal(N, C), integers(C, N), unit(C)

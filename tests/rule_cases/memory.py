@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.rule_check import Case, Shard
 from tests.rule_cases.data import normal
-from tests.rule_check import Case, Shard
 
 B, T, C = 2, 8, 12
 x = normal(B, T, C)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import flags, integers, normal
-from tests.rule_check import Case
 
 N, C, L = 6, 4, 8
 line, rows, rows_and_channels = normal(N, C, L), [(0,)], [(0,), (1,)]

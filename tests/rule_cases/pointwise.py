@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.rule_check import Case, Layout
 from tests.rule_cases.data import flags, integers, normal, unit
-from tests.rule_check import Case, Layout
 
 _UNARY = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import flags, integers, normal, unit
-from tests.rule_check import Case
 
 x = normal(4, 6, 3)
 every = [(0,), (1,), (2,)]

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.rule_check import Case
 from tests.rule_cases.data import integers, normal, unit
-from tests.rule_check import Case
 
 N, C, T = 6, 4, 5
 

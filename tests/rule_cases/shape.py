@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.rule_check import Case, Shard
 from tests.rule_cases.data import flags, integers, normal
-from tests.rule_check import Case, Shard
 
 B, T, H, D = 2, 3, 4, 2
 x = normal(B, T, 4)

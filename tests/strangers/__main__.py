@@ -6,7 +6,7 @@ import argparse
 import time
 from importlib import import_module
 
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 from tests.strangers.outcome import References, run
 from tests.strangers.stranger import STRATEGIES
 

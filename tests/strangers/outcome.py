@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_par.verdict.compare import compare
 from lightning_par.verdict.result import Result
-from tests.pool import Pool, RanksFailedError
+from tests.helpers.pool import Pool, RanksFailedError
 from tests.strangers.stranger import Stranger
 from tests.strangers.train import Seen, find, train
 

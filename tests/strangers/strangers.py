@@ -12,7 +12,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 from tests.strangers.outcome import References, run
 from tests.strangers.stranger import Stranger
 

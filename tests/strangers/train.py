@@ -14,9 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.elsewhere import is_elsewhere
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.verdict.result import KeepGradients, Result, all_in_float64, detached
-from lightning_par.view import ShardedTensor
 from tests.strangers.stranger import STEPS, Stranger
 
 _KEPT = ("state_dict", "optimizer_states", "epoch", "global_step", "lr_schedulers")

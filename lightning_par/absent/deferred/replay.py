@@ -1,0 +1,119 @@
+"""Compute deferred tensors: run what they depend on, in the order in which it was written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par import private
+from lightning_par.absent.deferred.history import Constant, Geometry, Op, Ref
+
+
+def values(refs: Sequence[Ref]) -> list[Tensor]:
+    """The tensors that ``refs`` stand for, in memory of their own; those that shared memory share it.
+
+    No mode sees what runs, no generator moves, and what is computed on the way is given up once nothing needs it.
+
+    Args:
+        refs: as their histories stand now.
+    """
+    ops = _needed(refs)
+    last = _last_uses(ops)
+    kept = {id(ref.history) for ref in refs}
+    memory = _Memory()
+    before = torch.get_default_dtype()
+    with torch.no_grad(), private.no_modes():
+        try:
+            for place, op in enumerate(ops):
+                if op.dtype != torch.get_default_dtype():
+                    torch.set_default_dtype(op.dtype)
+                memory.run(op)
+                memory.forget(key for key in last.get(place, ()) if key not in kept)
+        finally:
+            torch.set_default_dtype(before)
+        return [memory.tensor(ref) for ref in refs]
+
+
+def _needed(refs: Iterable[Ref]) -> list[Op]:
+    """All that has to run for ``refs``, in order."""
+    found: dict[int, Op] = {}
+    reached: dict[int, int] = {}  # history -> how many of its functions are in already
+    waiting = list(refs)
+    while waiting:
+        ref = waiting.pop()
+        start = reached.get(id(ref.history), -1)
+        if start >= ref.length:
+            continue
+        reached[id(ref.history)] = ref.length
+        ops = ref.history.ops[max(start, 0) : ref.length]
+        if start < 0 and ref.history.origin is not None:
+            ops = [ref.history.origin, *ops]
+        for op in ops:
+            if op.serial not in found:
+                found[op.serial] = op
+                waiting.extend(op.refs)
+    return [found[serial] for serial in sorted(found)]
+
+
+def _last_uses(ops: list[Op]) -> dict[int, list[int]]:
+    """By place in ``ops``: the histories that nothing later reads."""
+    last: dict[int, int] = {}
+    for place, op in enumerate(ops):
+        for history in (*(ref.history for ref in op.refs), *(made[1] for made in op.made)):
+            last[id(history)] = place
+    found: dict[int, list[int]] = {}
+    for key, place in last.items():
+        found.setdefault(place, []).append(key)
+    return found
+
+
+class _Memory:
+    """The real memory of histories, by their ids."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.UntypedStorage] = {}
+
+    def run(self, op: Op) -> None:
+        args, kwargs = tree_map(self._real, (op.args, op.kwargs))
+        if op.draw is None:
+            out = op.func(*args, **kwargs)
+        else:
+            with op.draw.again():
+                out = op.func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)] if op.made else []
+        for index, history, geometry in op.made:
+            self._held[id(history)] = _laid_out(outputs[index], geometry).untyped_storage()
+
+    def forget(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
+    def tensor(self, ref: Ref) -> Tensor:
+        history = ref.history
+        if id(history) not in self._held:
+            fresh = torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
+            self._held[id(history)] = fresh.untyped_storage()
+        return _view(self._held[id(history)], ref.geometry)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self.tensor(value)
+        return value.value if isinstance(value, Constant) else value
+
+
+def _laid_out(x: Tensor, geometry: Geometry) -> Tensor:
+    """``x`` in memory as its ``meta`` twin lay, from which views were taken."""
+    if Geometry.of(x) == geometry:
+        return x
+    room = torch.empty(geometry.nbytes, dtype=torch.uint8, device=x.device)
+    return _view(room.untyped_storage(), geometry).copy_(x)
+
+
+def _view(memory: torch.UntypedStorage, geometry: Geometry) -> Tensor:
+    x = torch.empty(0, dtype=geometry.dtype, device=memory.device)
+    storage: Any = memory
+    return x.set_(storage, geometry.offset, geometry.shape, geometry.stride)

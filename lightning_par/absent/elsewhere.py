@@ -1,0 +1,257 @@
+"""The tensor that another rank holds: all that is known of it without its values.
+
+It has the shape, dtype and device that it would have here, and no memory. Moving, copying, casting it and functions of
+single entries give another one; writing to it does nothing here, since the ranks that hold it write the same; reading
+its values raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_par import private
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.pipeline.run.located import Run
+from lightning_par.sharded.tensor import ShardedTensor
+
+_SAME_STORAGE = {"aten::detach", "aten::alias", "aten::lift_fresh"}
+_ANOTHER = {
+    "aten::_to_copy",
+    "aten::clone",
+    "aten::empty_like",
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+}
+
+
+class ElsewhereError(RuntimeError):
+    """The values of a tensor were needed on a rank that does not hold it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a tensor is. Tensors that would share memory share this very object.
+
+    Args:
+        name: the tensor's first name in the module.
+        holders: the indices along ``axis`` of the ranks that hold it, ascending.
+        axis: the axis over which the module is spread.
+        sharding: dim, positions and axis of the shards, where each holder has a part of it only.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+    axis: Axis
+    sharding: tuple[int, Positions, Axis] | None = None
+
+    def __str__(self) -> str:
+        ranks = " and ".join(map(str, self.holders))
+        return f"{self.name!r} is held by {self.axis.name} rank{'s' * (len(self.holders) > 1)} {ranks}"
+
+    def __deepcopy__(self, memo: Any) -> Origin:
+        return replace(self)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of ``shape`` whose values other ranks hold.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype.
+        device: where it would be on this rank.
+        origin: who holds it.
+        requires_grad: as of any tensor.
+
+    Example::
+
+        origin = Origin("blocks.3.weight", (1,), axis)
+        weight = Elsewhere((4, 4), torch.float32, torch.device("cpu"), origin)
+        assert weight.double().dtype == torch.float64 and weight.data_ptr() == 0
+    """
+
+    _origin: Origin
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        origin: Origin,
+        requires_grad: bool = False,
+    ) -> Elsewhere:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        self._origin = origin
+        return self
+
+    @property
+    def origin(self) -> Origin:
+        """Who holds it."""
+        return self._origin
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        x = args[0] if args else None
+        if isinstance(x, Elsewhere) and name in _SAME_STORAGE:
+            return Elsewhere(x.shape, x.dtype, x.device, x._origin)
+        if isinstance(x, Elsewhere) and name in _ANOTHER:
+            dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
+            return Elsewhere(x.shape, dtype, device, replace(x._origin))
+        if name.startswith("aten::_foreach_") and name.endswith("_"):
+            return _write_those_here(func, args, kwargs)
+        if isinstance(x, Elsewhere) and _writes_to_first_alone(func):
+            return _write(func, x, args, kwargs)
+        those = [y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere)]
+        if name == "aten::equal" and args[0].shape != args[1].shape:
+            return False
+        if name == "aten::equal" and len(those) == 2 and those[0]._origin is those[1]._origin:
+            return True  # another one may hold the same values, of which this rank knows nothing
+        if _is_by_entry(func) and len({y._origin.holders for y in those}) == 1:
+            return _computed(func, args, kwargs, those[0]._origin)
+        raise ElsewhereError(_message(those[0], name.removeprefix("aten::")))
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        asks = Run.current is not None and not Run.current.depth  # a run of a step knows values by their identity
+        known = asks or isinstance(value, Elsewhere) or _is_followed()
+        like = value if known else Elsewhere(value.shape, value.dtype, value.device, self._origin)
+        torch.Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
+
+    def lend_data(self, x: Tensor) -> bool:
+        """``x.data = self`` of a plain ``x``, which torch would let refer to no memory."""
+        raise ElsewhereError(_message(self, "data"))
+
+    # Methods that torch's modes would see, were they not defined here.
+
+    def data_ptr(self) -> int:
+        return torch.Tensor.data_ptr(self) if _is_followed() else 0
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return torch.Tensor.numpy(self, force=force) if _is_followed() else self._refuse("numpy")
+
+    def tolist(self) -> Any:
+        return torch.Tensor.tolist(self) if _is_followed() else self._refuse("tolist")
+
+    def _refuse(self, function: str) -> NoReturn:
+        raise ElsewhereError(_message(self, function))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+        if id(self) not in memo:
+            copied = Elsewhere(self.shape, self.dtype, self.device, replace(self._origin), self.requires_grad)
+            memo[id(self)] = copied
+            attributes = {key: value for key, value in vars(self).items() if key != "_origin"}
+            vars(copied).update(copy.deepcopy(attributes, memo))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{self._origin}, so rank {self._origin.axis.rank} can't pickle it. Save with "
+            "`trainer.save_checkpoint(path)`, called on all ranks."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Elsewhere({self._origin}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:
+    """Dim, positions and axis of the shards that ``x``, wherever it is, is kept in; None where it is whole."""
+    if isinstance(x, Elsewhere):
+        return x.origin.sharding
+    return (x.sharded_dim, x.positions, x.axis) if isinstance(x, ShardedTensor) else None
+
+
+def is_elsewhere(x: Any) -> bool:
+    """Whether ``x`` is a tensor whose values other ranks hold."""
+    return isinstance(x, Elsewhere)
+
+
+def _is_followed() -> bool:
+    """Whether a mode is on that brings what is read."""
+    return getattr(private.innermost_mode(), "brings_what_is_elsewhere", False)
+
+
+def _message(x: Elsewhere, function: str) -> str:
+    origin = x.origin
+    return (
+        f"{origin}; `{function}` can't read it on {origin.axis.name} rank {origin.axis.rank}. Read it in the forward "
+        "of the module that it belongs to, or after the Trainer's call, when every rank holds all weights again."
+    )
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, dict):
+        yield from _flat(tuple(value.values()))
+    else:
+        yield value
+
+
+def _is_by_entry(func: Any) -> bool:
+    """Whether a function makes each entry of a new tensor of the same entries of its arguments."""
+    returns = [str(value.type) for value in func._schema.returns]
+    return torch.Tag.pointwise in func.tags and not func._schema.is_mutable and returns == ["Tensor"]
+
+
+def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
+    """What a function of single entries returns where its arguments are."""
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return type(value)(map(meta, value)) if type(value) in (list, tuple) else value
+
+    result = func(*map(meta, args), **{key: meta(value) for key, value in kwargs.items()})
+    device = next(y.device for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
+    return Elsewhere(result.shape, result.dtype, device, replace(origin))
+
+
+def _writes_to_first_alone(func: Any) -> bool:
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return bool(written) and written == [func._schema.arguments[0].name]
+
+
+def _write(func: Any, x: Elsewhere, args: Any, kwargs: Any) -> Elsewhere:
+    """Nothing, if the holders can do it; random values are drawn all the same, so that generators stay equal."""
+    for other in _flat((args[1:], kwargs)):
+        if isinstance(other, Elsewhere) and not set(x.origin.holders) <= set(other.origin.holders):
+            raise ElsewhereError(_message(other, func._schema.name.removeprefix("aten::")))
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+    return x
+
+
+def _write_those_here(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an in-place function of lists for the tensors that are here."""
+    here = [i for i, x in enumerate(args[0]) if not isinstance(x, Elsewhere)]
+    if len(here) == len(args[0]):
+        held = next(y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
+        raise ElsewhereError(_message(held, func._schema.name.removeprefix("aten::")))
+
+    def kept(value: Any) -> Any:
+        many = isinstance(value, (list, tuple)) and len(value) == len(args[0])
+        return [value[i] for i in here] if many else value
+
+    if here:
+        func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
+    return None

@@ -1,0 +1,196 @@
+"""The tensor of a checkpoint whose values are fetched when something reads them: from other ranks, or from a disk.
+
+To user code it is a tensor on the CPU. What reads it fetches the values and gives them up again; what writes to it, or
+makes a view of it, keeps them. `torch.save` fetches one after another and keeps none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_par import private
+from lightning_par.checkpoint.buffers import Scratch
+from lightning_par.python_state.nested_tensors import map_tensors
+
+_CPU = torch.device("cpu")
+_SAME_MEMORY = {"aten::detach", "aten::alias", "aten::lift_fresh"}
+
+
+class Source(Protocol):
+    """Where the values of a tensor are."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    scratch: Scratch
+    """For values that are written to a file and not needed after."""
+
+    def copy_into(self, target: Tensor, dim: int = 0, indices: Any = None) -> None:
+        """Write the values into ``target``: all of them, or those at ``indices``, ascending, of ``dim``."""
+
+
+class _Memory:
+    """What an `Unread` and its aliases share: the source, and the values once they have to be kept."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.kept: Tensor | None = None
+        self._storage: weakref.ref[private.LateStorage] | None = None
+
+    def storage(self) -> private.LateStorage:
+        """The same one as long as something holds it: what shares memory shares it in a file, too."""
+        storage = None if self._storage is None else self._storage()
+        if storage is None:
+            nbytes = self.source.shape.numel() * self.source.dtype.itemsize
+            storage = private.LateStorage(nbytes, self._written)
+            self._storage = weakref.ref(storage)
+        return storage
+
+    def _written(self) -> torch.UntypedStorage:
+        shape, dtype = self.source.shape, self.source.dtype
+        values = self._fetched(self.source.scratch.empty(shape, dtype)) if self.kept is None else self.kept
+        return values.untyped_storage()
+
+    def read(self) -> Tensor:
+        if self.kept is not None:
+            return self.kept
+        return self._fetched(torch.empty(self.source.shape, dtype=self.source.dtype))
+
+    def _fetched(self, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.source.copy_into(values)
+        return values
+
+    def keep(self) -> Tensor:
+        self.kept = self.read()
+        return self.kept
+
+
+class Unread(torch.Tensor):
+    """A tensor whose values are at a ``source``.
+
+    Args:
+        source: where to fetch them.
+        like: another one, with which this shares memory.
+
+    Example::
+
+        weight = Unread(source)
+        torch.save({"weight": weight}, "file")  # holds its values while they are written
+    """
+
+    _memory: _Memory
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, source: Source, like: Unread | None = None) -> Unread:
+        self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=_CPU)
+        self._memory = _Memory(source) if like is None else like._memory
+        return self
+
+    @property
+    def source(self) -> Source:
+        """Where the values come from."""
+        return self._memory.source
+
+    @property
+    def memory(self) -> object:
+        """The same object for tensors that share memory."""
+        return self._memory
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the values are here, since something wrote to them or made a view of them."""
+        return self._memory.kept is not None
+
+    def read(self) -> Tensor:
+        """The values, plain."""
+        return self._memory.read()
+
+    def read_part(self, dim: int, indices: Sequence[int] | Any) -> Tensor:
+        """The values at the ascending ``indices`` of ``dim``, plain and contiguous, in memory of their own."""
+        shape = [*self.shape[:dim], len(indices), *self.shape[dim + 1 :]]
+        part = torch.empty(shape, dtype=self.dtype)
+        with torch.no_grad():
+            if self._memory.kept is not None:
+                part.copy_(self._memory.kept.index_select(dim, torch.as_tensor(indices)))
+            else:
+                self.source.copy_into(part, dim, indices)
+        return part
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if func._schema.name in _SAME_MEMORY and isinstance(first, Unread):
+            return Unread(first.source, like=first)
+        if func._schema.name == "aten::clone" and isinstance(first, Unread) and not first.is_kept:
+            return first.read()  # all strides are those of a contiguous tensor
+        if func._schema.name == "aten::copy_" and not isinstance(first, Unread) and not args[1].is_kept:
+            target, source = first, args[1].source
+            if type(target) is Tensor and (target.shape, target.dtype) == (source.shape, source.dtype):
+                source.copy_into(target)
+                return target
+        aliases = [argument.alias_info is not None for argument in func._schema.arguments]
+        given = [_real(x, keep) for x, keep in zip(args, aliases)]
+        out = func(*given, **{key: _real(x, keep=True) for key, x in kwargs.items()})
+        return next((x for x, y in zip(args, given) if out is y and isinstance(x, Unread)), out)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._memory.keep().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.read().tolist()
+
+    def data_ptr(self) -> int:
+        return self._memory.keep().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self._memory.keep().untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.read().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._memory.kept is not None or protocol != torch.serialization.DEFAULT_PROTOCOL:  # not torch.save's
+            return self.read().__reduce_ex__(protocol)
+        return private.reduced_late(self.shape, self.dtype, self._memory.storage())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def read_all(value: Any) -> Any:
+    """``value`` with the values of every tensor; those that share memory are one."""
+    read: dict[int, Tensor] = {}
+
+    def values(x: Tensor) -> Tensor:
+        if isinstance(x, Unread) and id(x.memory) not in read:
+            read[id(x.memory)] = x.read()
+        return read[id(x.memory)] if isinstance(x, Unread) else x
+
+    return mapped(values, value)
+
+
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`map_tensors` that keeps what a module hangs on its state dict."""
+    if type(value) is dict:
+        return {key: mapped(function, x) for key, x in value.items()}
+    new = map_tensors(function, value)
+    if new is not value and hasattr(value, "_metadata"):
+        new._metadata = value._metadata
+    return new
+
+
+def _real(value: Any, keep: bool) -> Any:
+    if isinstance(value, Unread):
+        return value._memory.keep() if keep else value.read()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_real(x, keep) for x in value])
+    return value

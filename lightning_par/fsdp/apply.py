@@ -1,0 +1,120 @@
+"""From weights that every replica stores to parts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.fsdp.prefetch import about_to_write, gathered, keep_after_calls, let_go, let_go_after_calls
+from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
+from lightning_par.mesh.layout import Groups
+from lightning_par.sharded import aliases
+from lightning_par.sharded.identity import become, swappable
+from lightning_par.sharded.overlapping_parameters import overlapping
+from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.rules import stored_weights
+from lightning_par.sharded.tensor import leaf
+from lightning_par.strategies.startup_table import bytes_text
+
+
+class Storing:
+    """The weights of one module in one run of a Trainer's entry point, stored in parts.
+
+    Args:
+        groups: the mesh axes.
+        reshard: whether what is gathered for forward is let go, and gathered again for backward. Otherwise it stays:
+            in a pipeline until the end of the step, for all of its microbatches; else as long as backward needs it.
+    """
+
+    def __init__(self, groups: Groups, reshard: bool) -> None:
+        copies = groups.data.size
+        self.peers = StorageAxis(groups.gradients, copies)
+        self.all = StorageAxis(groups.stage, copies)
+        self.groups = groups
+        self.reshard = reshard
+        self.whole: dict[str, str] = {}  # weights that stay whole, and what they share memory with
+
+    @property
+    def throughout(self) -> bool:
+        """Whether weights are gathered once for all microbatches of a step."""
+        return not self.reshard and self.groups.pipeline.size > 1
+
+    def apply(self, module: nn.Module, holders: Iterable[Any] = ()) -> None:
+        """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
+
+        All ranks must hold the same weights, whole or split over the tensor axis.
+
+        Args:
+            module: what this rank's stage uses of it.
+            holders: what else may hold tensors that share memory with weights, as callbacks.
+        """
+        intercept.install()
+        stored_weights.gather, stored_weights.about_to_write = gathered, about_to_write
+        self.whole = overlapping(module, holders)
+        with swappable(module.modules()):
+            for name, parameter in module.named_parameters():
+                if name in self.whole or is_elsewhere(parameter):
+                    continue
+                if dim_of(parameter, self.peers.size) is not None:
+                    _refuse_hooks(leaf(parameter), name)
+                    become(parameter, Stored.of(parameter, self.all, self.peers), name)
+        if self.reshard:
+            let_go_after_calls(module)
+
+    def agree(self, microbatches: int, device: torch.device) -> None:
+        """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.
+
+        Raises:
+            RuntimeError: they don't.
+        """
+        counts = torch.tensor([microbatches, -microbatches], device=device)
+        most, fewest = self.peers.all_reduce_(counts, "microbatches", "max").tolist()
+        if most != -fewest:
+            raise RuntimeError(
+                f"Of the ranks that store parts of the same weights one cuts its batch into {-fewest} microbatches, "
+                f"another into {most}; with reshard_after_forward=True each microbatch gathers weights from all of "
+                "them. Give the replicas batches of equal size, or leave reshard_after_forward out."
+            )
+
+    def line(self, module: nn.Module) -> str:
+        """What the start-up table says of it."""
+        size, used = 0, 0
+        for p in module.parameters():
+            if not is_elsewhere(p):
+                held = leaf(p)
+                size += held.numel() * held.element_size()
+                used += (p.shape.numel() if isinstance(p, Stored) else held.numel()) * held.element_size()
+        whole = "".join(f" {name} stays whole: it shares memory with {other}." for name, other in self.whole.items())
+        return (
+            whole.lstrip()
+            + " " * bool(whole)
+            + (
+                f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
+                f"{bytes_text(used)}; gathered where they are used."
+            )
+        )
+
+
+def unstore(module: nn.Module) -> None:
+    """Give every rank what it held of ``module`` before it was stored in parts. All ranks must call it."""
+    let_go()
+    keep_after_calls(module)
+    with swappable(module.modules()):
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, Stored):
+                if aliases.is_any():
+                    aliases.look([parameter._innermost])
+                become(parameter, parameter.unstored(), name)
+
+
+def _refuse_hooks(parameter: Tensor, name: str) -> None:
+    if any(private.hooks_of(parameter)):
+        raise ValueError(
+            f"{name!r} has a hook of its gradient, which under data_parallel='fsdp' no rank has as one device has it. "
+            "Do it in on_before_optimizer_step, or write data_parallel='ddp'."
+        )

@@ -1,0 +1,216 @@
+"""The verbs that move tensors along one mesh axis.
+
+`Axis` is one mesh axis as one rank sees it. Its methods are the only calls into ``torch.distributed`` on a training
+step's path; each writes one `Transfer` into every open `ledger`. `lightning_par.mesh.collectives` builds autograd
+functions from them. The ops are ``torch.distributed``'s own, never functional collectives: on gloo those abort at
+process exit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.mesh.collectives import enter
+from lightning_par.mesh.ledger import Verb, note
+from lightning_par.mesh.raw_bytes import raw_bytes
+
+Kind = Literal["forward", "backward"]
+Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
+# What functions of sharded tensors send for.
+_OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Axis:
+    """One mesh axis as this rank sees it.
+
+    Args:
+        name: the axis' name in the mesh, e.g. ``"tensor"``.
+        ranks: the global ranks along the axis through this rank, in order.
+        rank: this process' index in ``ranks``.
+        group: the process group of ``ranks``; ``None`` only where the axis has size 1.
+
+    Example::
+
+        axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+        assert axis.size == 1
+    """
+
+    by_sample = False
+    """Whether its parts are samples that run one after another, so that a sum over it is a share of the whole."""
+    depth = 3
+    """Of a tensor sharded over two axes, the one of smaller depth is the outer one."""
+    pretends = False
+    """Whether nothing moves along it, since tensors are fake."""
+    stores = False
+    """Whether its ranks store parts of weights that each of them uses whole."""
+    gradient_shares = False
+    """Whether each rank has a share of a replicated tensor's gradient, they sum to the whole; else each has all."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+        self.group = group
+        self.guard: Callable[[], None] | None = None
+        """Called before sharded tensors talk; see `lightning_par.mesh.handshake`."""
+        self.links: dict[Link, dist.ProcessGroup] | None = None
+        """Groups for messages alone, where the backend needs them; see `layout.make_message_groups`."""
+        self.residual: Any = None
+        """Where tokens are sharded between islands along a tensor axis; see `lightning_par.tensor.residual_stream`."""
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A trainer that is saved as a whole has no groups: each run makes its own."""
+        return {**vars(self), "group": None, "links": None, "guard": None, "_entries": {}}
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def entered(self, x: Tensor) -> Tensor:
+        """`enter` ``x``, once for all that read the same tensor: their gradients then share one all-reduce."""
+        if self.size == 1 or self.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        key = id(x)
+        known = self._entries.get(key)
+        if known is not None:
+            reference, version, entry = known
+            # An optimizer or `x.data = ...` may have changed x since.
+            if reference() is x and version == x._version and entry.data_ptr() == x.data_ptr():
+                return entry
+        entry = enter(x, self)
+        self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), x._version, entry)
+        return entry
+
+    def spread(self, size: int) -> Any:
+        """`Positions` for ``size`` indices that the batch or a gathered result has; None to leave them whole."""
+        return None
+
+    def about_to_gather(self, func: Any, x: Tensor) -> None:
+        """Called before a function without a rule gathers ``x``. The planner's axis objects."""
+
+    def about_to_cut(self, x: Tensor) -> None:
+        """Called before the replicated ``x`` is cut to this rank's part."""
+
+    def no_shares(self, name: str) -> None:
+        """Called where ``name`` goes on with a sum over the axis in a way that shares of the sum can't."""
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
+
+    def _log(
+        self, verb: Verb, purpose: str, numel: int, nbytes: int, ranks: int | None = None, stays: int | None = None
+    ) -> None:
+        if self.guard is not None and purpose in _OF_SHARDS:
+            self.guard()
+        note(verb, self.name, purpose, numel, nbytes, ranks or self.size, stays)
+
+    def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """Reduce ``x`` in place over the axis; returns it. Booleans reduce as ``max`` (any) or ``min`` (all)."""
+        work = self.start_all_reduce_(x, purpose, op)
+        if work is not None:
+            work.wait()
+        return x
+
+    def start_all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> dist.Work | None:
+        """Begin an all-reduce of the contiguous ``x`` in place; the caller waits on what is returned, unless None."""
+        if self.size == 1:
+            return None
+        self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
+        return dist.all_reduce(x, op=_OPS[op], group=self.group, async_op=True)
+
+    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+        """Every rank's ``x`` (same shape on all ranks), in rank order."""
+        if self.size == 1:
+            return [x]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in self.ranks]
+        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
+        dist.all_gather(parts, x, group=self.group)
+        return parts
+
+    def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
+        """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
+        own = parts[self.rank]
+        if self.size == 1:
+            return own
+        numel = sum(part.numel() for part in parts)
+        self._log("reduce_scatter", purpose, numel, numel * own.element_size())
+        out = torch.empty_like(own, memory_format=torch.contiguous_format)
+        dist.reduce_scatter(out, [part.contiguous() for part in parts], group=self.group)
+        return out
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
+        """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.
+
+        Returns:
+            The ``received[i]`` rows of each rank i, one after another.
+        """
+        if self.size == 1:
+            return x
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        row = x[:1].numel() * x.element_size()
+        self._log("all_to_all", purpose, x.numel(), sum(sent) * row, stays=sent[self.rank] * row)
+        dist.all_to_all_single(out, x, received, sent, group=self.group)
+        return out
+
+    def broadcast_(self, x: Tensor, purpose: str, source: int = 0) -> Tensor:
+        """Overwrite the contiguous ``x`` with that of index ``source`` along the axis; returns it."""
+        if self.size > 1:
+            self._log("broadcast", purpose, x.numel(), x.numel() * x.element_size())
+            dist.broadcast(x, src=self.ranks[source], group=self.group)
+        return x
+
+    def start_send(self, x: Tensor, to: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
+        """Begin to send the contiguous ``x``, of any dtype, to index ``to``; the caller keeps it until it has left.
+
+        Args:
+            x: what to send, not to be written to before it has left.
+            to: the receiver's index along the axis.
+            purpose: for the ledger.
+            link: the group of `links` to use; None for that of the whole axis.
+            tag: with gloo, says which `start_recv_` gets it; NCCL goes by the order.
+        """
+        self._log("send", purpose, x.numel(), x.numel() * x.element_size(), 2)
+        work = dist.isend(raw_bytes(x), self.ranks[to], group=self._group_of(link), tag=tag)
+        assert work is not None  # this rank is in the group
+        return work
+
+    def start_recv_(self, x: Tensor, source: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
+        """Begin to overwrite the contiguous ``x`` with what index ``source`` sends; see `start_send`."""
+        self._log("recv", purpose, x.numel(), x.numel() * x.element_size(), 2)
+        work = dist.irecv(raw_bytes(x), self.ranks[source], group=self._group_of(link), tag=tag)
+        assert work is not None
+        return work
+
+    def _group_of(self, link: Link | None) -> dist.ProcessGroup | None:
+        return self.group if link is None or self.links is None else self.links[link]
+
+    def broadcast_object(self, value: Any, purpose: str, source: int = 0) -> Any:
+        """``value`` of index ``source`` along the axis, pickled, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        self._log("broadcast", purpose, 1, 0)
+        dist.broadcast_object_list(box, src=self.ranks[source], group=self.group)
+        return box[0]
+
+    def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self._log("all_gather", purpose, self.size, 0)
+        dist.all_gather_object(values, value, group=self.group)
+        return values

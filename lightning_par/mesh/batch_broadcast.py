@@ -1,0 +1,256 @@
+"""The batch: all ranks of a replica get the very same one, bit for bit, whatever it is made of.
+
+Ranks of one replica would otherwise differ where loader workers or transforms draw random numbers, since those are
+seeded by global rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.raw_bytes import raw_bytes
+
+_EMPTY: Any = MappingProxyType({})
+
+
+class Known:
+    """Objects that all ranks have: they travel by their names.
+
+    Args:
+        names: by the ids of the source's objects.
+        objects: this rank's own, by name.
+        module: its modules, parameters and buffers are known, too.
+        late: gives more of this rank's own by name, if they are asked for.
+
+    Example::
+
+        known = Known({id(x): "x"}, {"x": x})
+        assert known.named(known.name_of(x)) is x
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str] = _EMPTY,
+        objects: Mapping[str, Any] = _EMPTY,
+        module: nn.Module | None = None,
+        late: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self.names, self.objects, self._late = dict(names), dict(objects), late
+        self._module = module
+        self._parts: dict[str, Any] = {}
+        self._names_of_parts: dict[int, str] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        self.names[id(value)], self.objects[name] = name, value
+
+    def name_of(self, value: Any) -> str | None:
+        """The name of an object, None if it is not known."""
+        name = self.names.get(id(value))
+        if name is not None:
+            return name if name in self.objects else None
+        if self._module is None or not isinstance(value, (nn.Module, Tensor)):
+            return None
+        self._look()
+        return self._names_of_parts.get(id(value))
+
+    def named(self, name: str) -> Any:
+        """This rank's object of a name."""
+        if name not in self.objects:
+            self._look()
+        if name not in self.objects and name not in self._parts:
+            self.objects = {**self._late(), **self.objects}
+        return self.objects[name] if name in self.objects else self._parts[name]
+
+    def forget(self, values: Iterable[Any]) -> None:
+        """The module holds these since a moment ago, on this rank alone: they travel by their values."""
+        self._look()
+        for value in values:
+            self._names_of_parts.pop(id(value), None)
+
+    def _look(self) -> None:
+        if not self._parts and self._module is not None:
+            own = (self._module.named_modules(), self._module.named_parameters(), self._module.named_buffers())
+            self._parts = {f"part {name}": x for named in own for name, x in named}
+            self._names_of_parts = {id(x): name for name, x in self._parts.items()}
+
+
+_NOTHING = Known()
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a receiver must know of a tensor before its values arrive."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def broadcast_batch(
+    batch: Any, axis: Axis, device: torch.device, source: int = 0, detach: bool = False, purpose: str = "batch",
+    known: Known = _NOTHING,
+) -> Any:  # fmt: skip
+    """``batch`` of index ``source`` along ``axis``, on every rank.
+
+    Anything that pickles may be in it. Plain tensors on ``device`` travel as tensors, one message each, and keep their
+    strides; everything else (structure, strings, arrays, tensors that live elsewhere, tensor subclasses) travels in one
+    pickled header.
+
+    Args:
+        batch: any structure; what other ranks than the source pass is dropped.
+        axis: the ranks that share the batch.
+        device: where the process group's tensors live, e.g. the strategy's root device.
+        source: the index along ``axis`` of the rank whose batch it is.
+        detach: tensors arrive without their graph, on the source, too.
+        purpose: what ledgers call the transfers.
+        known: objects that don't travel, since all ranks have them.
+
+    Raises:
+        TypeError: the batch holds something that can't be pickled; on every rank.
+    """
+    if axis.size == 1:
+        return batch
+    header, tensors, copied = _pack(batch, device, detach, known) if axis.rank == source else (None, [], True)
+    header = axis.broadcast_object(header, purpose, source)
+    if isinstance(header, str):
+        raise TypeError(header)
+    structure, forms = header
+    if axis.rank != source:
+        tensors = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=device) for f in forms]
+    for tensor in tensors:
+        if tensor.numel():
+            axis.broadcast_(raw_bytes(tensor), purpose, source)
+    # Where a tensor was copied to be sent, the source, too, goes on with the copy: strides can change a last bit.
+    if not copied:
+        return batch
+    for tensor, form in zip(tensors, forms):
+        if form.requires_grad and not tensor.requires_grad:
+            tensor.requires_grad_()
+    return Unpacker(io.BytesIO(structure), tensors, known).load()
+
+
+class _Packer(pickle.Pickler):
+    """Pickles a structure without the values of its plain tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device, detach: bool, known: Known = _NOTHING) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.device = device
+        self.detach = detach
+        self.known = known
+        self.tensors: list[Tensor] = []
+        self._index: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | str | None:
+        name = self.known.name_of(obj)
+        if name is not None:
+            return name
+        if type(obj) is not Tensor or obj.device.type != self.device.type or not (obj.is_leaf or self.detach):
+            return None
+        if obj.layout is not torch.strided or obj.is_quantized or obj.is_nested:
+            return None
+        if id(obj) not in self._index:
+            self._index[id(obj)] = len(self.tensors)
+            self.tensors.append(obj.detach() if self.detach else obj)
+        return self._index[id(obj)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, RemovableHandle):  # it would come with a copy of the dict that it removes from
+            raise TypeError("it is the handle of a hook")
+        if isinstance(obj, type) and _is_named_tuple(obj) and not _is_importable(obj):
+            defaults = tuple(getattr(obj, "_field_defaults", {}).items())
+            return _named_tuple, (obj.__module__, obj.__name__, vars(obj)["_fields"], defaults)
+        return NotImplemented
+
+
+def _is_importable(kind: type) -> bool:
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    """Whether a class is nothing but a named tuple: one that says more, or has other bases, can't be made anew."""
+    if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
+        return False
+    make: Any = namedtuple  # of which mypy wants the fields written down
+    alike = make("alike", kind._fields, rename=True)  # held: a class that is let go loses what is in it
+    own, plain = vars(kind), vars(alike)
+    if own.keys() - plain.keys() - _OF_ANNOTATIONS - {*kind._fields}:
+        return False
+    functions = {name: x for name, x in plain.items() if isinstance(x, FunctionType)}
+    return all(getattr(own.get(name), "__code__", None) is x.__code__ for name, x in functions.items())
+
+
+_OF_ANNOTATIONS = frozenset("""
+__annotations__ __annotate__ __annotate_func__ __annotations_cache__ __orig_bases__ __firstlineno__
+__static_attributes__ __slotnames__
+""".split())  # fmt: skip
+
+
+@functools.cache
+def _named_tuple(module: str, name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]) -> type:
+    """A class that a function made, and no module holds."""
+    given = [value for _, value in defaults]
+    make: Any = namedtuple  # of which mypy wants the fields written down
+    return make(name, fields, rename=True, defaults=given, module=module)  # type: ignore[no-any-return]
+
+
+class Unpacker(pickle.Unpickler):
+    """Unpickles a structure around the objects that were left out of it, given in the order of their indices, and
+    around those that are known by a name."""
+
+    def __init__(self, file: io.BytesIO, left_out: Sequence[Any], known: Known = _NOTHING) -> None:
+        super().__init__(file)
+        self._left_out = left_out
+        self._known = known
+
+    def persistent_load(self, index: int | str) -> Any:
+        return self._known.named(index) if isinstance(index, str) else self._left_out[index]
+
+
+def _pack(
+    batch: Any, device: torch.device, detach: bool, known: Known
+) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:
+    """The header, or why there is none; the tensors to send after it; whether one of them is a copy."""
+    file = io.BytesIO()
+    packer = _Packer(file, device, detach, known)
+    try:
+        packer.dump(batch)
+    except Exception as error:  # picklers raise whatever the objects' own methods raise
+        return f"A batch of type {type(batch).__name__} can't be sent to the ranks of its replica: {error}", [], True
+    tensors = [_dense(tensor) for tensor in packer.tensors]
+    forms = [_Form(tuple(t.shape), t.stride(), t.dtype, o.requires_grad) for t, o in zip(tensors, packer.tensors)]
+    copied = detach or any(sent is not own for sent, own in zip(tensors, packer.tensors))
+    return (file.getvalue(), forms), tensors, copied
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """``tensor`` itself if its elements fill one piece of memory, in whatever order of dims, else a contiguous copy."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    if tensor.is_conj() or tensor.is_neg() or (tensor.numel() and extent != tensor.numel()) or 0 in tensor.stride():
+        return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def refusal(value: Any, device: torch.device, known: Known = _NOTHING) -> str | None:
+    """Why ``value`` can't travel; None if it can."""
+    try:
+        _Packer(io.BytesIO(), device, True, known).dump(value)
+    except Exception as error:  # picklers raise whatever the objects' own methods raise
+        return str(error)
+    return None

@@ -1,0 +1,147 @@
+"""Outside a step the ranks meet before they talk, and who does not come, or does something else, is named.
+
+Within a step Lightning has all ranks run the same code, which the first one of each kind shows. Between steps user code
+may run on one rank alone, as in ``if trainer.is_global_zero: self(x)``. A module that is split needs its peers there;
+without a word, they would wait for each other until the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+
+from lightning_par import private
+from lightning_par.mesh.axis import Axis
+from lightning_par.sharded import tensor_names
+
+PATIENCE = timedelta(seconds=60)
+STEP = timedelta(minutes=30)
+CALLED = "called the module outside a step"
+ADVICE = (
+    "Call it on all of them, and let one rank alone use the result: write `y = self(x)` before "
+    "`if self.trainer.is_global_zero:`."
+)
+ALIKE = "In a step all of them must run the same code, in one order."
+
+
+class Meeting:
+    """Guards the collectives of an axis while no step runs.
+
+    Args:
+        axis: the axis whose ranks must come together.
+        timeout: the process group's; a rank waits for its peers no longer than that, nor than `PATIENCE`.
+        name: of what meets; it goes into keys of the store.
+
+    Example::
+
+        meeting = Meeting(axis, timedelta(seconds=30))
+        meeting("saved a picture", "Do it on all ranks.")
+    """
+
+    def __init__(self, axis: Axis, timeout: timedelta | None, name: str = "") -> None:
+        self.axis = axis
+        self.name = f"{name} {_number_of(axis, name)}"  # what an earlier meeting left in the store is not mistaken
+        self.timeout = timeout
+        self._steps = 0  # steps that run, one within the other
+        self._met: Counter[tuple[int, ...]] = Counter()  # by the ranks that met
+        self._shown: set[str] = set()  # kinds of steps that ran
+        self._shows = False  # whether a step runs that is the first of its kind
+
+    @contextlib.contextmanager
+    def step(self, kind: str = "") -> Iterator[None]:
+        """Inside, all ranks run the same code, which the first step of each ``kind`` in a run shows.
+
+        Args:
+            kind: the hook that runs, such as "training_step"; empty for what is within another step.
+        """
+        self._steps += 1
+        before = tensor_names.on, self._shows
+        if self._steps == 1:
+            self._shows = kind not in self._shown
+            tensor_names.on = tensor_names.on and self._shows
+        try:
+            yield
+            self._shown.add(kind)
+        finally:
+            self._steps -= 1
+            tensor_names.on, self._shows = before
+
+    def about_to_talk(self, axis: Axis) -> None:
+        """Called before sharded tensors talk along ``axis``: its ranks must come for the same one; raises as a call.
+
+        Over a set of names each process goes in another order, and parts of different tensors would be joined. Outside
+        of steps this is looked at each time, in steps in the first one of a kind: there, each rank may take its time.
+        """
+        if self._shows and axis.size > 1:
+            self._meet(axis, "came to a collective in a step", ALIKE, tensor_names.current, self.timeout or STEP)
+        elif not self._steps:
+            self(about=tensor_names.current)
+
+    def __call__(self, doing: str = CALLED, advice: str = ADVICE, about: str = "") -> None:
+        """Wait for the peers, outside a step.
+
+        Args:
+            doing: what this rank is about to do, in the past tense; the peers must do the same.
+            advice: how to do it on all ranks.
+            about: the name of the tensor that it is done to, the same on all ranks.
+
+        Raises:
+            RuntimeError: a peer did not come in time, or came for something else.
+        """
+        if not self._steps:
+            self.at_any_time(doing, advice, about)
+
+    def at_any_time(self, doing: str, advice: str, about: str = "") -> None:
+        """As a call, within a step, too: for what one rank alone may have met there."""
+        if self.axis.size == 1:
+            return
+        self._meet(self.axis, doing, advice, about, min(self.timeout or PATIENCE, PATIENCE))
+
+    def _meet(self, axis: Axis, doing: str, advice: str, about: str, patience: timedelta) -> None:
+        ranks = axis.ranks
+        self._met[ranks] += 1
+        store = private.default_store()
+        keys = {rank: self._key(ranks, rank) for rank in ranks}
+        me = ranks[axis.rank]
+        store.set(keys[me], f"{doing}\n{about}")
+        others = {rank: key for rank, key in keys.items() if rank != me}
+        try:
+            store.wait([*others.values()], patience)
+        except RuntimeError:  # torch's DistStoreError among them
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            raise RuntimeError(
+                f"Rank {me} {doing}, and waited {patience.total_seconds():.0f} s for "
+                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: its weights are split over ranks "
+                f"{', '.join(map(str, ranks))}. {advice}"
+            ) from None
+        for rank, key in others.items():
+            told, _, of = store.get(key).decode().partition("\n")
+            if told == doing and of != about:
+                raise RuntimeError(_other_order(me, about, rank, of))
+            if told != doing:
+                raise RuntimeError(f"Rank {me} {doing}, while rank {rank} {told}. All must do the same. {advice}")
+        if self._met[ranks] > 1:
+            store.delete_key(self._key(ranks, me, before=1))
+
+    def _key(self, ranks: tuple[int, ...], rank: int, before: int = 0) -> str:
+        return f"lightning_par/{ranks}/{self.name}/{self._met[ranks] - before}/{rank}"
+
+
+def _number_of(axis: Axis, name: str) -> int:
+    """Of the meetings of this name: all ranks of the axis make as many."""
+    if axis.size == 1:
+        return 0
+    me = axis.ranks[axis.rank]
+    return int(private.default_store().add(f"lightning_par/meetings/{axis.ranks}/{name}/{me}", 1))
+
+
+def _other_order(me: int, about: str, rank: int, of: str) -> str:
+    from lightning_par.sharded.rules.gather_report import user_line
+
+    return (
+        f"At {user_line()} rank {me} comes to {about or 'a tensor without a name'}, while rank {rank} comes to "
+        f"{of or 'one without a name'}: ranks must come to sharded tensors in one order, and over a set, for one, each "
+        "process has its own. Write `for name in sorted(names)`, or go through `self.named_parameters()`."
+    )

@@ -1,0 +1,235 @@
+"""How the ranks of a job are arranged: axis sizes, the rank grid, and the process groups, made once per process.
+
+The grid is ``arange(world_size).view(data, pipeline, sequence, tensor)``: ranks next to each other, hence on one host,
+talk most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from itertools import count
+from math import prod
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_par.mesh.axis import Axis, Kind, Link
+from lightning_par.sequence.sequence_axis import SequenceAxis
+
+AxisName = Literal["data", "pipeline", "sequence", "tensor"]
+Size = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The size of every mesh axis.
+
+    Example::
+
+        layout = Layout.resolve(world_size=8, own="tensor", tensor=4)
+        assert (layout.data, layout.tensor) == (2, 4)
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def resolve(
+        cls,
+        world_size: int,
+        own: AxisName,
+        data: Size = "auto",
+        pipeline: Size = 1,
+        sequence: Size = 1,
+        tensor: Size = 1,
+    ) -> Layout:
+        """Fill in the sizes that are ``"auto"``: ``own`` takes the ranks, what is left over becomes data parallel.
+
+        Raises:
+            ValueError: a size is no positive int, two axes other than data are ``"auto"``, or the sizes don't multiply
+                to ``world_size``. The message holds the arithmetic and a size that would do.
+        """
+        sizes: dict[str, Size] = dict(data=data, pipeline=pipeline, sequence=sequence, tensor=tensor)
+        for name, size in sizes.items():
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"`{name}_parallel_size` must be a positive int or 'auto', got {size!r}.")
+        unknown = [name for name, size in sizes.items() if size == "auto" and name != "data"]
+        if len(unknown) > 1:
+            names = " and ".join(f"`{name}_parallel_size`" for name in unknown)
+            raise ValueError(f"{names} can't both be 'auto': give one of them a size.")
+        # Only where the own axis has a size is 'auto' data left with something to take.
+        if unknown and sizes["data"] == "auto":
+            sizes["data"] = 1
+            if unknown[0] != own:
+                raise ValueError(f"`{unknown[0]}_parallel_size` can't be 'auto' beside `{own}_parallel_size`.")
+        auto = [name for name, size in sizes.items() if size == "auto"]
+        known = prod(size for size in sizes.values() if isinstance(size, int))
+        if world_size % known or (not auto and known != world_size):
+            raise ValueError(_mismatch(sizes, own, known, world_size))
+        if auto:
+            sizes[auto[0]] = world_size // known
+        return cls(**{name: int(size) for name, size in sizes.items()})
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.world_size // self.data
+
+    def grid(self) -> torch.Tensor:
+        """Global ranks, one dim an axis: (data, pipeline, sequence, tensor)."""
+        return torch.arange(self.world_size).view(self.sizes)
+
+    def lines(self, axes: tuple[AxisName, ...]) -> list[tuple[int, ...]]:
+        """The groups of global ranks that differ only in their coordinates along ``axes``."""
+        names = [f.name for f in fields(self)]
+        moved = [names.index(name) for name in axes]
+        kept = [i for i in range(len(names)) if i not in moved]
+        lines = self.grid().permute(*kept, *moved).reshape(-1, prod(self.sizes[i] for i in moved))
+        return [tuple(line.tolist()) for line in lines]
+
+    def __str__(self) -> str:
+        named = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
+        return " x ".join(named) or "one rank"
+
+
+def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> str:
+    product = " * ".join(f"{name}_parallel_size={size}" for name, size in sizes.items() if size not in (1, "auto"))
+    own_size = sizes[own]
+    rest = known // own_size if isinstance(own_size, int) else known
+    hint = (
+        f"Write {own}_parallel_size={world_size // rest}"
+        if rest and world_size % rest == 0
+        else "Write sizes whose product is the number of processes"
+    )
+    return (
+        f"{product or 'the sizes'} = {known}, but the Trainer starts {world_size} processes (devices * num_nodes). "
+        f"{hint}, leave one of them 'auto', or set devices * num_nodes to a multiple of {known}."
+    )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The axes through this rank, with their process groups.
+
+    ``replica`` holds the ranks that share this rank's copy of the model, ``gradients`` those that sum gradients of the
+    same weights, ``stage`` all that have the same layers, ``stage_of_replica``
+    those of them in this rank's copy, ``world`` all of them. ``runs`` counts the runs on these
+    groups, ``linked`` holds the pairs of the pipeline axis that have groups for messages; both alike on all ranks.
+    """
+
+    layout: Layout
+    data: Axis
+    pipeline: Axis
+    sequence: Axis
+    tensor: Axis
+    replica: Axis
+    gradients: Axis
+    stage: Axis
+    stage_of_replica: Axis
+    world: Axis
+    runs: Iterator[int] = field(default_factory=count, compare=False)
+    linked: set[tuple[int, int]] = field(default_factory=set, compare=False)
+
+
+_made: dict[Layout, tuple[dist.ProcessGroup | None, Groups]] = {}
+
+
+def make_groups(layout: Layout, timeout: timedelta) -> Groups:
+    """The process groups of ``layout``, in the same order on every rank; made once per process and layout.
+
+    A process group outlives the Trainer that made it, so a second fit meets the same groups. Needs
+    ``torch.distributed`` to be initialised when the world has more than one rank.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if layout not in _made or _made[layout][0] is not world:
+        named: dict[str, tuple[AxisName, ...]] = {
+            "data": ("data",),
+            "pipeline": ("pipeline",),
+            "sequence": ("sequence",),
+            "tensor": ("tensor",),
+            "replica": ("pipeline", "sequence", "tensor"),
+            "gradients": ("data", "sequence"),
+            "stage": ("data", "sequence", "tensor"),
+            "stage_of_replica": ("sequence", "tensor"),
+            "world": ("data", "pipeline", "sequence", "tensor"),
+        }
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        axes = {name: _make_axis(name, layout.lines(along), made, timeout) for name, along in named.items()}
+        groups = Groups(layout, **axes)  # type: ignore[arg-type]  # the others have a default
+        _made[layout] = (world, groups)
+    return _made[layout][1]
+
+
+def make_message_groups(
+    layout: Layout, timeout: timedelta, pairs: Iterable[tuple[int, int]] | None = None, separate: bool | None = None
+) -> None:
+    """Give the pipeline axis a two-rank group for each pair of ranks, direction and kind of message.
+
+    NCCL ignores tags, and a send holds up what was queued behind it until the peer receives: activations that wait for
+    their receiver must not stand before gradients. gloo has tags and needs none of this, hence makes nothing. To be
+    called by all ranks of the world, before the first message; what was made is kept.
+
+    Args:
+        layout: as given to `make_groups`.
+        timeout: for the groups.
+        pairs: indices along the pipeline axis that talk, in any order, the same on all ranks; neighbours on the ring
+            by default.
+        separate: whether to make groups; by default unless the backend is gloo.
+
+    Example::
+
+        make_message_groups(Layout(pipeline=4), timedelta(minutes=30))
+    """
+    groups, size = make_groups(layout, timeout), layout.pipeline
+    if size == 1 or not (_needs_links() if separate is None else separate):
+        return
+    links = groups.pipeline.links = groups.pipeline.links or {}
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    wanted = {(min(pair), max(pair)) for pair in (ring if pairs is None else pairs) if pair[0] != pair[1]}
+    for low, high in sorted(wanted - groups.linked):
+        groups.linked.add((low, high))
+        for line in layout.lines(("pipeline",)):
+            own = groups.pipeline.rank if line == groups.pipeline.ranks else None
+            for link, group in _make_links(line, low, high, timeout).items():
+                if own in (low, high):
+                    links[link] = group
+
+
+def _needs_links() -> bool:
+    config = str(dist.get_backend_config())  # as "cpu:gloo,cuda:nccl"
+    return any(part.split(":")[-1] != "gloo" for part in config.split(","))
+
+
+def _make_links(line: tuple[int, ...], low: int, high: int, timeout: timedelta) -> dict[Link, dist.ProcessGroup]:
+    kinds: tuple[Kind, ...] = ("forward", "backward")
+    links: list[Link] = [(kind, *ends) for kind in kinds for ends in ((low, high), (high, low))]
+    return {link: dist.new_group([line[low], line[high]], timeout=timeout) for link in links}
+
+
+def _make_axis(
+    name: str,
+    lines: list[tuple[int, ...]],
+    made: dict[tuple[int, ...], dist.ProcessGroup | None],
+    timeout: timedelta,
+) -> Axis:
+    me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    own = next(line for line in lines if me in line)
+    for line in lines:  # every rank makes every group, in the same order
+        if len(line) > 1 and line not in made:
+            everyone = len(line) == dist.get_world_size()
+            made[line] = dist.group.WORLD if everyone else dist.new_group(list(line), timeout=timeout)
+    kind = SequenceAxis if name == "sequence" else Axis
+    return kind(name, own, own.index(me), made.get(own))

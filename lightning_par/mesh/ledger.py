@@ -1,0 +1,87 @@
+"""The ledger that counts what moves between ranks: verb, axis, purpose and bytes of each transfer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One call of one verb: ``numel`` elements of the whole message, ``nbytes`` of it, over ``ranks`` ranks."""
+
+    verb: Verb
+    axis: str
+    purpose: str
+    numel: int
+    nbytes: int
+    ranks: int
+    stays: int | None = None  # bytes of an all-to-all for the rank itself
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave one rank under ring algorithms: 2N(n-1)/n for an all-reduce, N(n-1)/n for an all-gather.
+
+        A message counts at its sender, under "send".
+        """
+        if self.stays is not None:
+            return self.nbytes - self.stays
+        share = (self.ranks - 1) / self.ranks
+        shares = {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0, "recv": 0.0}
+        return self.nbytes * shares.get(self.verb, share)
+
+
+@dataclass
+class Ledger:
+    """What was moved while the ledger was open, in order."""
+
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def select(self, verb: Verb | None = None, axis: str | None = None, purpose: str | None = None) -> list[Transfer]:
+        """The transfers that match every given field."""
+        return [
+            t
+            for t in self.transfers
+            if verb in (None, t.verb) and axis in (None, t.axis) and purpose in (None, t.purpose)
+        ]
+
+    def counts(self) -> Counter[tuple[str, str, str]]:
+        """How many calls, by (axis, purpose, verb)."""
+        return Counter((t.axis, t.purpose, t.verb) for t in self.transfers)
+
+    def sent(self, axis: str | None = None, purpose: str | None = None) -> float:
+        """Bytes sent by this rank, summed over the transfers that match."""
+        return sum(t.sent for t in self.select(axis=axis, purpose=purpose))
+
+
+_open_ledgers: list[Ledger] = []
+
+
+@contextlib.contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Count every transfer of this process while the context is open.
+
+    Example::
+
+        with ledger() as moved:
+            loss = model(batch)
+        print(moved.counts(), moved.sent(axis="tensor"))
+    """
+    opened = Ledger()
+    _open_ledgers.append(opened)
+    try:
+        yield opened
+    finally:
+        # By identity: two ledgers that hold the same transfers compare equal.
+        _open_ledgers[:] = [other for other in _open_ledgers if other is not opened]
+
+
+def note(verb: Verb, axis: str, purpose: str, numel: int, nbytes: int, ranks: int, stays: int | None = None) -> None:
+    """Write a transfer into every open ledger; see `Transfer` for the arguments."""
+    for opened in _open_ledgers:
+        opened.transfers.append(Transfer(verb, axis, purpose, numel, nbytes, ranks, stays))

@@ -1,0 +1,269 @@
+"""Gradients: averaged over the data axis, and summed over the sequence axis, once per accumulation window."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.mesh.axis import Axis
+from lightning_par.sharded import gradient_shares
+from lightning_par.sharded.tensor import ShardedTensor, leaf
+
+_NOBODY = Axis("data", (0,), 0, None)
+BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to start early
+
+
+@dataclass
+class _Bucket:
+    """Leaves whose gradients travel as one message, and how far it is on its way."""
+
+    axis: Axis
+    copies: int  # of the ranks, those that have a gradient of their own
+    leaves: list[Tensor] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.leaves)
+
+    def launch(self) -> None:
+        parts = [_zeros(leaf) if leaf.grad is None else leaf.grad.reshape(-1) for leaf in self.leaves]
+        self.flat = torch.cat(parts)
+        if self.copies > 1:
+            self.flat.div_(self.copies)
+        self.work = self.axis.start_all_reduce_(self.flat, "gradients")
+
+    def land(self) -> list[tuple[Tensor, Tensor]]:
+        """Wait; returns every leaf with its averaged gradient."""
+        assert self.flat is not None
+        if self.work is not None:
+            self.work.wait()
+        sizes = [leaf.numel() for leaf in self.leaves]
+        landed = [(leaf, part.view(leaf.shape)) for leaf, part in zip(self.leaves, self.flat.split(sizes))]
+        self.reset()
+        return landed
+
+    def reset(self) -> None:
+        self.arrived.clear()
+        self.flat = self.work = None
+
+
+def _zeros(leaf: Tensor) -> Tensor:
+    return torch.zeros(leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+
+
+class GradientSync:
+    """Averages the gradients of ``module`` over the data axis, in buckets that travel while backward still runs.
+
+    While ``blocked`` (all but the last batch of an accumulation window) nothing is sent: gradients then hold the whole
+    window, and one average is enough. Buckets leave in the same order on all ranks, whatever the order in which
+    gradients arrive; those that never arrive leave as zeros at the end, so that a branch which one rank alone takes
+    can't make the others wait. A parameter that got no gradient on any rank keeps what it had.
+
+    Args:
+        module: its parameters are looked up anew before each backward; ``requires_grad`` may change on the way.
+        axis: the ranks that hold the same weights: along data, and along the sequence, too.
+        bucket_bytes: the size at which a bucket is full.
+        copies: how many of these ranks have a gradient of their own, to be averaged; None for all. Where there are
+            fewer than ranks, each rank along the sequence has a share of one, and the shares are summed.
+        split: the ranks among ``axis`` that hold the same part of a split parameter; None for all of ``axis``.
+        stored: the ranks among ``axis`` that have a share each of the gradient of a parameter that is stored in parts
+            and not split; None where what gathered it has summed all of it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        axis: Axis,
+        bucket_bytes: int = BUCKET_BYTES,
+        copies: int | None = None,
+        split: Axis | None = None,
+        stored: Axis | None = None,
+    ) -> None:
+        self.blocked = False
+        self._module = module
+        self._axis = axis
+        self._split = split or axis
+        self._stored = stored or _NOBODY
+        self._copies = axis.size if copies is None else copies
+        self._bucket_bytes = bucket_bytes
+        self._handles: dict[int, Any] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._touched: set[int] = set()  # ids of leaves that got a gradient since the last average
+        self._launched = 0
+        self._armed = False
+        self._reached = False  # whether the backward that runs has given a gradient
+        self._synced = False  # whether the backward that was announced is through, and averaged
+        if axis.size > 1:
+            _refuse_sparse(module)
+            self._find_leaves()
+            gradient_shares.install()
+            gradient_shares.around_backward.append(weakref.ref(self))
+
+    def before_backward(self) -> None:
+        """To be called before a backward whose end is announced by `after_backward`."""
+        self._synced = False
+        if self._axis.size > 1:
+            self._arm()
+
+    def begin(self) -> None:
+        """Called where a backward begins, announced or not."""
+        self._synced = self._reached = False
+        if self._axis.size > 1 and not self._armed:
+            self._arm()
+
+    def end(self) -> None:
+        """Called where a backward has ended, before any hook of Lightning."""
+        if self._reached and not self.blocked:
+            self.after_backward()
+            self._synced = True
+
+    def after_backward(self) -> None:
+        """Average what the backward left, unless blocked or done. All ranks along the axis must call it."""
+        if self._axis.size == 1 or self.blocked or self._synced:
+            self._armed = self._synced = False
+            return
+        if not self._armed:
+            self._arm()
+        self._launch(everything=True)
+        leaves = [leaf for bucket in self._buckets for leaf in bucket.leaves]
+        mine = [id(leaf) in self._touched for leaf in leaves]
+        anyones = torch.tensor(mine, dtype=torch.uint8, device=leaves[0].device) if leaves else None
+        work = None if anyones is None else self._axis.start_all_reduce_(anyones, "gradient flags", "max")
+        landed = [pair for bucket in self._buckets for pair in bucket.land()]
+        if work is not None:
+            work.wait()
+        # Reading the flags waits for the device, so they are read only where something is missing here.
+        got = mine if all(mine) or anyones is None else [bool(flag) for flag in anyones.tolist()]
+        _write(pair for pair, written in zip(landed, got) if written)
+        self._touched.clear()
+        self._armed = False
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        gradient_shares.around_backward[:] = [
+            one for one in gradient_shares.around_backward if one() not in (None, self)
+        ]
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _arm(self) -> None:
+        self._find_leaves()
+        for bucket in self._buckets:
+            bucket.reset()
+        self._launched = 0
+        self._armed = True
+        self._share_out()
+
+    @torch.no_grad()
+    def _share_out(self) -> None:
+        """What an earlier backward left is whole; where shares are about to be added to it, it becomes one, too."""
+        for bucket in self._buckets:
+            self._refuse_early_steps(bucket)
+            count = bucket.axis.size // bucket.copies
+            for x in bucket.leaves if count > 1 else ():
+                if x.grad is not None and id(x) not in self._touched:
+                    x.grad.div_(count)
+                    self._touched.add(id(x))
+
+    def _refuse_early_steps(self, bucket: _Bucket) -> None:
+        """A hook of the user's own, as optimizers that step within backward have, would see what is not synced yet."""
+        for x in bucket.leaves:
+            if len(x._post_accumulate_grad_hooks or ()) > 1:
+                raise RuntimeError(
+                    f"{self._name(x)!r} has a hook of `register_post_accumulate_grad_hook`, which runs before the "
+                    "ranks' gradients are synced. Do it in on_before_optimizer_step."
+                )
+
+    def _find_leaves(self) -> None:
+        found = {id(leaf(p)): p for p in self._module.parameters() if self._along(p).size > 1}
+        held = {i: (leaf(p), self._along(p)) for i, p in found.items() if not is_elsewhere(leaf(p))}
+        along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
+        leaves = {i: held[i][0] for i in along}
+        if leaves.keys() == self._bucket_of.keys():
+            return
+        for i in self._handles.keys() - leaves.keys():
+            self._handles.pop(i).remove()
+        for i in leaves.keys() - self._handles.keys():
+            self._handles[i] = leaves[i].register_post_accumulate_grad_hook(self._on_gradient)
+        self._fill_buckets([(x, along[i]) for i, x in leaves.items()])
+
+    def _along(self, parameter: Tensor) -> Axis:
+        """The ranks that sum the gradients of ``parameter``."""
+        if isinstance(parameter, Stored):
+            return self._stored if parameter.split_over is None else _NOBODY  # along the others its use has averaged
+        return self._split if isinstance(parameter, ShardedTensor) else self._axis
+
+    def _fill_buckets(self, leaves: list[tuple[Tensor, Axis]]) -> None:
+        self._buckets, self._bucket_of = [], {}
+        filling: dict[tuple[torch.dtype, torch.device, int], _Bucket] = {}
+        for x, axis in reversed(leaves):  # about the order in which backward reaches them
+            key = (x.dtype, x.device, id(axis))
+            if key not in filling or filling[key].nbytes + x.numel() * x.element_size() > self._bucket_bytes:
+                filling[key] = _Bucket(axis, 1 if axis is self._stored else self._copies)
+                self._buckets.append(filling[key])
+            filling[key].leaves.append(x)
+            self._bucket_of[id(x)] = filling[key]
+
+    def _on_gradient(self, x: Tensor) -> None:
+        self._touched.add(id(x))
+        self._reached = True
+        if self.blocked:
+            return
+        bucket = self._bucket_of[id(x)]
+        if bucket.flat is not None:
+            raise RuntimeError(
+                f"The gradient of {self._name(x)!r} changed after it was sent to the other replicas. Reentrant "
+                "checkpointing does this: write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        if x.grad is not None and x.grad.is_sparse:
+            raise TypeError(f"{self._name(x)!r} has a sparse gradient; make its layer with sparse=False.")
+        bucket.arrived.add(id(x))
+        self._launch()
+
+    def _launch(self, everything: bool = False) -> None:
+        with torch.no_grad():
+            while self._launched < len(self._buckets):
+                bucket = self._buckets[self._launched]
+                if not (everything or bucket.complete):
+                    return
+                bucket.launch()
+                self._launched += 1
+
+    def _name(self, x: Tensor) -> str:
+        return next((name for name, p in self._module.named_parameters() if leaf(p) is x), "a parameter")
+
+
+@torch.no_grad()
+def _write(averaged: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for x, grad in averaged:
+        if x.grad is None:
+            x.grad = grad.clone()
+        else:
+            x.grad.copy_(grad)
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(
+                f"{name!r} is an {type(child).__name__} with sparse=True. Sparse gradients can't be averaged over "
+                "ranks that hold the same weights: make it with sparse=False, or use a layout that has none "
+                "(data_parallel_size=1, no sequence axis)."
+            )

@@ -1,0 +1,243 @@
+"""The gradient of a parameter that lives on some ranks of a pipeline, on every rank.
+
+Functions that write to it run where it is. All others first send it to all ranks, or, where they make one number of it,
+send that. See `lightning_par.pipeline.between_steps.remote_reads`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.absent.elsewhere import sharding_of
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.optim.function_facts import Kind, function_of
+from lightning_par.pipeline.run.located import is_metadata
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.sharded.rules.in_place import targets
+from lightning_par.sharded.rules.lookup import writes
+from lightning_par.sharded.tensor import ShardedTensor, full, leaf
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.between_steps.remote_reads import JointGradients
+
+_READ_ALL = {"__repr__", "__str__", "__format__", "data_ptr", "untyped_storage", "is_contiguous", "stride"}
+_NUMBERS = {"norm", "vector_norm", "linalg_vector_norm", "sum", "mean", "std", "var", "max", "min", "amax", "amin"}
+_DRAW = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
+_CLIP = "torch.nn.utils.clip_grad"
+
+
+class Gradient(torch.Tensor):
+    """``grad`` of ``parameter``, as all ranks see it.
+
+    Args:
+        owner: carries it over the ranks.
+        of: the parameter's name.
+        parameter: has the gradient's shape, dtype and device.
+        here: the gradient itself, on ranks that hold it.
+    """
+
+    owner: JointGradients
+    of: str
+    here: Tensor | None
+    sharding: tuple[int, Positions, Axis] | None
+
+    @staticmethod
+    def __new__(cls, owner: JointGradients, of: str, parameter: Tensor, here: Tensor | None) -> Gradient:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
+        )
+        vars(self).update(owner=owner, of=of, here=here, sharding=sharding_of(parameter))
+        return self
+
+    @property
+    def source(self) -> int:
+        """The index of the rank that sends it."""
+        return self.owner.sources[self.of]
+
+    def whole(self) -> Tensor:
+        """Its values: itself where it is, a copy elsewhere. All ranks must call it."""
+        self.owner.meet(f"read the gradient of {self.of!r}")
+        if self.here is None:
+            x = self.empty()
+            self.owner.axis.broadcast_(leaf(x), "gradients", self.source)
+            return x
+        self.owner.axis.broadcast_(leaf(self.here).detach().contiguous(), "gradients", self.source)
+        return self.here
+
+    def beside(self, ranks: set[int]) -> Tensor:
+        """What a function needs of it that writes on ``ranks``: its values, where those that hold it are others.
+
+        All ranks must call it.
+        """
+        if not ranks <= {*self.owner.holders_of(self.of)}:
+            return self.whole()
+        return torch.empty(self.shape, dtype=self.dtype, device="meta") if self.here is None else self.here
+
+    def empty(self) -> Tensor:
+        """Room for its values, sharded as it is over another axis than its owner's."""
+        shape = list(self.shape)
+        if self.sharding is None:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        dim, positions, axis = self.sharding
+        shape[dim] = positions.count(axis.rank)
+        return ShardedTensor(torch.empty(shape, dtype=self.dtype, device=self.device), dim, positions, axis)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if name == "detach" or name == "__get__" and func.__self__.__name__ == "data":
+            return first
+        if is_metadata(func, name) and name not in _READ_ALL and name != "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name.startswith("_foreach_") and writes(name):
+            return _write_those_here(func, args, kwargs)
+        written = targets(func, args, kwargs)
+        if isinstance(first, Gradient) and (name == "__set__" or any(x is first for x in written)):
+            return _write(func, name, first, args[1:], kwargs)
+        if sys._getframe(1).f_globals.get("__name__") == _CLIP and name in ("linalg_vector_norm", "_foreach_norm"):
+            return _norms(func, first, args[1:], kwargs)
+        if isinstance(first, Gradient) and name in _NUMBERS and len(tensors_in((args, kwargs))) == 1:
+            return first._number(func, name, args[1:], kwargs)
+        if isinstance(first, Gradient) and name == "__iter__" and first.ndim:
+            return iter(first.unbind())
+        if isinstance(first, Gradient) and _views(func, name, first, args[1:], kwargs):
+            return first._view(func, args[1:], kwargs)
+        return func(*_wholes(args), **_wholes(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*_wholes(args), **_wholes(kwargs or {}))
+
+    def _view(self, func: Callable[..., Any], rest: Any, kwargs: Any) -> Any:
+        """A view, where the gradient is. No communication: shapes are known everywhere, and what won't do raises."""
+
+        def shaped(x: Tensor) -> Tensor:
+            return torch.empty((), dtype=x.dtype, device=self.device).expand(x.shape)
+
+        rest, kwargs = map_tensors(shaped, (rest, kwargs))  # of `view_as`
+        shapes = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *rest, **kwargs)
+        views = iter(tensors_in(func(self.here, *rest, **kwargs)) if self.here is not None else ())
+        return map_tensors(lambda x: Gradient(self.owner, self.of, shaped(x), next(views, None)), shapes)
+
+    def _number(self, func: Callable[..., Any], name: str, rest: Any, kwargs: Any) -> Any:
+        """What ``func`` makes of the gradient, computed where it is."""
+        self.owner.meet(f"read {name!r} of the gradient of {self.of!r}")
+        made: Any = None
+        if self.source == self.owner.axis.rank:
+            try:
+                made = map_tensors(lambda x: full(x).cpu(), func(self.here, *rest, **kwargs))
+            except Exception as error:  # all ranks are to raise it
+                made = error
+        made = self.owner.axis.broadcast_object(made, "gradients", self.source)
+        if isinstance(made, Exception):
+            raise made
+        return map_tensors(lambda x: x.to(self.device), made)
+
+
+def _views(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> bool:
+    """Whether ``func`` gives views of ``x``, each of which is written into and read as the gradient is."""
+    if x.sharding is not None or function_of(func).kind is not Kind.VIEWS:
+        return False
+    return name.endswith("_as") or not tensors_in((rest, kwargs))
+
+
+class _Norm(torch.Tensor):
+    """The norm of one gradient, which its source knows; stacked with others it becomes known to all ranks."""
+
+    owner: JointGradients
+    value: Tensor
+
+    @staticmethod
+    def __new__(cls, owner: JointGradients, value: Tensor) -> _Norm:
+        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=value.dtype, device=value.device)
+        vars(self).update(owner=owner, value=value)
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "to":
+            return _Norm(args[0].owner, args[0].value.to(*args[1:], **kwargs))
+        if is_metadata(func, name):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "stack":
+            return _joined(args[0])
+        args, kwargs = map_tensors(_known, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = map_tensors(_known, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _known(x: Tensor) -> Tensor:
+    return _joined([x])[0] if isinstance(x, _Norm) else x
+
+
+def _joined(norms: Any) -> Tensor:
+    """All ``norms`` in one tensor, on all ranks."""
+    owner = next(x.owner for x in norms if isinstance(x, _Norm))
+    counts = owner.axis.rank == 0  # what is no `_Norm` is the same everywhere
+    values = [x.value if isinstance(x, _Norm) else x if counts else torch.zeros_like(x) for x in norms]
+    owner.meet(f"took the norm of {len(values)} gradients")
+    return owner.axis.all_reduce_(torch.stack(values), "clip")
+
+
+def _norms(func: Any, given: Any, rest: Any, kwargs: Any) -> Any:
+    """Norms of single gradients, as `torch.nn.utils.get_total_norm` takes them."""
+    if isinstance(given, Gradient):
+        return _Norm(given.owner, func(_counted(given), *rest, **kwargs))
+    norms = func([_counted(x) if isinstance(x, Gradient) else x for x in given], *rest, **kwargs)
+    return [_Norm(x.owner, norm) if isinstance(x, Gradient) else norm for x, norm in zip(given, norms, strict=True)]
+
+
+def _counted(x: Gradient) -> Tensor:
+    if x.here is not None and x.source == x.owner.axis.rank:
+        return x.here
+    return torch.zeros((), dtype=x.dtype, device=x.device)
+
+
+def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
+    given = rest[0] if name == "__set__" else None
+    rest, kwargs = x.owner.present(name, (rest, kwargs), x.of)
+    if x.here is not None:
+        with x.owner.unseen():  # what is written on some ranks alone
+            func(x.here, *rest, **kwargs)
+    elif name in _DRAW or not (writes(name) or name == "__set__"):  # the generators of all ranks stay equal
+        func(x.empty(), *rest, **kwargs)
+    if name != "__set__":
+        x.owner.replicas.refresh()
+    else:
+        x.owner.replicas.set_gradient(x.of, given)
+    return None if name in ("__setitem__", "__set__") else x
+
+
+def _write_those_here(func: Any, args: Any, kwargs: Any) -> None:
+    """Run an in-place function of lists for the gradients that are here."""
+    absent = [isinstance(x, Gradient) and x.here is None for x in args[0]]
+    first = [x.here if isinstance(x, Gradient) else x for x in args[0]]
+
+    def kept(value: Any) -> Any:
+        many = isinstance(value, (list, tuple)) and len(value) == len(absent)
+        return [x for x, gone in zip(value, absent, strict=True) if not gone] if many else value
+
+    owner = next(x.owner for x in tensors_in((args, kwargs)) if isinstance(x, Gradient))
+    args, kwargs = (first, *_wholes(args[1:])), _wholes(kwargs)
+    if not all(absent):
+        with owner.unseen():
+            func(*map(kept, args), **{key: kept(value) for key, value in kwargs.items()})
+    owner.replicas.refresh()
+
+
+def _wholes(value: Any) -> Any:
+    return map_tensors(lambda x: x.whole() if isinstance(x, Gradient) else x, value)

@@ -1,0 +1,381 @@
+"""Gradients and weights that other ranks hold, for user code between two steps: read anywhere, they are one device's.
+
+While no step runs, ``p.grad`` of a parameter that lives on some ranks alone is a `Gradient` on every rank. Writing to
+it writes where it is. Reading it sends it, so that all ranks go on with the same values; they meet before. Norms that
+``torch.nn.utils`` clips by travel as one number each, in one all-reduce. Optimizers and our own code see the plain
+gradient where it is, and None elsewhere. Weights are read likewise:
+see `lightning_par.pipeline.between_steps.remote_weight`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.optim.closures import with_closures
+from lightning_par.optim.optimizers import begin_anew
+from lightning_par.optim.stand_ins import with_inner
+from lightning_par.pipeline.between_steps.assigned_storage import Replicas
+from lightning_par.pipeline.between_steps.holders import Holders
+from lightning_par.pipeline.between_steps.optimizer_state import JointState
+from lightning_par.pipeline.between_steps.remote_gradient import Gradient
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, present
+from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.tensor import ShardedTensor
+
+_INNER = ("lightning_par.", "torch.")
+_GRAD: Any = torch.Tensor.grad
+_ADVICE = "Do it in code that all ranks run, and let one rank alone log the result."
+
+
+class JointGradients:
+    """Shows user code the gradients of all stages.
+
+    Args:
+        module: spread by `lightning_par.pipeline.between_steps.send_away.send_away`.
+        placement: who holds what.
+        axis: the pipeline axis.
+        meeting: of the axis' ranks.
+
+    Example::
+
+        gradients = JointGradients(module, placement, groups.pipeline, Meeting(groups.pipeline, None))
+        with gradients.plain():
+            module.training_step(batch, 0)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # of all stages, on all ranks
+        gradients.close()
+    """
+
+    def __deepcopy__(self, memo: dict[int, object]) -> JointGradients:
+        return self  # of the run, which is not copied with a trainer
+
+    def __init__(self, module: nn.Module, placement: Placement, axis: Axis, meeting: Meeting) -> None:
+        self.axis, self.meeting = axis, meeting
+        self.others, self.replicas = Holders(axis), Replicas(self)
+        self._parameters = _spread(module.named_parameters(), placement, axis)
+        # Steps may exchange buffers: they are found anew.
+        self._buffers = {name: _place_of(module, name) for name in _spread(module.named_buffers(), placement, axis)}
+        self.sources = {name: placement.first(name) for name in (*self._parameters, *self._buffers)}  # who sends them
+        self._views: dict[int, weakref.ref[Tensor]] = {}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._classes: dict[tuple[type, type], type] = {}
+        self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
+        self._plain, self._unseen = 0, 0
+        self._holders = {name: placement.of(name, axis.size) for name in self.sources}
+        mine = [(name, p.axis.name) for name, p in self._parameters.items() if isinstance(p, ShardedTensor)]
+        told = axis.all_gather_object(mine, "names of weights in parts")
+        self.in_parts = {name: over for theirs in told for name, over in theirs}
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._optimizers: list[Any] = []
+        self._show()
+
+    def close(self) -> None:
+        """Let every parameter and optimizer be what it was. No communication."""
+        self._hide()
+        self._unseen += 1
+        for view in [view for ref in [*self._views.values()] if (view := ref()) is not None]:
+            _be_plain(view)
+        for undo in self._undo.values():
+            undo()
+        self._undo.clear()
+        self._optimizers.clear()
+
+    def forget(self) -> None:
+        """To be called on all ranks where gradients may have come or gone."""
+        self._known = None
+
+    def accumulated(self) -> None:
+        """To be called on all ranks after a backward."""
+        self.forget()
+        if self.shows:
+            self.replicas.refresh()
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Inside, all code sees the plain gradients of this rank."""
+        self._plain += 1
+        self._hide()
+        try:
+            yield
+        finally:
+            self._plain -= 1
+            self.forget()
+            if not self._plain:
+                self._show()
+        if self.shows:
+            self.replicas.refresh()
+
+    @property
+    def shows(self) -> bool:
+        """Whether user code sees weights of all stages now."""
+        return not (self._plain or self._unseen)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, weights are those of this rank; no communication."""
+        self._unseen += 1
+        try:
+            yield
+        finally:
+            self._unseen -= 1
+
+    def name_of(self, x: Any) -> str:
+        """The name of the spread parameter that ``x`` is, or is a view of."""
+        return x._of if isinstance(x, WeightView) else self._names[id(x)]
+
+    def spread_name(self, x: Any) -> str | None:
+        """The name of the spread parameter that ``x`` is; None where it is none."""
+        return self._names.get(id(x))
+
+    def holders_of(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a spread parameter."""
+        return self._holders[name]
+
+    def present(self, name: str, value: Any, of: str) -> Any:
+        """``value`` as the function ``name`` needs it to write where the parameter ``of`` is."""
+        return present(self, name, value, {*self._holders[of]})
+
+    def adopt(self, optimizer: Any) -> None:
+        """Let the steps of ``optimizer`` see what is here, but for its closure, in which hooks of the user's run."""
+        if id(optimizer) in self._undo:
+            return
+        before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+        step, zero_grad = optimizer.step, optimizer.zero_grad
+
+        def plain_step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = with_closures(lambda closure: lambda: self._shown(closure), args, kwargs)
+            with self.plain():
+                return step(*args, **kwargs)
+
+        def forgetting(*args: Any, **kwargs: Any) -> Any:
+            self.forget()
+            result = zero_grad(*args, **kwargs)
+            if self.shows:
+                self.replicas.refresh()
+            return result
+
+        marks = {key: value for key, value in getattr(step, "__dict__", {}).items() if key.startswith("_wrapped")}
+        vars(plain_step).update(marks)
+        optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
+        self._optimizers += [one for one in with_inner(optimizer) if "state" in vars(one)]
+        undo = contextlib.ExitStack()
+        undo.callback(_put_back, optimizer, before)
+        with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
+            undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self._show_states()).remove)
+        self._undo[id(optimizer)] = undo.close
+        self._show_states()
+
+    def of(self, parameter: Tensor, held: Tensor | None) -> Tensor | None:
+        """The gradient as user code sees it; ``held`` is this rank's."""
+        name = self._names[id(parameter)]
+        if name not in self.known():
+            return None
+        if held is None and self.sources[name] == self.axis.rank:
+            raise RuntimeError(f"The gradient of {name!r} was removed on pipeline rank {self.axis.rank} alone.")
+        return Gradient(self, name, parameter, held)
+
+    def put(self, parameter: Tensor, value: Tensor | None, here: bool) -> None:
+        """``parameter.grad = value`` in user code; ``here`` says whether this rank holds the parameter."""
+        name = self._names[id(parameter)]
+        if self._known is not None:
+            self._known = self._known - {name} if value is None else self._known | {name}
+        if here:
+            _hold(parameter, value.here if isinstance(value, Gradient) else value)
+        else:
+            _refuse_misfit(parameter, value)
+        self.replicas.set_gradient(name, value)
+
+    def held(self, name: str) -> Tensor | None:
+        """The gradient of the parameter ``name``, where it is."""
+        return _held(self._parameters[name])
+
+    def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
+        """``parameter.grad`` in the code of ``frame``."""
+        held = _held(parameter)
+        if _for_user(frame):
+            return self.of(parameter, held)
+        own = frame.f_globals.get("__name__", "").startswith(_INNER)
+        if not own and is_elsewhere(parameter) and parameter.requires_grad and private.in_backward():
+            raise NotImplementedError(
+                f"{user_line()}: a hook that runs within backward looks at the gradient of "
+                f"{self._names[id(parameter)]!r}, which is on another stage of the pipeline. Do it in "
+                "on_after_backward or on_before_optimizer_step, or use TensorParallelStrategy."
+            )
+        return held
+
+    def write(self, parameter: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
+        """``parameter.grad = value`` in the code of ``frame``."""
+        if _for_user(frame):
+            self.put(parameter, value, not is_elsewhere(parameter))
+        else:
+            _hold(parameter, value)
+
+    def known(self) -> set[str]:
+        """The names of the parameters that have a gradient, on any rank."""
+        if self._known is None:
+            self.meet("looked which parameters have gradients")
+            first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
+            mine = [name for name in first if _held(self._parameters[name]) is not None]
+            self._known = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
+        return self._known
+
+    def meet(self, doing: str) -> None:
+        """Wait for the other ranks, which must do the same."""
+        self.meeting(doing, _ADVICE)
+
+    def _shown(self, closure: Callable[[], Any]) -> Any:
+        before, self._plain = self._plain, 0
+        self._show()
+        try:
+            return closure()
+        finally:
+            self._plain = before
+            self._hide()
+
+    def _show(self) -> None:
+        for p in self._parameters.values():
+            if isinstance(p, ShardedTensor):  # other code asks for its very class
+                p._lender = self  # type: ignore[attr-defined]
+            elif not isinstance(p, _Joint):
+                p.__class__ = self.class_of(_Joint, type(p))
+        for name, x in self._buffers_now():
+            self.show(x, name)
+        self._show_states()
+
+    def _show_states(self) -> None:
+        for optimizer in [] if self._plain else self._optimizers:
+            if not isinstance(optimizer.state, JointState):  # torch puts another one in where it loads
+                optimizer.state = JointState(self, optimizer)
+
+    def _hide(self) -> None:
+        for p in self._parameters.values():
+            vars(p).pop("_lender", None)
+            if isinstance(p, _Joint):
+                p.__class__ = p._plain
+        for _, x in self._buffers_now():
+            _be_plain(x)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer.state, JointState):
+                changed, optimizer.state = optimizer.state.changed, optimizer.state.own
+                if changed:
+                    begin_anew(optimizer)
+
+    def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (buffers, own) in self._buffers.items():
+            x = buffers.get(own)
+            if x is not None and not isinstance(x, ShardedTensor):
+                yield name, x
+
+    def show(self, x: Any, of: str, copied: object | None = None) -> Any:
+        """Let user code see ``x``, on the ranks of the parameter or buffer ``of``, as it sees that one; ``x`` again.
+
+        Args:
+            x: a buffer, a view or a copy.
+            of: the parameter's or buffer's name.
+            copied: what is the same for copies that share memory.
+        """
+        if isinstance(x, Weight):
+            return x
+        key = id(x)
+        x.__class__, x._of, x._copied = self.class_of(WeightView, type(x)), of, copied
+        self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
+        return x
+
+    def class_of(self, way: type, kind: type) -> Any:
+        """The subclass of ``kind`` that begins with ``way``."""
+        if (way, kind) not in self._classes:
+            content = {"_owner": self, "_plain": kind, "__module__": kind.__module__}
+            self._classes[way, kind] = types.new_class(
+                kind.__name__, (way, kind), {}, lambda space: space.update(content)
+            )
+        return self._classes[way, kind]
+
+
+class _Joint(Weight):
+    """What the class of a spread parameter begins with while user code may read it and its gradient."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self._owner.read(_tensor(self), sys._getframe(1))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._owner.write(_tensor(self), value, sys._getframe(1))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def _spread(tensors: Iterable[tuple[str, Tensor]], placement: Placement, axis: Axis) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors if len(placement.of(name, axis.size)) < axis.size}
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path)._buffers, own
+
+
+def _be_plain(x: Tensor) -> None:
+    if isinstance(x, WeightView):
+        x.__class__ = x._plain  # type: ignore[assignment]
+        del x._of, x._copied
+
+
+def _for_user(frame: types.FrameType) -> bool:
+    """Whether the code that runs in ``frame`` is to see the gradients of all stages."""
+    if private.in_backward():  # hooks of a parameter run where it is
+        return False
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith(_INNER):
+        return True
+    zeroes = module == "torch.nn.modules.module" and frame.f_code.co_name == "zero_grad"
+    return zeroes or module == "torch.nn.utils.clip_grad"
+
+
+def _held(parameter: Any) -> Tensor | None:
+    if isinstance(parameter, ShardedTensor):
+        return parameter.own_grad()
+    grad: Tensor | None = _GRAD.__get__(parameter)
+    return grad
+
+
+def _hold(parameter: Tensor, value: Tensor | None) -> None:
+    if isinstance(parameter, ShardedTensor):
+        parameter.set_own_grad(value)
+    else:
+        _GRAD.__set__(parameter, value)
+
+
+def _refuse_misfit(parameter: Tensor, value: Any) -> None:
+    """Raise what ``parameter.grad = value`` raises where the parameter is."""
+
+    def like(x: Tensor) -> Tensor:
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+    _GRAD.__set__(like(parameter), like(value) if isinstance(value, Tensor) else value)
+
+
+def _tensor(parameter: Any) -> Tensor:
+    assert isinstance(parameter, Tensor)
+    return parameter
+
+
+def _put_back(optimizer: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        vars(optimizer).pop(name, None)
+        if value is not None:
+            setattr(optimizer, name, value)

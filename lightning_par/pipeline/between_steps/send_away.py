@@ -1,0 +1,201 @@
+"""Weights over stages: what a rank does not hold is `Elsewhere`, and comes back at the end of the run.
+
+A parameter keeps its identity on the way out and back: the object that the module, a param group or the user holds is
+changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.absent.elsewhere import Elsewhere, Origin, sharding_of
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.broadcast import kind_of, kinds_at, send_to_all, wanted_of
+from lightning_par.sharded.identity import become, swappable
+from lightning_par.sharded.tensor import ShardedTensor, leaf
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks of the pipeline axis hold each tensor of the module.
+
+    Args:
+        holders: first name of a parameter or buffer, as in ``named_parameters()`` and ``named_buffers()``, to ascending
+            indices along the pipeline axis. Tensors that are not named are held by all.
+
+    Example::
+
+        placement = Placement({"embedding.weight": (0, 1), "head.bias": (1,)})
+        assert placement.first("head.bias") == 1 and placement.first("norm.weight") == 0
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+
+    def first(self, name: str) -> int:
+        """The index of the first rank that holds ``name``."""
+        return self.holders.get(name, (0,))[0]
+
+    def of(self, name: str, size: int) -> tuple[int, ...]:
+        """The indices of the ranks that hold ``name``, of ``size`` ranks."""
+        return self.holders.get(name, tuple(range(size)))
+
+
+class Once:
+    """Which parameters count on this rank, so that each counts once along the pipeline axis: at its first holder.
+
+    Args:
+        module: the module that is spread.
+        placement: who holds what.
+        axis: the pipeline axis.
+
+    Example::
+
+        once = Once(module, placement, groups.pipeline)
+        mine = [p for p in module.parameters() if once.counts(p)]
+    """
+
+    def __init__(self, module: nn.Module, placement: Placement, axis: Axis) -> None:
+        self.axis = axis
+        self._first = {id(p): placement.first(name) for name, p in module.named_parameters()}
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one that counts ``parameter``; one that is not the module's counts on the first."""
+        return self._first.get(id(parameter), 0) == self.axis.rank
+
+
+def copies_of(module: nn.Module, holders: Iterable[Any]) -> Iterator[nn.Module]:
+    """The copies of ``module`` that the ``holders`` have in attributes, as callbacks do that average weights."""
+    for value in [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]:
+        for found in value.modules() if isinstance(value, nn.Module) else ():
+            if type(found) is type(module) and found is not module:
+                yield found
+
+
+def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
+    """Give up the memory of every parameter and buffer that this rank does not hold. No communication.
+
+    To be called once the module is equal on all ranks and sharded, before optimizers are made or adopted.
+
+    Args:
+        module: whole, or sharded over another axis.
+        placement: who holds what.
+        axis: the pipeline axis.
+
+    Raises:
+        RuntimeError: something else still holds a parameter's memory, as an autograd graph does.
+    """
+    tensors = [(name, x) for name, x in _named(module) if axis.rank not in placement.of(name, axis.size)]
+    with swappable([*module.modules()]):
+        for name, x in tensors:
+            if not isinstance(x, Elsewhere):
+                origin = Origin(name, placement.holders[name], axis, sharding_of(x))
+                become(x, away_of(x, origin), name)
+    for m in module.modules():
+        for norm in private.weight_norms(m):
+            if isinstance(getattr(m, f"{norm.name}_v"), Elsewhere):  # nor what was computed of it
+                setattr(m, norm.name, torch.empty_like(getattr(m, norm.name), device="meta"))
+
+
+@torch.no_grad()
+def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
+    """Make every parameter and buffer real again on every rank, one at a time. All ranks must call it.
+
+    One that is sharded over another axis comes back sharded like it.
+
+    Args:
+        module: as `send_away` left it, or as it was trained since.
+        axis: the pipeline axis.
+        also: other modules, callbacks and what else may hold copies in attributes, lists, dicts and tuples.
+    """
+    if axis.size == 1:
+        return
+    found: dict[str, Tensor] = {}
+    modules: list[nn.Module] = []
+    seen: set[int] = set()
+    for index, holder in enumerate((module, *also)):
+        held = holder if isinstance(holder, nn.Module) else getattr(holder, "__dict__", {})
+        _find(held, f"{index}", found, modules, seen)
+    asked = [(path, x.origin.holders[0]) for path, x in found.items() if isinstance(x, Elsewhere)]
+    wanted = wanted_of(asked, axis, "unshard")
+    parts = {path: leaf(x) for path, x in found.items() if path in wanted}
+    kinds = kinds_at(wanted, parts, axis, "unshard")
+    with swappable(modules):
+        for path in sorted(kinds):
+            part = send_to_all(parts.get(path), kinds[path], wanted[path], axis, "unshard")
+            x = found.get(path)
+            if isinstance(x, Elsewhere):
+                become(x, _here(x, part), x.origin.name)
+
+
+def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
+    """Buffers that layers made or dropped come or go on the ranks that don't run them, too. All ranks must call it."""
+    here = dict(module.named_buffers(remove_duplicate=False))
+    told: list[dict[str, tuple[Any, ...]]] = axis.all_gather_object(
+        {name: _described(module, name, x) for name, x in here.items() if not isinstance(x, Elsewhere)}, "unshard"
+    )
+    for name, x in here.items():
+        if isinstance(x, Elsewhere) and name not in told[x.origin.holders[0]]:
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner)._buffers[own] = None
+    inner, near = dict(module.named_modules()), next((p.device for p in module.parameters()), torch.device("cpu"))
+    for source, theirs in enumerate(told):
+        for name, (kind, device, persistent) in theirs.items():
+            owner, _, own = name.rpartition(".")
+            if name not in here and kind is not None and owner in inner:
+                shape, dtype = kind
+                place = near if near.type == device else torch.device(device)
+                away = Elsewhere(shape, dtype, place, Origin(name, (source,), axis))
+                inner[owner].register_buffer(own, away, persistent)
+
+
+def _described(module: nn.Module, name: str, x: Tensor) -> tuple[Any, ...]:
+    owner, _, own = name.rpartition(".")
+    kind = None if isinstance(x, ShardedTensor) else kind_of(x)
+    return kind, x.device.type, private.is_persistent(module.get_submodule(owner), own)
+
+
+def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
+    """What ``x`` is on ranks that don't hold it; ``like`` has its shape, dtype and device, if not ``x``."""
+    like = x if like is None else like
+    away = Elsewhere(like.shape, like.dtype, like.device, origin, x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        away._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
+    return away
+
+
+def _here(x: Elsewhere, part: Tensor) -> Tensor:
+    local = part.to(x.device).requires_grad_(x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        local = nn.Parameter(local, requires_grad=x.requires_grad)
+    if x.origin.sharding is None:
+        return local
+    sharded = ShardedTensor(local, *x.origin.sharding)
+    if isinstance(x, nn.Parameter):
+        sharded._is_param = True
+    return sharded
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from list(module.named_parameters())
+    yield from list(module.named_buffers())
+
+
+def _find(value: Any, path: str, found: dict[str, Tensor], modules: list[nn.Module], seen: set[int]) -> None:
+    """Every tensor and module that ``value`` holds; tensors by a path that is the same on all ranks."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found[path] = value
+    elif isinstance(value, nn.Module):
+        modules.append(value)
+        _find(vars(value), path, found, modules, seen)
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _find(item, f"{path}.{key}", found, modules, seen)

@@ -1,0 +1,253 @@
+"""What the run of a step that counts did besides computing, on its way to all ranks of the pipeline.
+
+One rank runs the step for real, under `watched_run.Watch.told`. Its `Effects` travel, and every rank, that one
+included, applies them: the state of the modules and the trainer's results are then the same everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.batch_broadcast import Known, broadcast_batch, refusal
+from lightning_par.pipeline.effects.console import Call, Said, say
+from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
+from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
+from lightning_par.python_state.changes import Change, MappingChange, stored_by
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.effects.watched_run import Watch
+    from lightning_par.python_state.snapshot import Snapshot
+
+_CPU = torch.device("cpu")
+_NOTHING: Any = MappingProxyType({})
+
+
+@dataclass
+class Effects:
+    """What one run of a step did.
+
+    Attributes:
+        logs: the calls of ``self.log``, in order.
+        said: what went to the standard output and to Python's loggers, in order.
+        state: what changed, by the name of the object that changed: attributes of modules, of metrics and of plain
+            objects, buffers, and the content of containers.
+        places: whether an object's entries are its attributes.
+        refused: what the step did that can't be told, in words.
+        raised: the exception that it ended with, where it did.
+        result: the step's return value; the caller sets it.
+        names: of objects that all ranks have, by their ids here; and of what stood in for them in the run.
+        kept: what the ids are of.
+    """
+
+    logs: list[LogRecord] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    state: dict[str, Change] = field(default_factory=dict)
+    places: dict[str, bool] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    raised: Exception | bytes | None = None
+    result: Any = None
+    names: dict[int, str] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+    def travel(
+        self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
+        made: Made = _NOTHING, module: nn.Module | None = None, present: Callable[[], Made] = dict,
+        within: ByPlace = _NOTHING,
+    ) -> Effects:  # fmt: skip
+        """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
+
+        Args:
+            axis: the pipeline axis; all its ranks call this.
+            source: whose effects count; what the others pass is dropped.
+            device: where the process group's tensors live.
+            objects: what all ranks have, by name: it does not travel, each rank goes on with its own.
+            made: what this rank stored itself in a run of the same step without any values of the model.
+            module: what it is made of does not travel, either.
+            present: what this rank has where another has made something: it had made that before.
+            within: what all ranks made within units when the step was recorded.
+
+        Raises:
+            TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
+            Exception: what the step raised, on every rank.
+        """
+
+        def named(made: Made) -> dict[str, Any]:
+            return {place_of_made(*key): x for key, x in made.items()}
+
+        known = Known(self.names, {**objects, **flat(within), **named(made)}, module, lambda: named(present()))
+        sent = replace(self, names={}, kept=[])
+        if (
+            axis.rank == source
+            and not self.refused
+            and self.raised is None
+            and refusal(sent, device, known) is not None
+        ):
+            for place, value in self._left_behind(device, known, made, within):
+                known.add(place, value)
+            self.refused.extend(sent._unsendable(device, known))
+        sent = Effects(refused=self.refused) if self.refused else sent
+        sent = Effects(raised=_packed(self.raised)) if isinstance(self.raised, Exception) else sent
+        arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects", known=known)
+        if arrived.refused:
+            raise TypeError(" ".join(arrived.refused))
+        if isinstance(arrived.raised, bytes):
+            raise self.raised if isinstance(self.raised, Exception) else pickle.loads(arrived.raised)
+        return arrived
+
+    def _left_behind(self, device: torch.device, known: Known, made: Made, within: ByPlace) -> list[tuple[str, Any]]:
+        """What can't travel and has nothing of the model's values in it: each rank has made it for itself."""
+        found = []
+        for name, change in self.state.items():
+            for key, value in stored_by(change).items():
+                if refusal(value, device, known) is None:
+                    continue
+                twin = made.get((name, key))
+                alike = twin is not None and type(twin) is type(value) and not holds_values(twin, self.names)
+                place = place_of_made(name, key) if alike else stand_in_for(value, name, key, within)
+                if place is not None:
+                    found.append((place, value))
+        return found
+
+    def _unsendable(self, device: torch.device, known: Known) -> list[str]:
+        """What can't travel, in words; the parts are tried one by one only if the whole can't."""
+        if refusal(self, device, known) is None:
+            return []
+        reasons = [(place, refusal(part, device, known)) for place, part in self._parts()]
+        return [
+            f"{place} can't be sent to the other ranks of the pipeline: {reason}. All of them need what the step "
+            "stores, logs and returns."
+            for place, reason in reasons
+            if reason is not None
+        ]
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        for record in self.logs:
+            yield f"What self.log({record.name!r}, ...) got", record
+        for name, change in self.state.items():
+            if not isinstance(change, MappingChange):
+                yield f"What the step stored in {name}", change
+                continue
+            for key, value in change.entries.items():
+                yield f"{name}.{key}" if self.places[name] else f"{name}[{key!r}]", (key, value)
+            yield name, (change.inplace, change.deleted, change.order)
+        for said in self.said:
+            yield "What the step gives to a logger", said
+        yield "What the step returns", self.result
+
+
+def _packed(error: Exception) -> bytes:
+    """An exception as others can raise it, in other words where its class can't be sent."""
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:  # the class may want anything to be made
+        packed = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return packed
+
+
+def apply(effects: Effects, lightning_module: Any, watch: Watch, batch: Any, show: bool) -> None:
+    """Do what the run that counts did: change the state, log, print.
+
+    Args:
+        effects: the same on all ranks; see `Effects.travel`.
+        lightning_module: whose step it was. Its ``log`` is called for real, so the trainer's hook is to be on.
+        watch: of the same modules on every rank, in the state before the run.
+        batch: what the step was given.
+        show: whether this rank prints.
+
+    Raises:
+        RuntimeError: another object has changed than this rank has.
+    """
+    snapshot = watch.snapshot()
+    cells = watch.cells(batch) if effects.state else {}
+    for name, change in effects.state.items():
+        if name not in cells:
+            raise RuntimeError(f"The step changes {name}, which is not there on every rank of the pipeline.")
+        cells[name].apply(change)
+    watch.settle(effects.state)
+    for record in effects.logs:
+        _log(record, lightning_module, snapshot)
+    for said in effects.said if show else ():
+        say(said, lightning_module)
+
+
+def _log(record: LogRecord, module: Any, snapshot: Snapshot) -> None:
+    if not isinstance(record.value, MetricReference):
+        module.log(record.name, record.value, *record.args, **record.kwargs)
+        return
+    metric = _metric(record.value.name, module, snapshot)
+    after, metric._forward_cache = metric._forward_cache, record.value.cache
+    try:
+        module.log(record.name, metric, *record.args, **record.kwargs)
+    finally:
+        metric._forward_cache = after
+
+
+def _metric(name: str, module: Any, snapshot: Snapshot) -> Any:
+    cell = snapshot.cells.get(name)
+    return module.get_submodule(name.removeprefix("self.")) if cell is None else cell.owner
+
+
+def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effects:
+    """The effects of a step that ran once for each microbatch, as if it had run once.
+
+    Args:
+        effects: one for each microbatch, of the same structure.
+        join: given the tensors at the same place, one for each microbatch, returns the whole one.
+
+    Returns:
+        The whole; what is no tensor is the last microbatch's.
+
+    Example::
+
+        runs = [Effects(result=torch.full((1,), float(i))) for i in range(3)]
+        assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
+    """
+    whole: Effects = _joined([replace(x, names={}, kept=[], said=[]) for x in effects], join)
+    names = {key: name for x in effects for key, name in x.names.items()}
+    return replace(whole, names=names, kept=[x.kept for x in effects], said=_said([x.said for x in effects], join))
+
+
+def _said(parts: Sequence[list[Said]], join: Callable[[list[Any]], Any]) -> list[Said]:
+    """What loggers are given is joined; of the texts, which a library may say once alone, those of who said most."""
+    calls = iter(_joined([[x for x in part if isinstance(x, Call)] for part in parts], join))
+    return [next(calls) if isinstance(x, Call) else x for x in max(parts, key=len)]
+
+
+def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+    last = values[-1]
+    if isinstance(last, Tensor):
+        return join(values)
+    if isinstance(last, dict):
+        return _filled(last, {key: _joined([value[key] for value in values], join) for key in last})
+    if isinstance(last, tuple) and hasattr(last, "_fields"):
+        return type(last)(*(_joined(list(items), join) for items in zip(*values, strict=True)))
+    if isinstance(last, (list, tuple, deque)):
+        items = [_joined(list(items), join) for items in zip(*values, strict=True)]
+        return deque(items, last.maxlen) if isinstance(last, deque) else type(last)(items)
+    if dataclasses.is_dataclass(last) and not isinstance(last, type):
+        new = copy.copy(last)
+        for part in dataclasses.fields(last):
+            value = _joined([getattr(value, part.name) for value in values], join)
+            object.__setattr__(new, part.name, value)
+        return new
+    return last
+
+
+def _filled(like: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the kind of ``like``, whatever its constructor wants."""
+    new = copy.copy(like)
+    for key, value in entries.items():
+        new[key] = value
+    return new

@@ -1,0 +1,134 @@
+"""What a step logs and says, silenced or recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_par.pipeline.effects.console import Call, Said, heard_of_module, hearing, hearing_loggers, hushed
+from lightning_par.pipeline.run.located import no_events
+from lightning_par.python_state.nested_tensors import map_tensors
+
+
+@dataclass(frozen=True)
+class MetricReference:
+    """A metric by the name under which the module holds it; ``cache`` is its last batch's value."""
+
+    name: str
+    cache: Any
+
+
+@dataclass
+class LogRecord:
+    """One call of ``self.log``: ``value`` is a tensor without graph, a number, or a `MetricReference`."""
+
+    name: str
+    value: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Notes in ``logs`` and ``said`` what a run says.
+
+    Args:
+        module: the LightningModule.
+        logs: where log records go.
+        said: where text goes, and records of Python's loggers.
+        names: the names of watched objects by id.
+    """
+
+    def __init__(self, module: nn.Module, logs: list[LogRecord], said: list[Said], names: dict[int, str]) -> None:
+        self.module = module
+        self.logs = logs
+        self.said = said
+        self.names = names
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.logs.append(LogRecord(name, self._logged(name, value), args, kwargs))
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        heard_of_module(self.said.append, *args, **kwargs)
+
+    def hear(self, said: Said) -> None:
+        """Something is said, with values as they are now."""
+        if isinstance(said, Call):
+            args, kwargs = map_tensors(_as_it_is, (said.args, said.kwargs))
+            said = replace(said, args=args, kwargs=kwargs)
+        self.said.append(said)
+
+    def _logged(self, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _as_it_is(value)
+        if not isinstance(value, Metric):
+            return value
+        known = self.names.get(id(value)) or self._in_unit(value)
+        if known is None:
+            raise ValueError(f"self.log({name!r}, ...) got a metric that is no attribute of the module. Make it one.")
+        return MetricReference(known, value._forward_cache)
+
+    def _in_unit(self, metric: nn.Module) -> str | None:
+        return next((f"self.{name}" for name, module in self.module.named_modules() if module is metric), None)
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    with no_events() as run:
+        return value.detach().clone() if run is None else run.copied(run.followed(value))
+
+
+@contextlib.contextmanager
+def silent(module: nn.Module) -> Iterator[None]:
+    """What ``module`` logs and what is said inside is dropped."""
+    methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "all_gather": _of_one_replica(module)}
+    with _replaced(module, methods), hushed(), hearing_loggers(_trainer(module), _nothing):
+        yield
+
+
+@contextlib.contextmanager
+def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """What ``module`` logs and what is said goes to the ``recorder``."""
+    methods = {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)}
+    heard = hearing(recorder.hear), hearing_loggers(_trainer(module), recorder.hear)
+    with _replaced(module, methods), heard[0], heard[1]:
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    attributes = vars(module)
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+def _of_one_replica(module: nn.Module) -> Callable[..., Any]:
+    """``self.all_gather`` within a step, which runs several times on every rank."""
+
+    def all_gather(data: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = _trainer(module)
+        if trainer is not None and trainer.strategy.groups.data.size > 1:
+            raise NotImplementedError(
+                "self.all_gather within a step of a pipeline with several replicas: log with sync_dist=True, or gather "
+                "what the step returned in on_train_batch_end or on_validation_batch_end."
+            )
+        return data
+
+    return all_gather
+
+
+def _trainer(module: nn.Module) -> Any:
+    return vars(module).get("_trainer")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""

@@ -1,0 +1,88 @@
+"""Random numbers of a stage: torch's keyed by (seed, step, microbatch, event), whatever the other stages drew.
+
+Those of numpy and `random` are one device's, since the step draws them alike in all its runs. A module that is called
+as a whole runs on one rank alone, so it must not draw from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.sharded.random_streams import mix, streams
+
+_DRAWING = frozenset("""
+dropout dropout_ alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout rand_like randn_like
+randint_like bernoulli bernoulli_ uniform_ normal_ normal exponential_ random_ cauchy_ geometric_ log_normal_
+multinomial poisson rrelu rrelu_ gumbel_softmax scaled_dot_product_attention multi_head_attention_forward
+""".split())  # fmt: skip
+
+
+class GlobalDrawError(UnitError):
+    """A module that is called as a whole draws from a global generator of numpy or ``random``.
+
+    Args:
+        units: the module, or those of which it is one.
+    """
+
+    def __init__(self, *units: str) -> None:
+        super().__init__(
+            f"{' or '.join(map(repr, units))} draws from the global generator of numpy or of `random`. It runs on one "
+            "rank of the pipeline, and the others could not draw on where it ended. Draw from torch's generators "
+            "there, or draw in the step and give the module the number.",
+            units[0],
+        )
+
+
+def standing() -> tuple[Any, Any]:
+    """Where the global generators of numpy and ``random`` stand."""
+    return np.random.get_state(), random.getstate()
+
+
+def stand_at(state: tuple[Any, Any]) -> None:
+    """Put the global generators of numpy and ``random`` there."""
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+
+
+def is_standing(state: tuple[Any, Any]) -> bool:
+    """Whether the global generators of numpy and ``random`` stand there."""
+    numpy, python = standing()
+    return python == state[1] and all(np.array_equal(a, b) for a, b in zip(numpy, state[0], strict=True))
+
+
+def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, draws of torch's generators come from a stream of their own; afterwards these stand where they stood.
+
+    Args:
+        key: what the stream is keyed by.
+        what: the torch function or module that is about to run; one that draws nothing costs nothing.
+    """
+    draws = what.training if isinstance(what, nn.Module) else getattr(what, "__name__", "") in _DRAWING
+    return _drawing(key) if draws else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _drawing(key: Sequence[int]) -> Any:
+    seed = mix(*key)
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    state = torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state() if cuda else None
+    event, streams.event = streams.event, key[-1] * 1000
+    torch.default_generator.manual_seed(seed)
+    if cuda:
+        torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        streams.event = event
+        torch.set_rng_state(state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)

@@ -1,0 +1,116 @@
+"""Hooks of the user's on the calls of units and on gradients: ranks have the same, and learn of new ones together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from lightning_par import private
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.python_state.registered_hooks import Holders, HooksCell
+
+_ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
+
+
+class Hooks:
+    """How many hooks there are on the modules within units, as all ranks know it.
+
+    Args:
+        module: the LightningModule, spread.
+        units: the FQNs of its units.
+        axis: the pipeline axis.
+        meeting: of its ranks.
+
+    Attributes:
+        known: the modules that have some, with their number.
+
+    Example::
+
+        hooks.agree()  # on all ranks, before each step
+    """
+
+    def __init__(self, module: nn.Module, units: Collection[str], axis: Axis, meeting: Meeting) -> None:
+        self.axis, self.meeting = axis, meeting
+        self.known: tuple[tuple[str, int], ...] = ()
+        within = {id(m) for unit in units for m in module.get_submodule(unit).modules()}
+        self._modules = [(name, m, id(m) in within) for name, m in module.named_modules()]
+        self._parameters = [*module.named_parameters()]
+        self._first = True
+        self._cell = HooksCell(Holders(module))
+
+    @property
+    def on_parameters(self) -> bool:
+        return any(name.startswith("the parameter ") for name, _ in self.known)
+
+    @property
+    def on_backwards(self) -> bool:
+        """Whether some meet gradients of modules' inputs or outputs."""
+        return any(name.startswith("the backward of ") for name, _ in self.known)
+
+    def agree(self) -> None:
+        """See whether hooks have come or gone. All ranks must call it; they talk at first, and where there are some.
+
+        A hook that removes itself as its layer runs is gone on the rank of the layer alone: the others remove theirs.
+
+        Raises:
+            RuntimeError: they came on some ranks alone.
+        """
+        now = self.now()
+        if self._first:
+            self._first = False
+            self._compare(self.axis.all_gather_object(now, "hooks"))
+        elif self.known or now:
+            if self.known:
+                self.meeting("came to a step with hooks", _ADVICE)
+            else:  # the others know of none, and may not come
+                self.meeting.at_any_time(f"came to a step with hooks {_words(now)}", _ADVICE)
+            told = self.axis.all_gather_object((now != self.known, self._cell.removed()), "hooks")
+            if any(moved for moved, _ in told):
+                for _, removed in told:
+                    self._cell.remove(removed)
+                now = self.now()
+                self._compare(self.axis.all_gather_object(now, "hooks"))
+        if self.known or now:
+            self._cell.renew(())
+        self.known = now
+
+    def _compare(self, told: Sequence[tuple[tuple[str, int], ...]]) -> None:
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise RuntimeError(
+                    f"Hooks on modules are on pipeline rank 0 {_words(told[0])}, and on rank {rank} "
+                    f"{_words(theirs)}. Each would see the modules of its rank alone. {_ADVICE}"
+                )
+
+    def any_of(self, reason: str | None, may_differ: bool = False) -> str | None:
+        """The ``reason`` of the first rank that has one, where hooks, or what else ``may_differ``, go by the rank.
+
+        All ranks must call it.
+        """
+        if not self.known and not may_differ:
+            return reason
+        self.meeting("studied a step anew", "Let all ranks do the same in a step.")  # one alone would wait for ever
+        return next((told for told in self.axis.all_gather_object(reason, "hooks") if told), None)
+
+    def now(self) -> tuple[tuple[str, int], ...]:
+        """The modules that have some now, with their number."""
+        found = [
+            (name, private.number_of_hooks(m)) for name, m, within in self._modules if within and private.has_hooks(m)
+        ]
+        found += [
+            (f"the backward of {name}", n) for name, m, _ in self._modules if (n := private.number_of_backward_hooks(m))
+        ]
+        found += [
+            (f"the parameter {name}", n) for name, p in self._parameters if (n := private.number_of_leaf_hooks(p))
+        ]
+        everywhere, backwards = len(private.hooks_on_all()), len(private.backward_hooks_on_all())
+        found += [("all modules", everywhere)] * (everywhere > backwards)
+        return (*found, *[("the backward of all modules", backwards)] * bool(backwards))
+
+
+def _words(hooks: tuple[tuple[str, int], ...]) -> str:
+    if not hooks:
+        return "nowhere"
+    return "on " + ", ".join(name if count == 1 else f"{name} ({count})" for name, count in hooks)

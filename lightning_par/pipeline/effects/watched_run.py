@@ -1,0 +1,306 @@
+"""What a run of the user's step may change besides computing: watched, undone, or told.
+
+A step runs several times on every rank of a pipeline, and counts once. See `lightning_par.pipeline.effects.effects` for
+what becomes of the run that counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import copy_context
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.pipeline.effects.effects import Effects
+from lightning_par.pipeline.effects.logged_outputs import Recorder, recorded, silent
+from lightning_par.pipeline.effects.metrics import Around, StandIns, calling
+from lightning_par.pipeline.program.step import Step
+from lightning_par.pipeline.run.located import UnitCall
+from lightning_par.python_state.changes import Change, MappingChange, stored_by
+from lightning_par.python_state.mutable_objects import Cell
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.reachable import ATOMS
+from lightning_par.python_state.registered_hooks import Holders, HooksCell
+from lightning_par.python_state.snapshot import Snapshot, kept, reading, too_large
+from lightning_par.python_state.spare_tensors import Spares
+from lightning_par.python_state.training_modes import ModesCell
+from lightning_par.python_state.user_code import is_users_code, packages_of
+
+T = TypeVar("T")
+
+
+class Watch:
+    """The Python state that a step reaches outside units, so that a run of it can be undone, or told.
+
+    Args:
+        lightning_module: whose step is run.
+        modules: the container-level modules by FQN, ``lightning_module`` itself (``""``) and metrics included.
+        around: called for each outermost call of a metric's ``forward``, ``update`` or ``compute`` as ``around(name,
+            metric, call, args, kwargs)``; what it returns is the call's result. ``call`` is the metric's own method in
+            a run that counts, and gives a value of the same structure, without touching the metric, in one that
+            does not.
+
+    Example::
+
+        watch = Watch(module, [("", module)])
+        with watch.undone(batch):
+            module.training_step(batch, 0)
+        with watch.told(batch) as effects:
+            effects.result = module.training_step(batch, 0)
+        effects = effects.travel(axis, source=axis.size - 1, objects=watch.objects(batch))
+        apply(effects, module, watch, batch, show=axis.rank == 0)
+    """
+
+    def __init__(
+        self, lightning_module: Any, modules: Sequence[tuple[str, nn.Module]], around: Around | None = None
+    ) -> None:
+        self.lightning_module = lightning_module
+        self.modules = [(f"self.{fqn}" if fqn else "self", module) for fqn, module in modules]
+        self.around = around
+        self.made: dict[tuple[str, Any], Any] = {}  # what this rank's last run that was asked to `keep` stored anew
+        containers = {id(module) for _, module in modules}
+        named = lightning_module.named_modules()
+        self._units = {id(m): f"self.{fqn}" for fqn, m in named if id(m) not in containers}
+        self._packages = packages_of(lightning_module)
+        self._classes: dict[int, type] = {}  # of objects in batches
+        self._snapshot: Snapshot | None = None
+        self._stand_ins = StandIns()
+        self._spares, self._spares_of_batch = Spares(), Spares()
+        self.units = [path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), UnitCall)]
+        self._inner: list[tuple[str, nn.Module]] = []
+        self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
+        self._holders = Holders(lightning_module)
+        self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
+
+    @contextlib.contextmanager
+    def undone(self, batch: Any = None, keep: bool = False) -> Iterator[None]:
+        """Whatever the run inside does to the state is undone; its logs, prints and metric updates do nothing.
+
+        Args:
+            batch: what the step is given.
+            keep: whether `made` gets what the run stored.
+
+        Raises:
+            RuntimeError: the run changed something in place that is too large to be copied.
+        """
+        state = self.snapshot()
+        with self._lent(state, batch, keep=keep) as refused:
+            with silent(self.lightning_module), calling(state.metrics, self.around, self._stand_ins.call):
+                yield
+        if refused:
+            raise RuntimeError(" ".join(refused))
+
+    @contextlib.contextmanager
+    def told(self, batch: Any = None, whole: bool = True) -> Iterator[Effects]:
+        """The run inside counts: afterwards the `Effects` hold what it did, and the state is put back here, too.
+
+        Args:
+            batch: what the step is given.
+            whole: whether what becomes of the batch counts; a part's does not.
+        """
+        state, effects = self.snapshot(), Effects()
+        recorder = Recorder(self.lightning_module, effects.logs, effects.said, state.names)
+        with self._lent(state, batch, effects, whole) as refused:
+            with recorded(self.lightning_module, recorder), calling(state.metrics, self.around, None):
+                yield effects
+        effects.refused += refused
+
+    @contextlib.contextmanager
+    def _lent(
+        self, state: Snapshot, batch: Any, effects: Effects | None = None, whole: bool = True, keep: bool = False
+    ) -> Iterator[list[str]]:
+        """Inside a run may change all that ``state`` knows, and the batch; gives what it must not have done."""
+        plain = type(batch) is Tensor or type(batch) is tuple and all(type(x) is Tensor for x in batch)
+        given = None if plain and effects is None else self._of_batch(state, batch)
+        as_is = {id(x) for x in tensors_in(batch)}
+        refused: list[str] = []
+        state.lend(self._spares, as_is)
+        if given is not None:
+            given.lend(self._spares_of_batch, as_is)
+        held = [x for x in (state, given) if x is not None]
+        try:
+            with reading([name for x in held for name in x.locked()]):
+                yield refused
+            if keep:
+                self.made = _made([x.changes() for x in held])
+            if effects is not None:
+                _tell(effects, state)
+                if given is not None and whole:
+                    _tell(effects, given)
+        finally:
+            overwritten = [place for x in held for place in x.restore()]
+        if overwritten:
+            refused.append(too_large(overwritten))
+
+    def widen(self, units: Collection[str]) -> None:
+        """Look at what the code of these units and their hooks reaches, too; it is the same for all runs of a step."""
+        inner = [m for path in sorted(units) for m in self._within(path)]
+        found = (*units, *private.hooks_on_all(), *(hook for _, m in inner for hook in private.hooks_on(m)))
+        if len(found) != len(self._widened) or any(a is not b and a != b for a, b in zip(found, self._widened)):
+            self._widened, self._inner, self._snapshot = found, inner, None
+
+    def take_in(self, units: Collection[str]) -> None:
+        """From now on look at what these units hold, too: code outside of them changes it, and they don't."""
+        outer = [(f"self.{name}", m) for path in sorted(units) for name, m in self._within(path)]
+        if outer != self._outer:
+            self._outer, self._snapshot = outer, None
+
+    def with_unit(self, path: str) -> tuple[Snapshot, set[str]]:
+        """What is there now, the unit's own attributes included, and the names of these."""
+        inner = [(f"self.{name}", m) for name, m in self._within(path)]
+        apart = {key: name for key, name in self._units.items() if all(key != id(m) for _, m in inner)}
+        snapshot = self._walked(apart, hooks=False)
+        return snapshot, set(snapshot.add_units(inner))
+
+    def everything(self, parameters: bool = False, hooks: bool = False) -> tuple[Snapshot, set[str]]:
+        """What is there now, within units, too, with all that hooks reach; and what units alone hold.
+
+        Args:
+            parameters: whether to look at hooks on parameters, too, which are off while the stages' backwards run.
+            hooks: whether hooks that come and go are a change: ranks agree on these before the next step.
+        """
+        inner = [(f"self.{name}", m) for path in self.units for name, m in self._within(path)]
+        within = {id(m) for _, m in inner}
+        snapshot = self._walked({key: name for key, name in self._units.items() if key not in within}, hooks)
+        own = set(snapshot.add_units(inner))
+        for name, p in self.lightning_module.named_parameters() if parameters else ():
+            for n, hook in enumerate(hook for hooks in private.hooks_of(p) for hook in hooks.values()):
+                snapshot.add(f"hook {n} of {name}", hook)
+        return snapshot, own
+
+    def names(self) -> dict[int, str]:
+        """In a run, the names of what was there before it, by the ids of that and of what stands in for it."""
+        return {} if self._snapshot is None else {**self._snapshot.names, **self._snapshot.stand_ins()}
+
+    def _within(self, path: str) -> list[tuple[str, nn.Module]]:
+        return users_within(self.lightning_module.get_submodule(path), path, self._packages)
+
+    def snapshot(self) -> Snapshot:
+        """What the modules hold now, the same as before if they still hold it."""
+        if self._snapshot is None or not self._snapshot.renew():
+            self._snapshot = None  # what it alone holds is let go
+            self._snapshot = self._walked()
+        return self._snapshot
+
+    def settle(self, changed: Iterable[str]) -> None:
+        """The objects of these names have changed for good: what they held is let go."""
+        self.made = {}
+        cells = {} if self._snapshot is None else self._snapshot.cells
+        if not all(cells[name].renew(ATOMS) for name in changed if name in cells):
+            self._snapshot = None
+
+    def _walked(self, apart: dict[int, str] | None = None, hooks: bool = True) -> Snapshot:
+        apart, outer = self._units if apart is None else apart, {id(m) for _, m in self._outer}
+        known = {id(m) for _, m in self.modules} | self._units.keys()
+        late = [
+            (f"self.{n}", m) for n, m in self.lightning_module.named_modules() if id(m) not in known
+        ]  # on_fit_start
+        modules, apart = [*self.modules, *late], {key: x for key, x in apart.items() if key not in outer}
+        snapshot = Snapshot(modules, self._packages, apart)
+        snapshot.add_units(self._outer)
+        for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
+            snapshot.add(kind.__qualname__, kind)
+        for name, m in self._inner:
+            for n, hook in enumerate(private.hooks_on(m)):
+                snapshot.add(f"hook {n} of {name}", hook)
+        within = {name: m for name, m in self.lightning_module.named_modules() if id(m) in self._units}
+        snapshot.cells[ModesCell.NAME] = ModesCell(within)
+        if hooks:
+            snapshot.cells[HooksCell.NAME] = HooksCell(self._holders)
+        return snapshot
+
+    @property
+    def hooks(self) -> HooksCell:
+        """Those that hung when the run that is on began."""
+        found = self.snapshot() if self._snapshot is None else self._snapshot
+        return cast(HooksCell, found.cells[HooksCell.NAME])
+
+    def _of_batch(self, state: Snapshot, batch: Any) -> Snapshot | None:
+        """What the batch holds, None if that is nothing but tensors."""
+        if batch is None:
+            return None
+        given = Snapshot([], self._packages, state.names, code=False)
+        given.add("batch", batch)
+        new = {id(kind): kind for kind in given.classes if id(kind) not in self._classes}
+        for kind in new.values():
+            state.add(kind.__qualname__, kind)
+        self._classes.update(new)
+        return given
+
+    def cells(self, batch: Any = None) -> dict[str, Cell]:
+        """Everything that may change, by name."""
+        state = self.snapshot()
+        given = self._of_batch(state, batch)
+        return state.cells if given is None else {**state.cells, **given.cells}
+
+    def present(self, batch: Any = None) -> dict[tuple[str, Any], Any]:
+        """What is there now, by the name of the object that holds it and where in it."""
+        return {(name, key): value for name, cell in self.cells(batch).items() for key, value in cell.items()}
+
+    def objects(self, batch: Any = None) -> dict[str, Any]:
+        """Everything that has a name, the same on all ranks."""
+        state = self.snapshot()
+        given = self._of_batch(state, batch)
+        return state.objects if given is None else {**state.objects, **given.objects}
+
+
+def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
+    named = unit.named_modules(prefix=path)
+    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or private.hooks_on(m)]
+
+
+LENT = "argument "
+"""What the names of modules that a unit is given begin with."""
+
+
+def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequence[nn.Module] = ()) -> Snapshot | None:
+    """All that code which runs in a unit reaches, modules ``lent`` to it too; None if none of it is the user's."""
+    inner = users_within(unit, path, packages)
+    if not inner and not private.hooks_on_all():
+        return None
+    state = Snapshot([], packages)
+    for name, m in inner:
+        for n, hook in enumerate(private.hooks_on(m)):
+            state.add(f"hook {n} of {name}", hook)
+    state.add_units(inner)
+    state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])
+    return state
+
+
+def untraced(trial: Callable[..., T]) -> Callable[..., T]:
+    """``trial`` runs a step, its first argument, on a copy of the module; whatever that shares is put back."""
+
+    @functools.wraps(trial)
+    def run(step: Step, *args: Any, **kwargs: Any) -> T:
+        with kept(step.module, step.batch, {id(x) for x in tensors_in(step.batch)}):
+            return copy_context().run(trial, step, *args, **kwargs)  # a ContextVar can't be left without a value again
+
+    return run
+
+
+def _tell(effects: Effects, state: Snapshot) -> None:
+    for name, change in state.changes().items():
+        cell = state.cells[name]
+        if cell.fixed is None:
+            effects.state[name] = change
+            effects.places[name] = cell.dotted
+            continue
+        mapping = isinstance(change, MappingChange)
+        places = ", ".join(map(cell.place, [*change.entries, *change.deleted])) if mapping else name
+        effects.refused.append(cell.fixed.format(places=places))
+    effects.names.update(state.names)
+    effects.names.update(state.stand_ins())
+    effects.kept.append((state, [cell.lent for cell in state.cells.values() if cell.lent]))
+
+
+def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:
+    """What was stored anew, by the name of the object that holds it and where in it."""
+    found: dict[tuple[str, Any], Any] = {}
+    for name, change in ((name, change) for each in changes for name, change in each.items()):
+        found.update(((name, key), value) for key, value in stored_by(change).items())
+    return found

@@ -1,0 +1,84 @@
+"""From a module to the stages of a pipeline, which follow one another in the order of execution."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from lightning_par.mesh.layout import Groups
+from lightning_par.pipeline.plan.schedule import make_forward_schedule, make_schedule, place_stages
+from lightning_par.pipeline.plan.settings import Settings
+from lightning_par.pipeline.plan.stage_order import PipelineOrder
+from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
+from lightning_par.pipeline.plan.stage_ranges import Homes, Row
+from lightning_par.pipeline.plan.table import show_stages
+from lightning_par.pipeline.plan.units import Call
+from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
+from lightning_par.pipeline.stages import Spread, uncalled
+
+BUBBLE = 0.1  # that "auto" cuts the batch for
+
+
+class RowSpread(Spread):
+    """One module over the stages of a pipeline.
+
+    Args:
+        groups: the mesh axes.
+        settings: what the user asked for.
+        timeout: of process groups.
+    """
+
+    takes_one = "microbatches='auto', which takes 1 here"
+
+    def __init__(self, groups: Groups, settings: Settings, timeout: timedelta) -> None:
+        super().__init__(groups, settings.microbatches, settings.allow_batch_coupling, timeout)
+        self.settings = settings
+        self.stages = settings.stage_count(self.axis.size)
+        self.at = place_stages(settings.schedule, self.axis.size, self.stages)
+
+    def plan(self, module: nn.Module, root: Call, opened: Collection[str]) -> tuple[StagePlan, Row]:
+        asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
+        name, wishes = type(module).__name__, self.settings.stages
+        plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)
+        homes: dict[str, tuple[int, ...]] = {}
+        for path, stage in plan.calls:
+            homes[path] = (*homes.get(path, ()), stage)
+        return plan, Row({**homes, **_homes_in_order(module, homes, uncalled(module, homes, opened))}, self.at)
+
+    def order(self) -> PipelineOrder:
+        return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        # From the last to the first go forwards that run through all stages again.
+        return sorted({(a, b) for a, b in zip((*self.at, *self.at), self.at[1:] + self.at[:1]) if a != b})
+
+    def automatic(self, samples: int) -> int:
+        name, ranks = self.settings.schedule, self.axis.size
+        count = microbatches_for(name, ranks, BUBBLE, most=samples, stages=self.stages)
+        bubble = predicted_bubble(name, ranks, count, stages=self.stages)
+        enough = "for a bubble of at most 10%" if bubble <= BUBBLE else f"as many as a batch has samples ({samples})"
+        self.reason = f"'auto', {enough}"
+        return count
+
+    def show(self, plan: Any, module: nn.Module, program: Program | None, trains: bool, seconds: float) -> None:
+        schedule = make_forward_schedule(self.at, self.microbatches)
+        if trains:
+            schedule = make_schedule(self.settings.schedule, self.axis.size, self.microbatches, self.stages)
+        show_stages(plan, schedule, self.reason, self.placement.holders, module, self.groups.layout, seconds)
+
+
+def _homes_in_order(module: nn.Module, homes: Homes, paths: Collection[str]) -> Homes:
+    """A home for each of ``paths``, which no recorded step called: after the unit that was made before it.
+
+    Modules are mostly called in the order in which they were made. Where another is, each unit's home fits.
+    """
+    stage, found = 0, {}
+    for path, _ in module.named_modules():
+        stage = max(homes.get(path, (stage,)))
+        if path in paths:
+            found[path] = (stage,)
+    return found

@@ -1,0 +1,160 @@
+"""The pipeline's plan: which call of which module belongs to which stage.
+
+A pure function of the recorded calls, the number of stages and the user's wishes; printable, tested without a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
+from lightning_par.pipeline.plan.units import Call, choose_units, list_names, unit_calls, walk
+from lightning_par.pipeline.plan.user_stages import Asker, Wishes, check_wishes, cut_stages, glob_stages
+
+__all__ = ["Stage", "StagePlan", "Wishes", "check_wishes", "make_stage_plan"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the pipeline.
+
+    Attributes:
+        index: its place in the pipeline.
+        units: the modules called in it as a whole, in execution order.
+        flops: of its calls, in the forward of the whole batch.
+        share: its part of the cost of all stages.
+        numel: parameters of its units.
+    """
+
+    index: int
+    units: tuple[str, ...]
+    flops: float
+    share: float
+    numel: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The stages, and where each call runs.
+
+    Attributes:
+        stages: every stage in order. A unit called in several stages is in each of them.
+        calls: every call of a unit in execution order, with its stage.
+    """
+
+    stages: tuple[Stage, ...]
+    calls: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def _stages_by_unit(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for path, stage in self.calls:
+            found.setdefault(path, []).append(stage)
+        return found
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """All units, in execution order."""
+        return tuple(self._stages_by_unit)
+
+    def stage_of_call(self, path: str, occurrence: int = 0) -> int:
+        """The stage of a call of the unit ``path``, of its first one or of the one that comes ``occurrence`` later.
+
+        Raises:
+            ValueError: the recorded step has no such call.
+        """
+        stages = self._stages_by_unit.get(path, [])
+        if not 0 <= occurrence < len(stages):
+            raise ValueError(
+                f"the recorded step calls {path!r} {len(stages)} times, so it has no call {occurrence + 1}."
+            )
+        return stages[occurrence]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"stage {stage.index}: {list_names(stage.units)} "
+            f"({stage.share:.1%} of the cost, {stage.numel:,} parameters)"
+            for stage in self.stages
+        )
+
+
+def make_stage_plan(
+    root: Call,
+    stages: int,
+    wishes: Wishes | None = None,
+    *,
+    opened: Collection[str] = (),
+    asker: str = "PipelineParallelStrategy",
+    module: str = "the LightningModule",
+) -> StagePlan:
+    """Give each call of a module its stage: as ``wishes`` say, or else so that the slowest stage is as fast as can be.
+
+    Args:
+        root: the recorded step.
+        stages: how many there shall be.
+        wishes: the stage of each module name or pattern, or the names of the first modules of the stages 1, 2, ...
+        opened: names of modules that must not be called as a whole.
+        asker: what needs the stages, for messages: "PipelineParallelStrategy over 4 ranks with schedule '1f1b'".
+        module: what the user calls the module, for messages.
+
+    Raises:
+        TypeError: ``wishes`` are of another type.
+        ValueError: ``wishes`` name an unknown module, leave one out, send values backwards or do not fit ``stages``; or
+            there are fewer modules than stages.
+
+    Example::
+
+        net = Call("", 4, 8, (Call("up", 2, 4), Call("down", 2, 4)))
+        assert make_stage_plan(net, 2).calls == (("up", 0), ("down", 1))
+        assert str(make_stage_plan(net, 2, ["down"])).startswith("stage 0: up (50.0% of the cost, 4 parameters)")
+    """
+    if stages < 1:
+        raise ValueError(f"{asker} needs {stages} stages: there must be at least 1.")
+    check_wishes(wishes)
+    who = Asker(asker, module, stages)
+    if wishes is None:
+        calls = unit_calls(root, choose_units(root, stages, opened=opened))
+        _check_count(root, calls, who)
+        starts = split(calls, stages)
+        places = [sum(start <= i for start in starts) - 1 for i in range(len(calls))]
+    elif isinstance(wishes, Mapping):
+        calls, places = glob_stages(root, wishes, who, opened)
+    else:
+        calls, places = cut_stages(root, wishes, who, opened)
+    return StagePlan(
+        tuple(_stage(index, calls, places) for index in range(stages)),
+        tuple((call.path, place) for call, place in zip(calls, places)),
+    )
+
+
+def _stage(index: int, calls: Sequence[UnitCall], places: Sequence[int]) -> Stage:
+    costs = costs_of(calls)
+    mine = [i for i, place in enumerate(places) if place == index]
+    numels = {calls[i].path: calls[i].numel for i in mine}
+    return Stage(
+        index,
+        tuple(numels),
+        sum(calls[i].flops for i in mine),
+        sum(costs[i] for i in mine) / sum(costs),
+        sum(numels.values()),
+    )
+
+
+def _check_count(root: Call, calls: Sequence[UnitCall], who: Asker) -> None:
+    units = tuple(dict.fromkeys(call.path for call in calls))
+    if len(units) >= who.stages:
+        return
+    if not units:
+        raise ValueError(f"{who.name} needs {who.stages} stages, but {who.module} calls no module with parameters.")
+    closed: dict[str, list[str]] = {}
+    for call in walk(root):
+        if call.path in units and call.children and call.closed:
+            closed.setdefault(call.closed, []).append(call.path)
+    reasons = ", ".join(f"{list_names(paths)} ({reason})" for reason, paths in closed.items())
+    why = f" What can't be taken apart: {reasons}." if closed else ""
+    raise ValueError(
+        f"{who.name} needs {who.stages} stages, but {who.module} has only {len(units)} modules with parameters to "
+        f"place: {list_names(units)}.{why} Use fewer devices, or a schedule with fewer stages a rank."
+    )

@@ -1,0 +1,129 @@
+"""What depends on the batch alone, in all the runs of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.pipeline.run.located import Key, writes_into
+from lightning_par.python_state import generators
+from lightning_par.python_state.mutable_objects import note_write
+from lightning_par.python_state.nested_tensors import tensors_in
+
+
+class Memo:
+    """What depends on the batch alone: computed once a step, the same objects in every run of it.
+
+    But a function that writes into a tensor of the module's, or returns a view of one, runs in every run of the step:
+    each has copies of the module's tensors. Lists and arrays, which a run may change, are handed out as they were.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.results: dict[int, Any] = {}
+        self.keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
+        self.anew: dict[int, list[tuple[torch.Generator, Tensor]]] = {}
+        """Events that run every time, and the generators that they draw from, as they stood before."""
+        self.standing: tuple[Any, Any] | None = None
+        """Where numpy's and Python's global generators stand all through the step, None where it draws from them."""
+        self._drawn: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # by other events: generators, after them
+        self._arrays: dict[int, np.ndarray[Any, Any]] = {}  # what was in an array when it was made
+        self._views: dict[int, Any] = {}  # of the module's tensors, by id
+        self._bases: dict[int, list[Tensor]] = {}  # what they are views of
+        self._copies: dict[int, Tensor] = {}
+
+    def compute(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """The first run's result."""
+        may_write = writes_into(getattr(func, "__name__", "")) or "out" in kwargs
+        before = generators.states_of(_drawn_from(args, kwargs, may_write))
+        result = func(*args, **kwargs)
+        if not touches_state(func, args, kwargs, result, self.is_state):
+            own = [generator for generator, _ in before if _is_given(generator, kwargs)]
+            if own:
+                self._drawn[event] = generators.states_of(own)
+            return self.keep(event, result)
+        self.anew[event] = before
+        return self._state(event, func, (args, kwargs), result)
+
+    def again(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an event in a later run."""
+        if event not in self.anew:
+            if event not in self.results:
+                return self.keep(event, func(*args, **kwargs))
+            generators.set_states(self._drawn.get(event, ()))
+            return self._as_made(event)
+        before = self.anew[event]
+        now = generators.states_of(generator for generator, _ in before)
+        generators.set_states(before)
+        try:
+            return self._state(event, func, (args, kwargs), func(*args, **kwargs))
+        finally:  # a generator that the step was given has drawn; a global one goes on as it would have
+            generators.set_states((generator, state) for generator, state in now if not _is_given(generator, kwargs))
+
+    def _state(self, event: int, func: Any, given: Any, result: Any) -> Any:
+        """A function wrote into a tensor of the module's, or made a view of one."""
+        own = [x for x in tensors_in(given) if self.is_state(x)]
+        wrote = writes_into(getattr(func, "__name__", ""))
+        for x in own[:1] if wrote else ():
+            for base in (x, *self._bases.get(id(x), ())):
+                note_write(base)  # through `.data` no version counts it
+        for n, x in enumerate(tensors_in(result)):
+            self._views[id(x)] = x
+            self.keys[id(x)] = (event, n)
+            if not wrote:
+                self._bases[id(x)] = [base for y in own for base in (y, *self._bases.get(id(y), ()))]
+        return result
+
+    def copied(self, x: Tensor) -> Tensor | None:
+        """The one copy of a tensor of the batch alone, None of others."""
+        return None if self.is_state(x) else self._copies.setdefault(id(x), x.detach().clone())
+
+    def is_state(self, x: Tensor) -> bool:
+        """Whether the module held it before the step, or it is a view of such a tensor."""
+        return id(x) not in self.keys or id(x) in self._views
+
+    def keep(self, event: int, result: Any) -> Any:
+        self.results[event] = result
+        self.keys.update((id(x), (event, n)) for n, x in enumerate(tensors_in(result)))
+        if isinstance(result, np.ndarray):
+            self._arrays[event] = result.copy()
+        return _own(result)
+
+    def _as_made(self, event: int) -> Any:
+        result = self.results[event]
+        if event in self._arrays and result.tobytes() != self._arrays[event].tobytes():
+            result[...] = self._arrays[event]
+        return _own(result)
+
+
+def _own(value: Any) -> Any:
+    """Lists of numbers, such as `tolist` makes, are the run's own."""
+    return [_own(x) for x in value] if type(value) is list else value
+
+
+def _drawn_from(args: Any, kwargs: Any, may_write: bool) -> list[torch.Generator]:
+    """The generators from which a function may draw into a tensor that it is given, or that it is given."""
+    given = [x for x in kwargs.values() if isinstance(x, torch.Generator)]
+    if given or not may_write:
+        return given
+    devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    return [generator for device in devices if (generator := generators.default(device)) is not None]
+
+
+def _is_given(generator: torch.Generator, kwargs: Any) -> bool:
+    return any(x is generator for x in kwargs.values())
+
+
+def touches_state(func: Any, args: Any, kwargs: Any, result: Any, is_state: Callable[[Tensor], bool]) -> bool:
+    """Whether a function of the batch alone writes into a tensor of the module's, or returns it or a view of it."""
+    own = [x for x in tensors_in((args, kwargs)) if is_state(x)]
+    if not own:
+        return False
+    if writes_into(getattr(func, "__name__", "")) and any(x is args[0] for x in own):
+        return True
+    storages = {x.untyped_storage().data_ptr() for x in own} - {0}
+    return any(x.untyped_storage().data_ptr() in storages for x in tensors_in(result))

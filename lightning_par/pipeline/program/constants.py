@@ -1,0 +1,65 @@
+"""What a step's events are given beside values of the model: numbers, and tensors of the batch alone, by content.
+
+Two runs whose placeholders for unknown numbers differ, but whose constants agree, used none of those numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_par import private
+from lightning_par.mesh.raw_bytes import raw_bytes
+
+_MUCH = 4096  # elements
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def constants_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any, ...]:
+    """Whatever is known of ``value`` without any value of the model; equal for equal contents.
+
+    Args:
+        value: a function's arguments, or its result.
+        is_located: whether a tensor depends on the model.
+
+    Example::
+
+        assert constants_of((2.0, [torch.ones(1)]), lambda x: False) == constants_of((2.0, [torch.ones(1)]), bool)
+    """
+    return tuple(_content(leaf, is_located) for leaf in tree_leaves(value))
+
+
+def words_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any, ...]:
+    """As `constants_of`, of which large tensors give their shapes alone: for what is called very often."""
+
+    def word(x: Any) -> Any:
+        large = isinstance(x, (Tensor, np.ndarray)) and math.prod(x.shape) > _MUCH
+        hidden = isinstance(x, Tensor) and private.in_functorch()  # what a transform wraps has no storage
+        return tuple(x.shape) if large or hidden else _content(x, is_located)
+
+    return tuple(map(word, tree_leaves(value)))
+
+
+def _content(leaf: Any, is_located: Callable[[Tensor], bool]) -> Any:
+    if isinstance(leaf, Tensor):
+        return "value" if is_located(leaf) or leaf.is_meta else _of_tensor(leaf)
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, hashlib.sha1(np.ascontiguousarray(leaf).tobytes()).digest()
+    if isinstance(leaf, (*_PLAIN, torch.dtype, np.generic)):
+        return repr(leaf)  # a NaN equals itself
+    if isinstance(leaf, slice):
+        return tuple(_content(x, is_located) for x in (leaf.start, leaf.stop, leaf.step))
+    return type(leaf)
+
+
+def _of_tensor(x: Tensor) -> Any:
+    if x.layout != torch.strided:
+        return tuple(x.shape)
+    return tuple(x.shape), hashlib.sha1(raw_bytes(x.detach().cpu().contiguous()).numpy().tobytes()).digest()

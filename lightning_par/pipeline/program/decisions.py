@@ -1,0 +1,116 @@
+"""What a step decides by numbers of the whole batch, which is cut into microbatches, none of which has them.
+
+A guard, as ``if torch.isnan(loss): raise``, leads to the same program or to an exception, so that microbatches can go
+by the answer that does not raise. What lies behind the last unit runs once more on the whole batch, where the guard
+sees the true value and raises as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.pipeline.run.located import Key, Program
+from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.sharded.tensor import full
+from lightning_par.trial.guesses import TRIES, EndlessError, Guesses
+from lightning_par.trial.guesses import Key as Question
+
+Outline = tuple[Any, ...]
+Again = Callable[[Guesses], tuple[Analysis, Any]]
+
+
+def follow_decisions(run: Analysis, again: Again, whole: Again, program: Program) -> None:
+    """See that whatever the step decides, it does the same or raises.
+
+    Args:
+        run: the recorded run.
+        again: runs the step by other guesses.
+        whole: as ``again``, where samples may mix: a branch that ends in an exception may look at all of them.
+        program: that was made of ``run``.
+
+    Raises:
+        SamplesMixError: a decision leads elsewhere, or comes before the last unit, where only microbatches are.
+    """
+    if not run.guesses.decided:
+        return
+    early = program.plain_effects or any(event.kind == "read" for event in run.events[: run.tail])
+    waiting: list[tuple[Guesses, frozenset[Question]]] = [(run.guesses, frozenset())]
+    outline, seen = _outline(run), 1
+    while waiting:
+        guesses, flipped = waiting.pop()
+        for place in guesses.decided:
+            if place in flipped:
+                continue
+            seen += 1
+            other = Guesses(guesses.with_other(place))
+            if early or seen > TRIES or not (_leads_to(again, other, outline) or _raises(whole, other)):
+                file, line, _ = place[1]
+                raise SamplesMixError(f"the step decides by a value of the whole batch at {file}:{line}")
+            if other.ended:
+                waiting.append((other, flipped | {place}))
+
+
+def _leads_to(again: Again, guesses: Guesses, outline: Outline) -> bool:
+    """Whether by these guesses the step does what ``outline`` says."""
+    try:
+        other, _ = again(guesses)
+    except (Exception, EndlessError):
+        return False
+    guesses.ended = True
+    return _outline(other) == outline
+
+
+def _raises(whole: Again, guesses: Guesses) -> bool:
+    """Whether the user's code raises by these guesses, at an answer that no microbatch goes by."""
+    try:
+        whole(Guesses(guesses.patterns))
+    except (Exception, EndlessError) as error:
+        return _is_users(error)
+    return False
+
+
+def _outline(run: Analysis) -> Outline:
+    """All that a program is made of, and what is returned. Reading a number, as for a message, changes nothing."""
+    kept = [index for index, event in enumerate(run.events) if event.kind != "read"]
+    place = {index: n for n, index in enumerate(kept)}
+
+    def moved(key: Key | None) -> Key | None:
+        return key if key is None else (place.get(key[0], key[0]), key[1])
+
+    events = [(run.events[i].func, run.events[i].kind, [*map(moved, run.events[i].inputs)]) for i in kept]
+    constants = [(place[index], found) for index, found in run.constants if index in place]
+    returned = [moved(run.keys.get(id(x))) for x in run.returned]
+    return events, constants, returned, {moved(run.keys.get(id(x))) for x in run.effects}
+
+
+def _is_users(error: BaseException) -> bool:
+    """Whether the user's code raised it, and not what it called for want of values."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, AssertionError) or not f"{name}.".startswith(("torch.", "lightning_par."))
+
+
+def refuse_another_loss(loss: Tensor | None, parts: Sequence[Tensor]) -> None:
+    """Raises RuntimeError where the ``loss`` of a whole batch is not the sum of its microbatches' ``parts``.
+
+    The whole batch led elsewhere behind the last unit than its microbatches were led, which have the gradients.
+    """
+    shares = torch.stack([full(x).double() for x in parts] or [torch.zeros(())])
+    if loss is None or _differ(float(full(loss)), float(shares.sum()), 1e-2 * float(shares.abs().max())):
+        raise RuntimeError(
+            "By values of this batch the step computes another loss than for microbatches of it, which don't have "
+            "them. Write microbatches=1."
+        )
+
+
+def _differ(one: float, other: float, allowed: float) -> bool:
+    """Whether two losses are not the same number, or both none."""
+    return not (abs(one - other) <= allowed or one == other or isnan(one) and isnan(other))

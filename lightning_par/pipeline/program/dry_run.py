@@ -1,0 +1,89 @@
+"""A run of a step without any stage's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.microbatch_values import written_into
+from lightning_par.pipeline.run.located import ChangedError, Event, Key, Program, RecordedRun, is_located, is_setting
+from lightning_par.pipeline.trial.call_context import content_of, told_to
+from lightning_par.pipeline.trial.fake_step import sizing
+from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in, twin
+from lightning_par.sharded.rules.lookup import user_line
+
+
+class DryRun(RecordedRun):
+    """Computes what depends on the batch alone, and checks that the step does what was recorded of it.
+
+    Raises:
+        ChangedError: it does something else.
+    """
+
+    def __init__(self, program: Program, memo: Memo) -> None:
+        super().__init__(program)
+        self.memo = memo
+        self.names: dict[int, Key] = {}  # of absent tensors
+
+    def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, Event]:
+        index, self.count = self.count, self.count + 1
+        if index >= len(self.program.events) or self.program.events[index].func != func:
+            raise ChangedError(f"{user_line()}: {func}")
+        names = self.names
+        if self.program.events[index].sizing is not None and index < self.program.tail:
+            if sizing(func, args) != self.program.events[index].sizing:
+                raise ChangedError(f"{user_line()}: how many values {func} is to return")
+        inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
+        record = self.program.events[index]
+        if inputs != record.inputs[: len(record.inputs) - record.handed]:
+            raise ChangedError(f"{user_line()}: the inputs of {func}")
+        left = self.program.leaves and isinstance(func, str)  # units may go by what others leave from now on
+        cut = self.program.microbatches > 1
+        if (cut or left) and record.kind == "located":
+            content = content_of(self._without_samples(args, kwargs)) if record.by_content and cut else ()
+            told = told_to(func, args, kwargs, names, record.by_numbers) + content
+            record.told = told if record.told is None else record.told
+            if record.told != told:
+                raise ChangedError(f"{user_line()}: what {func} is told")
+        # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
+        if record.given and index < self.program.tail:
+            tensors = tensors_in((args, kwargs))
+            if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
+                raise ChangedError(f"{user_line()}: the shapes that {func} is given")
+        if record.kind == "located" and record.itself is None:
+            for n, x in enumerate(returned_tensors(record.result)):
+                (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)
+        return index, record
+
+    def _without_samples(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Tensors of the batch alone that are the same for all samples."""
+        there = [x for x in tensors_in((args, kwargs)) if id(x) not in self.names]
+        return [x for x in there if self.memo.keys.get(id(x)) not in self.program.layouts]
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.may_be_setting(func, args, kwargs):
+            result = func(*args, **kwargs)
+            if is_setting((args, kwargs), result):
+                return result
+            raise ChangedError(f"{user_line()}: {func}")
+        index, record = self._next(func, args, kwargs)
+        if record.kind == "batch":
+            return self.memo.compute(index, func, args, kwargs)
+        if record.itself is not None:
+            return tensors_in((args, kwargs))[record.itself]
+        if record.writes:
+            return written_into(self, args[0], record.result, func)
+        return None if record.sets else twin(record.result)
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return twin(self._next(path, args, kwargs)[1].result)
+
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._next(("metric", method), args, kwargs)[1].result
+
+    def finish(self) -> None:
+        if self.count != len(self.program.events):
+            raise ChangedError("the step ended early")

@@ -1,0 +1,47 @@
+"""Values of a step as one microbatch holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.pipeline.run.located import Program, Run
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
+    """Let ``target``, which depended on the batch alone, stand for ``value``; what the writing function returns."""
+    run.written[id(target)] = (target, value)
+    return None if func.__name__ == "__setitem__" else value
+
+
+def cut_to(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> ShardedTensor:
+    """A whole tensor's samples of one microbatch."""
+    dim, positions = layout
+    own = positions.indices(axis.rank)
+    if len(own) and own[-1] - own[0] + 1 == len(own):
+        local = x.narrow(dim, int(own[0]), len(own))
+    else:
+        local = x.index_select(dim, positions.index(axis.rank, x.device))
+    return ShardedTensor(local, dim, positions, axis)
+
+
+def local_shape(model: Tensor, axis: MicrobatchAxis | None) -> tuple[int, ...]:
+    """The shape that the value recorded as ``model`` has in a microbatch."""
+    if not isinstance(model, ShardedTensor) or axis is None:
+        return tuple(model.shape)
+    shape = list(model.shape)
+    shape[model.sharded_dim] = model.positions.count(axis.rank)
+    return tuple(shape)
+
+
+def share_of(program: Program, axis: MicrobatchAxis) -> float:
+    """The microbatch's share of the batch's samples."""
+    return axis.positions(program.samples).count(axis.rank) / program.samples
+
+
+def of_microbatch(x: Tensor) -> Tensor:
+    """``x`` without the samples of other microbatches; it may still be sharded over ranks."""
+    return x.local if isinstance(x, ShardedTensor) and x.axis.by_sample else x

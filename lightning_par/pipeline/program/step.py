@@ -1,0 +1,68 @@
+"""A step of a module, as the strategy was asked to run it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.strategies.entry_points import STEPS, step_arguments
+from lightning_par.trial.first_batch import count_loaders
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a module, as the strategy was asked to run it.
+
+    Args:
+        module: the LightningModule.
+        name: of the method.
+        batch: the whole batch.
+        rest: what the method takes beside the batch.
+        context: entered around the step, for precision.
+        grad: whether gradients will be asked for.
+        device: where parameters live, or would live.
+        shared: objects that a copy of the module shares with it.
+        starts: whether hooks that Lightning has not called yet are called on copies before they run the step.
+        lent: values of buffers that other ranks hold, by the id of what stands for them here, for a trial of the step.
+    """
+
+    module: nn.Module
+    name: str
+    batch: Any
+    rest: tuple[Any, ...]
+    context: Context
+    grad: bool
+    device: torch.device
+    shared: tuple[Any, ...] = ()
+    starts: bool = False
+    lent: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Samples in the batch: the size of its first tensor; 0 where it has none."""
+        return next((x.shape[0] for x in tensors_in(self.batch) if x.ndim), 0)
+
+
+def loss_in(result: Any) -> Tensor | None:
+    """The loss that a training step returned."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    return result if isinstance(result, Tensor) else None
+
+
+def step_of(trainer: Any, module: nn.Module, batch: Any, device: torch.device) -> Step:
+    """The step of the entry point that runs, on ``batch``."""
+    entry = trainer.state.fn.value
+    name = STEPS[entry]
+    shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
+    context = trainer.strategy.precision_plugin.forward_context
+    rest = step_arguments(getattr(module, name), count_loaders(trainer))
+    return Step(module, name, batch, rest, context, entry == "fit", device, shared)

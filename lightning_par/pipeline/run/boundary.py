@@ -1,0 +1,262 @@
+"""What crosses between stages: received as leaves, handed on, and the gradients on their way back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.pipeline.plan.schedules import Action
+from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
+from lightning_par.pipeline.run.backward import SplitBackward, backward
+from lightning_par.pipeline.run.located import ElsewhereError, Key, Program
+from lightning_par.pipeline.run.message_plan import Message, Traffic
+from lightning_par.pipeline.run.messages import Messenger
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.sequence.staged_tokens import Tokens
+from lightning_par.sharded.tensor import ShardedTensor
+
+_MOST_VALUES = 4096  # that leave one stage; keeps tags apart
+
+Value = tuple[int, Key, int]
+"""The stage that it comes from, which value, which microbatch."""
+
+
+@dataclass
+class Held:
+    """What a stage keeps of one microbatch between its forward and its backward."""
+
+    leaves: list[Tensor] = field(default_factory=list)  # received, wanting a gradient, in the order of `Routes.coming`
+    outputs: list[Tensor] = field(default_factory=list)  # sent on, wanting a gradient, or the loss
+    split: SplitBackward | None = None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()  # neither a leaf nor a view of one
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Crossing:
+    """Moves the values of one step between the stages of this rank, and to and from other ranks.
+
+    Args:
+        traffic: of the step: who sends what to whom.
+        messenger: sends and receives.
+        axes: of each microbatch; None where its program knows nothing of other microbatches.
+        tokens: how sequences lie on ranks of the same stage.
+    """
+
+    def __init__(
+        self, traffic: Traffic, messenger: Messenger, axes: list[MicrobatchAxis | None], tokens: Tokens
+    ) -> None:
+        self.traffic, self.messenger, self.axes, self.tokens = traffic, messenger, axes, tokens
+        self.programs, self.rank = traffic.programs, traffic.rank
+        self.held: dict[tuple[int, int], Held] = {}
+        self._inbox = {channel: deque(messages) for channel, messages in traffic.inbox.items()}
+        self._coming: dict[Message, Callable[[], Tensor]] = {}  # on their way from another rank
+        self._values: dict[Value, Tensor] = {}  # that stages of this rank will take
+        self._takers = traffic.own_readers.copy()  # that have not taken theirs
+        self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
+        self._givers = traffic.own_readers.copy()  # that have not given theirs
+
+    def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
+        wanted = self.traffic.wanted(microbatch)
+        return [key for key in keys if key in wanted]
+
+    def _tag(self, message: Message) -> int:
+        _, stage, key, microbatch, _ = message
+        place = list(self.programs[microbatch].routes.leaving[stage]).index(key)
+        return (stage * len(self.axes) + microbatch) * _MOST_VALUES + place
+
+    # ------------------------------------------------------------------------------------------- between ranks
+
+    def expect(self, action: Action) -> None:
+        """Begin to receive what ``action`` needs of other ranks, so that it comes while earlier actions compute."""
+        op, stage, i = action.op, action.stage, action.microbatch
+        program = self.programs[i]
+        if op == "F":
+            for key, source in program.routes.coming[stage]:
+                if program.at[source] != self.rank and (source, key, i) not in self._values:
+                    self._expect(Message("forward", source, key, i, self.rank))
+        elif op != "W":
+            takers = program.routes.leaving[stage]
+            for key in self._wanted(takers, i):
+                for peer in self._peers(program, takers[key]):
+                    self._expect(Message("backward", stage, key, i, peer))
+
+    def _peers(self, program: Program, takers: tuple[int, ...]) -> list[int]:
+        """The other ranks that take a value, the one with the last stage first."""
+        return [peer for peer in dict.fromkeys(program.at[taker] for taker in reversed(takers)) if peer != self.rank]
+
+    def _expect(self, message: Message) -> None:
+        """Messages that were sent before it are received before it: some backends go by the order alone."""
+        sender = self.programs[message.microbatch].at[message.stage] if message.kind == "forward" else message.peer
+        waiting = self._inbox[message.kind, sender]
+        while message not in self._coming:
+            following = waiting.popleft()
+            self._coming[following] = self._start(following, sender)
+
+    def _start(self, message: Message, sender: int) -> Callable[[], Tensor]:
+        kind, _, key, microbatch, _ = message
+        model = self.programs[microbatch].values[key]
+        order = _order(model)
+        shape = _laid_out(self.tokens.shape(local_shape(model, self.axes[microbatch])), order)
+        return _in_order(self.messenger.start_recv(shape, model.dtype, sender, kind, self._tag(message)), order)
+
+    def _arrived(self, message: Message) -> Tensor:
+        self._expect(message)
+        return self._coming.pop(message)()
+
+    def _send(self, message: Message, x: Tensor) -> None:
+        order = _order(self.programs[message.microbatch].values[message.key])
+        self.messenger.send(x.permute(order), self.traffic.receiver(message), message.kind, self._tag(message))
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def receive(self, stage: int, microbatch: int) -> Callable[[Key], Tensor]:
+        """Wait for what ``stage`` needs; the callable gives a value as the step meets it."""
+        axis, program = self.axes[microbatch], self.programs[microbatch]
+        held = self.held[stage, microbatch] = Held()
+        arrived = {key: self._take((source, key, microbatch), stage) for key, source in program.routes.coming[stage]}
+        for key in self._wanted(arrived, microbatch):
+            arrived[key] = arrived[key].detach().requires_grad_()
+            held.leaves.append(arrived[key])
+
+        def value(key: Key) -> Tensor:
+            x = arrived[key]
+            x = _Arrived.apply(x) if x.requires_grad else x  # not a leaf: user code may write into it
+            model = program.values[key]
+            return wrapped(self.tokens.wrapped(x, local_shape(model, axis)), model, axis)
+
+        return value
+
+    def _take(self, value: Value, stage: int) -> Tensor:
+        source, key, microbatch = value
+        program = self.programs[microbatch]
+        shared = self._takers[value] > 1 or program.at[source] == self.rank
+        x = self._values.get(value)
+        if x is None:
+            x = self._values[value] = self._arrived(Message("forward", source, key, microbatch, self.rank))
+        self._takers[value] -= 1
+        if not self._takers[value]:
+            del self._values[value]
+        return x.clone() if shared and key in program.routes.written[stage] else x
+
+    def hand_on(self, stage: int, microbatch: int, values: dict[Key, Tensor]) -> None:
+        """Give what other stages need of ``stage`` to them."""
+        program = self.programs[microbatch]
+        plain = {key: self.tokens.part(of_microbatch(x)) for key, x in values.items()}
+        self._check(plain, microbatch)
+        self.held[stage, microbatch].outputs = [plain[key] for key in self._wanted(plain, microbatch)]
+        for key, takers in program.routes.leaving[stage].items():
+            x = plain[key].detach()
+            if self._takers[stage, key, microbatch]:
+                self._values[stage, key, microbatch] = x
+            for peer in sorted(self._peers(program, takers)):
+                self._send(Message("forward", stage, key, microbatch, peer), x)
+
+    def _check(self, values: dict[Key, Tensor], microbatch: int) -> None:
+        """The receiver waits for just what the program says: anything else would never arrive."""
+        for key, x in values.items():
+            model = self.programs[microbatch].values[key]
+            expected = self.tokens.shape(local_shape(model, self.axes[microbatch]))
+            if tuple(x.shape) != expected or x.dtype != model.dtype:
+                place = self.programs[microbatch].events[key[0]].place
+                raise ElsewhereError(
+                    f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to another stage, where {expected}, "
+                    f"{model.dtype} was expected from a trial run on this batch. What shape a value has must depend on "
+                    "the batch's shapes alone."
+                )
+
+    # ----------------------------------------------------------------------------------------------- backward
+
+    def _gradients_of(self, stage: int, microbatch: int) -> list[Tensor | None]:
+        """Of the stage's outputs: from the stages that took them, or None for the loss."""
+        program = self.programs[microbatch]
+        if stage == program.stages - 1:
+            return [None] * len(self.held[stage, microbatch].outputs)
+        takers = program.routes.leaving[stage]
+        return [self._gradient((stage, key, microbatch), takers[key]) for key in self._wanted(takers, microbatch)]
+
+    def _gradient(self, value: Value, takers: tuple[int, ...]) -> Tensor:
+        stage, key, microbatch = value
+        peers = self._peers(self.programs[microbatch], takers)
+        parts = [self._arrived(Message("backward", stage, key, microbatch, peer)) for peer in peers]
+        if value in self._grads:
+            parts.append(self._grads.pop(value))
+        whole, *rest = parts
+        for part in rest:
+            whole = whole + part
+        return whole
+
+    def backward(self, op: str, stage: int, microbatch: int, once: bool = False) -> None:
+        """The stage's whole backward, that of its inputs, or that of its weights.
+
+        Args:
+            op: which of these.
+            stage: whose.
+            microbatch: of which.
+            once: whether that of the inputs is the whole one, so that hooks on activations run once.
+        """
+        held = self.held[stage, microbatch]
+        if op == "W":
+            assert held.split is not None
+            held.split.weights()
+            del self.held[stage, microbatch]
+            return
+        grads = self._gradients_of(stage, microbatch)
+        pairs = [(x, g) for x, g in zip(held.outputs, grads, strict=True) if x.requires_grad]
+        outputs, given = [x for x, _ in pairs], [g for _, g in pairs]
+        if op == "I":
+            held.split = SplitBackward()
+        if held.split is not None and not once:
+            leaves = held.split.inputs(outputs, given, held.leaves)
+        else:
+            leaves = backward(outputs, given, held.leaves)
+        if held.split is None:
+            del self.held[stage, microbatch]
+        held.outputs = []
+        arrivals = self.programs[microbatch].routes.coming[stage]
+        sources = [(source, key, microbatch) for key, source in arrivals if key in self.traffic.wanted(microbatch)]
+        for value, grad in zip(sources, leaves, strict=True):
+            self._give(value, grad)
+
+    def _give(self, value: Value, grad: Tensor) -> None:
+        """Once all stages of this rank have given their gradient of a value, it goes to the value's own rank."""
+        source, key, microbatch = value
+        self._grads[value] = self._grads[value] + grad if value in self._grads else grad
+        self._givers[value] -= 1
+        if not self._givers[value] and self.programs[microbatch].at[source] != self.rank:
+            self._send(Message("backward", source, key, microbatch, self.rank), self._grads.pop(value))
+
+
+def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
+    """A value as the step sees it: samples of a microbatch stand for the whole batch's."""
+    if axis is None or not isinstance(model, ShardedTensor):
+        return x
+    return ShardedTensor(x, model.sharded_dim, model.positions, axis)
+
+
+def _order(model: Tensor) -> list[int]:
+    """The dims from the one with the largest stride on: the order in which the elements lie in memory."""
+    local: Tensor = model.local if isinstance(model, ShardedTensor) else model
+    strides: tuple[int, ...] = local.stride()
+    return sorted(range(local.ndim), key=lambda d: (-strides[d], d))
+
+
+def _laid_out(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    return tuple(shape[d] for d in order)
+
+
+def _in_order(wait: Callable[[], Tensor], order: list[int]) -> Callable[[], Tensor]:
+    back = [order.index(d) for d in range(len(order))]
+    return lambda: wait().permute(back)

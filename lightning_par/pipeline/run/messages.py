@@ -1,0 +1,233 @@
+"""Boundary tensors on their way from stage to stage."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis, Kind, Link
+from lightning_par.trial.fake_functions import is_fake
+
+_PURPOSES: dict[Kind, str] = {"forward": "activations", "backward": "gradients of activations"}
+
+
+@dataclass
+class _Sent:
+    """A message under way; what it holds must live until it has left."""
+
+    work: dist.Work
+    x: Tensor
+    what: str
+
+
+class Messenger:
+    """Sends stage boundary tensors along the pipeline axis.
+
+    Nothing waits but the callable that `start_recv` returns, and `finish`. Between two ranks, messages of one kind that
+    go one way must be sent and received in the same order, unless the backend is gloo, which goes by the tag.
+
+    Args:
+        axis: the pipeline axis; for a backend other than gloo with the groups of `layout.make_message_groups`.
+        device: where the tensors live.
+
+    Example::
+
+        messenger = Messenger(groups.pipeline, torch.device("cpu"))
+        if groups.pipeline.rank == 0:
+            messenger.send(x, 1, "forward", tag=0)
+        else:
+            x = messenger.start_recv((4, 8), torch.float32, 0, "forward", tag=0)()
+        messenger.finish()
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._axis = axis
+        self._device = device
+        self._gloo = axis.size > 1 and _backend(axis, device) == "gloo"
+        if axis.size > 1 and not self._gloo and axis.links is None:
+            raise RuntimeError("Messages need groups of their own here: call `make_message_groups` on all ranks first.")
+        self._sending: _Departures | _Queue = _Departures() if self._gloo else _Queue()
+        self.timed = False  # whether `waited` counts
+        self.waited = 0.0  # seconds, in receives
+
+    def send(self, x: Tensor, to: int, kind: Kind, tag: int) -> None:
+        """Begin to send ``x``, which nobody may write to until `finish`; a tensor with no elements stays here.
+
+        Args:
+            x: of any dtype and any strides.
+            to: the receiver's index along the axis.
+            kind: whether it is an activation or the gradient of one.
+            tag: says, with the kind, which receive it is for.
+
+        Raises:
+            RuntimeError: this or an earlier message can't arrive, since its receiver's process has ended.
+        """
+        if x.layout != torch.strided:
+            raise TypeError(f"A tensor of layout {x.layout} can't be sent to the next stage; call .to_dense() on it.")
+        if is_fake(x):  # nothing would leave, and the receiver wait for it
+            raise RuntimeError(
+                "A value that stood for another stage's in a trial of the step has come into its run, as what a "
+                "module is given by torch.func.functional_call. Give it as an argument of the module's forward."
+            )
+        self._sending.check()
+        if not x.numel():
+            return
+        x = x.detach().resolve_conj().resolve_neg()
+        x = (x.cpu() if self._gloo else x).contiguous()
+        what = f"Sending {_PURPOSES[kind]} to pipeline rank {to}"
+        link = self._link(kind, self._axis.rank, to)
+        try:
+            work = self._axis.start_send(x, to, _PURPOSES[kind], link, _tag(kind, tag))
+        except RuntimeError as error:
+            raise lost(what) from error
+        self._sending.add(_Sent(work, x, what))
+
+    def start_recv(
+        self, shape: Sequence[int], dtype: torch.dtype, source: int, kind: Kind, tag: int
+    ) -> Callable[[], Tensor]:
+        """Begin to receive what index ``source`` sends under ``kind`` and ``tag``.
+
+        Returns:
+            A callable that waits for the tensor and returns it; it raises RuntimeError where the sender has ended.
+        """
+        x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self._gloo else self._device)
+        if not x.numel():
+            return lambda: x.to(self._device)
+        what = f"Receiving {_PURPOSES[kind]} from pipeline rank {source}"
+        link = self._link(kind, source, self._axis.rank)
+        try:
+            work = self._axis.start_recv_(x, source, _PURPOSES[kind], link, _tag(kind, tag))
+        except RuntimeError as error:
+            raise lost(what) from error
+        received = _Received(work, x, what, self._device)
+
+        def wait() -> Tensor:
+            began = self.clock()
+            there = received()
+            if self.timed:
+                self.waited += self.clock() - began
+            return there
+
+        return wait
+
+    def clock(self) -> float:
+        """Seconds; where they count, not before a GPU has computed what it was asked for."""
+        if self.timed and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the device would wait for messages to leave, too
+        return time.perf_counter()
+
+    def finish(self) -> None:
+        """Wait until everything has left; to be called at the end of a step.
+
+        Raises:
+            RuntimeError: a message can't arrive, since its receiver's process has ended.
+        """
+        self._sending.finish()
+
+    def _link(self, kind: Kind, sender: int, receiver: int) -> Link | None:
+        if self._axis.links is None:
+            return None
+        if (kind, sender, receiver) not in self._axis.links:
+            raise RuntimeError(
+                f"Pipeline ranks {sender} and {receiver} have no group for messages: name this pair in "
+                "`make_message_groups(..., pairs=...)`."
+            )
+        return kind, sender, receiver
+
+
+def _backend(axis: Axis, device: torch.device) -> str:
+    config = str(dist.get_backend_config(axis.group))  # as "cpu:gloo,cuda:nccl"
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return backends.get(device.type, config)
+
+
+def _tag(kind: Kind, tag: int) -> int:
+    return 2 * tag + (kind == "backward")
+
+
+def lost(what: str) -> RuntimeError:
+    """What to raise where the rank that ``what`` names is gone."""
+    return RuntimeError(f"{what} failed: the process there has ended, or the connection to it.")
+
+
+class _Received:
+    """Waits for a message, once."""
+
+    def __init__(self, work: dist.Work, x: Tensor, what: str, device: torch.device) -> None:
+        self._work: dist.Work | None = work
+        self._x, self._what, self._device = x, what, device
+
+    def __call__(self) -> Tensor:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise lost(self._what) from error
+            self._work, self._x = None, self._x.to(self._device)
+        return self._x
+
+
+class _Queue:
+    """Messages under way, where the backend says which have left."""
+
+    def __init__(self) -> None:
+        self._sent: deque[_Sent] = deque()
+
+    def add(self, sent: _Sent) -> None:
+        self._sent.append(sent)
+
+    def check(self) -> None:
+        self._sent = deque(sent for sent in self._sent if not sent.work.is_completed())
+
+    def finish(self) -> None:
+        while self._sent:
+            sent = self._sent.popleft()
+            try:
+                sent.work.wait()
+            except RuntimeError as error:
+                raise lost(sent.what) from error
+
+
+class _Departures:
+    """Messages under way on gloo, where a send tells that it has left only to who waits for it: a thread does."""
+
+    def __init__(self) -> None:
+        self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failed: RuntimeError | None = None
+
+    def add(self, sent: _Sent) -> None:
+        if self._thread is None:
+            # A daemon: it must not keep a process alive whose step ended in an exception.
+            self._thread = threading.Thread(target=self._wait, name="messages under way", daemon=True)
+            self._thread.start()
+        self._sent.put(sent)
+
+    def check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def finish(self) -> None:
+        if self._thread is not None:
+            self._sent.put(None)
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _wait(self) -> None:
+        while (sent := self._sent.get()) is not None:
+            try:
+                sent.work.wait()
+            except RuntimeError as error:
+                if self._failed is None:
+                    self._failed = lost(sent.what)
+                    self._failed.__cause__ = error
+            del sent  # else the last one would live until the next comes

@@ -1,0 +1,71 @@
+"""The microbatch axis: samples of one batch that run one after another, as if they were on ranks.
+
+Rules for tensors sharded along the batch dim then do what a microbatch needs: user code sees the whole batch's shapes,
+a mean divides by the whole batch's count, and a sum over samples gives this microbatch's share of the whole. What would
+need the other microbatches' values at that moment can't run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+
+
+class SamplesMixError(RuntimeError):
+    """A function needs several microbatches at once; ``unit`` is the module that was called as a whole there."""
+
+    unit: str | None = None
+
+
+class MicrobatchAxis(Axis):
+    """Microbatch ``index`` of ``count``, as an axis whose sums are shares: the whole is their sum over microbatches.
+
+    Args:
+        count: microbatches in the batch.
+        index: the one that runs.
+
+    Example::
+
+        axis = MicrobatchAxis(4, 0)
+        x = ShardedTensor(torch.ones(2, 3), 0, Positions.even(8, 4), axis)
+        assert x.mean().item() == 0.25  # a quarter of the whole batch's mean, 1
+    """
+
+    depth = 1
+    by_sample = True
+
+    def __init__(self, count: int, index: int) -> None:
+        super().__init__("microbatch", tuple(range(count)), index, None)
+        self.sums = 0  # sums over samples so far
+        self.cuts = 0  # whole tensors that were cut so far
+        self.tried = False  # whether code of a unit ran with its values, of which ranks know their own alone
+
+    def positions(self, samples: int) -> Positions:
+        """Which microbatch holds each of the batch's samples: contiguous runs, the first ones a sample longer."""
+        return Positions.even(samples, self.size)
+
+    def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        if op != "sum":
+            raise SamplesMixError(f"takes the {op} over the samples of a batch")
+        self.sums += 1
+        return x
+
+    def no_shares(self, name: str) -> NoReturn:
+        raise SamplesMixError(f"`{name}` needs a sum over the samples of a batch whole")
+
+    def entered(self, x: Tensor) -> Tensor:
+        return x  # its gradient's shares are summed as each microbatch's backward accumulates them
+
+    def about_to_cut(self, x: Tensor) -> None:
+        self.cuts += 1
+
+    def about_to_gather(self, func: Any, x: Tensor) -> NoReturn:
+        name = func if isinstance(func, str) else getattr(func, "__name__", str(func))
+        raise SamplesMixError(f"`{name}` needs the samples of a batch together")
+
+    def all_gather(self, x: Tensor, purpose: str) -> NoReturn:
+        raise SamplesMixError("a function needs the samples of a batch together")

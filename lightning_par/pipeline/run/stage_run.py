@@ -1,0 +1,326 @@
+"""Runs of a step whose program is known: without any stage's values, or as one stage on one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.pipeline.effects.console import hushed, speaking
+from lightning_par.pipeline.effects.random_draws import GlobalDrawError, drawing, is_standing, standing
+from lightning_par.pipeline.effects.unit_python_state import InnerState
+from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of, written_into
+from lightning_par.pipeline.run.located import (
+    ElsewhereError,
+    Event,
+    Key,
+    Program,
+    RecordedRun,
+    StageDoneError,
+    is_located,
+    is_setting,
+    writes_into,
+)
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.python_state.mutable_objects import set_to
+from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
+from lightning_par.python_state.registered_hooks import HooksCell
+from lightning_par.sequence.staged_tokens import Tokens
+from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+class StageRun(RecordedRun):
+    """One stage of the step, on one microbatch; or the tail, on the whole batch.
+
+    Args:
+        program: of the step.
+        memo: of the batch.
+        stage: which stage; ``program.stages`` for the tail.
+        axis: the microbatch, None where the batch is not cut.
+        receive: gives a value that comes from another stage.
+        tells: whether what the step does to metrics counts.
+        key: of the random draws.
+        stops: whether the last stage ends behind the last unit.
+
+    Attributes:
+        told: what units change is told through it, if it is.
+        hooks: those that hung when the run began.
+        hushed: whether what units print is dropped, or None where the run that is on hears it.
+    """
+
+    tokens = Tokens()
+    """How sequences lie on the ranks of this stage."""
+
+    told: InnerState | None = None
+    hushed: bool | None = None
+    hooks: HooksCell | None = None
+
+    def __init__(
+        self,
+        program: Program,
+        memo: Memo,
+        stage: int,
+        axis: MicrobatchAxis | None,
+        receive: Callable[[Key], Tensor],
+        tells: bool,
+        key: Sequence[int],
+        stops: bool = False,
+    ) -> None:
+        super().__init__(program)
+        self.memo, self.stage, self.axis, self.receive = memo, stage, axis, receive
+        self.tells = tells
+        self.draws = tuple(key)
+        tail = stage == program.stages
+        self.first = program.tail if tail else program.starts[stage]
+        self.end = len(program.events) + 1 if tail else program.end(stage)
+        self.last = stage >= program.stages - 1 and not stops
+        if stops:
+            self.end = program.tail
+        alone = axis is None or axis.rank == 0
+        self.checked = min(self.end, program.tail) if alone else -1  # behind the last unit of the stage
+        self.ran: list[str] = []
+        routes = program.routes
+        self.coming = set(routes.tail) if tail else {key for key, _ in routes.coming[stage]}
+        self.leaving = () if tail else tuple(routes.leaving[stage])
+        self.got: dict[Key, Tensor] = {}
+        self.names: dict[int, Key] = {}  # of absent tensors
+        self.again: Callable[[Callable[[], Any]], Any] | None = None  # makes a call that backward runs again
+        self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
+
+    def copied(self, x: Tensor) -> Tensor:
+        copy = self.memo.copied(x)
+        return super().copied(x) if copy is None else copy
+
+    def write_back(self) -> None:
+        """Values of the model that the step wrote into tensors of the module get there."""
+        with torch.no_grad():
+            for target, value in self.written.values():
+                if self.memo.is_state(target):
+                    set_to(target, value)
+
+    def outputs(self) -> dict[Key, Tensor]:
+        """What other stages need, after the run."""
+        return {key: self.got[key] for key in self.leaving}
+
+    def _next(self, func: Any) -> tuple[int, Event | None]:
+        index, self.count = self.count, self.count + 1
+        if index == self.checked:
+            self._check_draws()
+        if index >= self.end and not self.last:
+            raise StageDoneError
+        record = self.program.events[index] if index < len(self.program.events) else None
+        if not self.lost and (record is None or record.func != func):
+            if index < self.program.tail or not self.last:
+                raise self._changed()
+            self.lost = True
+        return index, None if self.lost else record
+
+    def finish(self) -> None:
+        """The step has come to its end."""
+        if self.checked >= 0:
+            self._check_draws()
+
+    def _check_draws(self) -> None:
+        """The units of a stage must have left numpy's and Python's global generators alone."""
+        self.checked = -1
+        if self.ran and self.memo.standing is not None and not is_standing(self.memo.standing):
+            raise GlobalDrawError(*self.ran)
+
+    def _changed(self) -> ElsewhereError:
+        return ElsewhereError(
+            f"{user_line()}: this time the step did something else here than when it began, so that its stages "
+            "can't go on together. What it does must depend on the batch, the module's attributes and random "
+            "numbers of torch, numpy or `random` alone."
+        )
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.lost and self.may_be_setting(func, args, kwargs):
+            result = func(*args, **kwargs)
+            if is_setting((args, kwargs), result):
+                return result
+            if self.count < self.program.tail or not self.last:
+                raise self._changed()
+            self.lost = True
+            return result
+        index, record = self._next(func)
+        if record is None:
+            return func(*self._present(args), **self._present(kwargs))
+        if record.live and record.kind == "batch":
+            return self.memo.keep(index, func(*args, **kwargs))
+        if record.kind == "batch":
+            return self.memo.again(index, func, args, kwargs)
+        if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
+            return tensors_in((args, kwargs))[record.itself]
+        if index < self.first:
+            value = self._from_before(index, record)
+            return self._returned(func, args, value, record)
+        if record.kind == "read" and self.axis is not None:
+            return record.result  # no one knows the whole batch's number here; the tail will
+        with drawing((*self.draws, index), func):
+            given, kwargs = self._scaled(self._inputs(args, record.cuts), record), self._inputs(kwargs, record.cuts)
+            if record.writes:
+                given = (given[0].clone(), *given[1:])
+            result = func(*given, **kwargs)
+        result = given[0] if record.writes or record.sets else result
+        return self._returned(func, args, self._made(index, result, record), record)
+
+    def _returned(self, func: Any, args: Any, value: Any, record: Event) -> Any:
+        if record.writes:
+            return written_into(self, args[0], value, func)
+        if self.written and writes_into(getattr(func, "__name__", "")):  # on an earlier stage it is another object now
+            followed = {key: (target, value) for key, (target, x) in self.written.items() if x is args[0]}
+            self.written.update(followed)
+        return None if record.sets else value
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        index, record = self._next(path)
+        if record is None:
+            raise ElsewhereError(
+                f"{user_line()}: {path!r} is called where it was not when the step was recorded, as after a decision "
+                "by a value of the model, such as the loss: the stages that don't have the value can't know of it. "
+                "Call it in any case and choose by torch.where, or use TensorParallelStrategy."
+            )
+        if index < self.first:
+            if self.told is not None:
+                self.told.passed(index)
+            return self._from_before(index, record)
+        args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
+        self.ran.append(path)
+        with drawing((*self.draws, index), module), self.aside(), self._heard(), self._keeping(index, path):
+            call = partial(original, *args, **kwargs)
+            before = standing() if self.memo.standing is None else None
+            result = call() if self.again is None else self.again(call)
+            if before is not None and not is_standing(before):
+                raise GlobalDrawError(path)
+        return self._made(index, self._as_recorded(path, result, record), record)
+
+    def _heard(self) -> AbstractContextManager[None]:
+        """What a unit prints inside is heard on this rank, once for all microbatches, or by the run that is on."""
+        return nullcontext() if self.hushed is None else hushed() if self.hushed else speaking()
+
+    @contextmanager
+    def _keeping(self, index: int, path: str) -> Iterator[None]:
+        hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path, self.axis is not None)
+        with hung, nullcontext() if self.told is None else self.told.call(index, path):
+            yield
+
+    @contextmanager
+    def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
+        end = self.program.regions.get(self.count)
+        inside = end is None or self.first <= self.count and end <= self.end
+        if inside and not self._cuts_in(self.count, end or self.count):
+            yield True
+            return
+        before, self.again = self.again, by_itself  # in backward there are no values of other stages
+        try:
+            yield False
+        finally:
+            self.again = before
+
+    def _cuts_in(self, first: int, end: int) -> bool:
+        """Whether events are given a part of what depends on the batch alone: backward would run them on all of it."""
+        if self.program.microbatches == 1:
+            return False
+        return any(event.kind == "batch" or event.cuts or event.given for event in self.program.events[first:end])
+
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        record = self._next(("metric", method))[1]
+        if not self.tells and record is not None:
+            return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
+        return original(*self._present(args), **self._present(kwargs))
+
+    def _from_before(self, index: int, record: Event) -> Any:
+        """A value from before this stage: received where it is needed, else absent."""
+        if record.kind == "read":
+            return record.result
+        numbers = iter(range(len(returned_tensors(record.result))))
+
+        def value(absent: Tensor) -> Tensor:
+            key = (index, next(numbers))
+            if not is_located(absent):  # sizes that the batch alone tells are what they were
+                return absent
+            self.names[id(absent)] = key
+            if key not in self.coming:
+                return absent
+            self.got[key] = self.receive(key)
+            return self.got[key]
+
+        return map_returned(value, twin(record.result))
+
+    def _present(self, value: Any) -> Any:
+        """``value`` with what has been received in place of absent tensors."""
+        return map_tensors(self._found, value) if self.names else value
+
+    def _found(self, x: Tensor) -> Tensor:
+        key = self.names.get(id(x))
+        if key is None:
+            return x
+        if key not in self.got:
+            raise ElsewhereError(
+                f"{user_line()}: the step uses a value here that was computed on an earlier stage and was not used "
+                "here when the step was recorded. Which values a step uses must not depend on values that it reads."
+            )
+        return self.got[key]
+
+    def _inputs(self, value: Any, cuts: bool) -> Any:
+        """``value`` as a located event takes it: absent tensors found, whole samples cut to the microbatch."""
+        value = self._present(value)
+        return value if self.axis is None or not cuts else map_tensors(self._cut, value)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        layout = self.program.layouts.get(self.memo.keys.get(id(x), (-2, 0)))
+        return x if layout is None or self.axis is None else cut_to(x, layout, self.axis)
+
+    def _taken(self, value: Any, viewed: bool) -> Any:
+        """``value`` as a unit takes it: as an event does, but in plain tensors where it does the same on them."""
+
+        def take(x: Tensor) -> Tensor:
+            x = self._cut(self._found(x))
+            own = self.tokens.entered(of_microbatch(x))
+            return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
+
+        return map_tensors(take, value) if value else value
+
+    def _scaled(self, args: Any, record: Event) -> Any:
+        if not record.shares or self.axis is None:
+            return args
+        share = share_of(self.program, self.axis)
+
+        def scaled(x: Any) -> Any:
+            return x * share
+
+        items: list[Any] = list(args)
+        for place in record.shares:
+            items[place] = scaled(items[place])
+        return tuple(items)
+
+    def _as_recorded(self, path: str, result: Any, record: Event) -> Any:
+        """A unit's result as the step sees it: samples of a microbatch stand for the whole batch's."""
+        if self.axis is None:
+            return result
+        axis = self.axis
+        recorded = iter(returned_tensors(record.result))
+
+        def wrap(x: Tensor) -> Tensor:
+            model = next(recorded, None)
+            if not isinstance(model, ShardedTensor) or record.viewed and isinstance(x, ShardedTensor):
+                return x
+            expected = local_shape(model, axis)
+            if tuple(x.shape) != expected:
+                raise ElsewhereError(f"{path!r} returned {tuple(x.shape)} where {expected} was expected.")
+            return ShardedTensor(x, model.sharded_dim, model.positions, axis)
+
+        return map_returned(wrap, result)
+
+    def _made(self, index: int, result: Any, record: Event) -> Any:
+        for n, x in enumerate(returned_tensors(result)):
+            self.got[index, n] = x
+        if self.names:  # user code may still hold the absent tensor that was written into
+            self.names.update((id(x), (index, n)) for n, x in enumerate(returned_tensors(record.result)))
+        return result

@@ -1,0 +1,129 @@
+"""Gradients of parameters that several ranks of the pipeline axis hold: summed over exactly these, once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.layout import Groups
+from lightning_par.pipeline.between_steps.send_away import Placement
+
+Holders = tuple[int, ...]
+
+_made: dict[tuple[int, ...], tuple[object, dist.ProcessGroup]] = {}  # global ranks -> (the world of then, group)
+
+
+def make_holder_axes(placement: Placement, groups: Groups, timeout: timedelta) -> dict[Holders, Axis]:
+    """An axis for each set of holders that this rank is in, by their indices along the pipeline axis.
+
+    All ranks of the world must call it, with the same ``placement``. Process groups are made once per process.
+
+    Args:
+        placement: who holds what.
+        groups: the mesh axes.
+        timeout: of the messages.
+    """
+    pipeline = groups.pipeline
+    everyone = tuple(range(pipeline.size))
+    axes = {everyone: pipeline} if pipeline.size > 1 else {}
+    for holders in sorted(set(placement.holders.values())):
+        if 1 < len(holders) < pipeline.size:
+            for line in groups.layout.lines(("pipeline",)):  # every rank makes every group, in the same order
+                ranks = tuple(line[i] for i in holders)
+                group = _group(ranks, timeout)
+                if line == pipeline.ranks and pipeline.rank in holders:
+                    axes[holders] = Axis(pipeline.name, ranks, holders.index(pipeline.rank), group)
+    return axes
+
+
+def _group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if ranks not in _made or _made[ranks][0] is not world:
+        _made[ranks] = (world, dist.new_group(list(ranks), timeout=timeout))
+    return _made[ranks][1]
+
+
+@torch.no_grad()
+def sum_over_holders(
+    grads: Mapping[str, Tensor | None], placement: Placement, axes: Mapping[Holders, Axis], like: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """``grads`` with those of parameters that several ranks hold summed over these. All ranks must call it.
+
+    One all-reduce (purpose ``"tied"``) per set of holders and dtype.
+
+    Args:
+        grads: by the parameter's first name, this rank's own part of the step's gradient; plain, of the leaf.
+        placement: who holds what.
+        axes: from `make_holder_axes`.
+        like: the leaf of every parameter that this rank holds and that may get a gradient, by first name; of those
+            that several ranks hold, the same on these ranks.
+
+    Returns:
+        The sums, equal on all holders; None where no holder got a gradient.
+
+    Raises:
+        TypeError: a gradient is sparse.
+    """
+    out = dict(grads)
+    messages = [message for holders in sorted(axes) for message in _messages(out, placement, holders, axes, like)]
+    for message in messages:
+        message.launch()
+    for message in messages:
+        out.update(message.land())
+    return out
+
+
+def _messages(
+    grads: Mapping[str, Tensor | None],
+    placement: Placement,
+    holders: Holders,
+    axes: Mapping[Holders, Axis],
+    like: Mapping[str, Tensor],
+) -> Iterable[_Message]:
+    everyone = max(map(len, axes))
+    names = [name for name in like if placement.of(name, everyone) == holders]
+    for dtype, device in dict.fromkeys((like[name].dtype, like[name].device) for name in names):
+        alike = [name for name in names if (like[name].dtype, like[name].device) == (dtype, device)]
+        yield _Message({name: grads.get(name) for name in alike}, {name: like[name] for name in alike}, axes[holders])
+
+
+class _Message:
+    """Gradients of one dtype, and behind them a flag for each that says whether there is one."""
+
+    def __init__(self, grads: dict[str, Tensor | None], like: dict[str, Tensor], axis: Axis) -> None:
+        self._grads, self._like, self._axis = grads, like, axis
+        self._flat: Tensor
+        self._work: dist.Work | None = None
+
+    def launch(self) -> None:
+        first = next(iter(self._like.values()))
+        flags = torch.tensor([float(grad is not None) for grad in self._grads.values()])
+        parts = [self._part(name) for name in self._grads]
+        self._flat = torch.cat([*parts, flags.to(first.device, first.dtype)])
+        self._work = self._axis.start_all_reduce_(self._flat, "tied")
+
+    def land(self) -> dict[str, Tensor | None]:
+        if self._work is not None:
+            self._work.wait()
+        sizes = [x.numel() for x in self._like.values()]
+        *parts, flags = self._flat.split([*sizes, len(sizes)])
+        # Reading the flags waits for the device, so they are read only where something is missing here.
+        complete = all(grad is not None for grad in self._grads.values())
+        got = [1.0] * len(sizes) if complete else flags.tolist()
+        return {
+            name: part.view(x.shape).clone() if flag else None
+            for (name, x), part, flag in zip(self._like.items(), parts, got, strict=True)
+        }
+
+    def _part(self, name: str) -> Tensor:
+        grad, x = self._grads[name], self._like[name]
+        if grad is None:
+            return torch.zeros(x.numel(), dtype=x.dtype, device=x.device)
+        if grad.is_sparse:
+            raise TypeError(f"{name!r} has a sparse gradient; make its layer with sparse=False.")
+        return grad.reshape(-1)

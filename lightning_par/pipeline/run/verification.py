@@ -1,0 +1,206 @@
+"""Before the first optimizer step: is a batch cut into microbatches what the whole batch is, on the user's own data?
+
+What is believed of a step rests on rules, and rules on how torch's functions and users' code behave. So a few samples
+of the first batch run whole, once more, and cut, with all effects undone and all random draws replaced by constants.
+Two runs of the whole that differ show state that moves unseen with every run; what differs when cut mixes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.pipeline.program.step import Step
+from lightning_par.pipeline.trial.analysis_copy import cloned
+from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
+from lightning_par.private import TorchDispatchMode
+from lightning_par.python_state import generators
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.tensor import leaf
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.effects.watched_run import Watch
+    from lightning_par.pipeline.run.engine import Engine
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_COARSE = 0.1  # of dtypes with fewer bits
+_FLOPS = 1e8  # of a step so small that all of its batch is taken
+_DRAWS = ("bernoulli", "rand", "normal", "uniform", "exponential", "geometric", "cauchy", "log_normal", "poisson")
+
+Values = Mapping[str, Tensor]
+"""The loss and the gradients of one run of a step, as far as this rank has them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found, by name; None where nothing differs.
+
+    Attributes:
+        moved: the first value that two runs on the same batch do not share.
+        mixed: the first value that is another when the batch is cut.
+        unlike: in words, which parameter has a gradient that has none on one device, or none that has one.
+    """
+
+    moved: str | None = None
+    mixed: str | None = None
+    unlike: str | None = None
+
+
+def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Verdict:
+    """Run ``step`` whole twice and, if it is to be cut, cut. All ranks of the pipeline must call it.
+
+    Args:
+        engine: that will run the step.
+        step: the first training step.
+        microbatches: into how many its batch will be cut.
+        named: the leaves that get gradients on this rank, by name.
+        key: of the random draws.
+    """
+    samples = step.samples
+    step = replace(step, batch=map_tensors(cloned, step.batch))  # a step may write into its batch
+    count, whole_batch = engine.microbatches_of(step, microbatches), True
+    if count > 2 and engine.flops > _FLOPS and _can_be_shortened(step):
+        size = -(-samples // count)
+        step = replace(step, batch=map_tensors(lambda x: x[: 2 * size] if x.ndim else x, step.batch))
+        count, whole_batch = 2, False
+    runs = [_rehearsed(engine, step, each, named, key) for each in ((1, 1) if count == 1 else (1, 1, count))]
+    whole = runs[0]
+    tolerances = {name: _tolerance(engine, x) for name, x in whole.items()}
+    moved = _first_difference(whole, runs[1], tolerances)
+    mixed = None if moved or count == 1 else _first_difference(whole, runs[2], tolerances)
+    return Verdict(moved, mixed, _unlike(engine, step, whole, whole_batch))
+
+
+def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str | None:
+    """Whether other parameters have a gradient than on one device, where fakes don't tell which these are."""
+    axis, before = engine.axis, generators.global_state()
+    told = expected_gradients(replace(step, batch=map_tensors(cloned, step.batch)))
+    if whole_batch:
+        engine.foretold = (told,)  # the same of the step itself, which comes next
+    if not any(axis.all_gather_object(told is None and not engine.inner, "expected")):
+        return None
+    expected = real_gradients(step, axis, engine.programs.holds, _without_draws)
+    generators.set_global_state(before)
+    mine = {name: bool(x.count_nonzero()) for name, x in whole.items() if name != "the loss"}
+    others = axis.all_gather_object(mine, "expected")  # one may have none on one of several ranks
+    found = {name for rank in others for name in rank}
+    least = {name for rank in others for name, is_any in rank.items() if is_any}
+    trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    if expected is None:
+        return None
+    for name in trained:
+        if name in expected and name not in found or name not in expected and name in least:  # zeros may be nothing
+            return other_gradient(name, name in expected)
+    return None
+
+
+def _can_be_shortened(step: Step) -> bool:
+    """Whether a batch of fewer samples is a batch: every part of it is a tensor of samples, or a number."""
+    parts: list[Any] = [step.batch]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, (dict, list, tuple)):
+            parts += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, Tensor):
+            if part.ndim and part.shape[0] != step.samples:
+                return False
+        elif not isinstance(part, (int, float, type(None))):
+            return False
+    return True
+
+
+def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Values:
+    before = generators.global_state()
+    batch = map_tensors(cloned, step.batch)
+    try:
+        with _kept(engine.module, engine.overwritten, engine.programs.watch):
+            return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)
+    finally:
+        generators.set_global_state(before)
+
+
+@contextmanager
+def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iterator[None]:
+    """What modules hold is afterwards what it was, within units, too; of parameters those that are ``overwritten``."""
+    parameters = [leaf(p) for name, p in module.named_parameters() if name in overwritten]
+    here = [x for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]
+    tensors = [x for x in here if type(x.detach()) is Tensor]
+    copies = [x.detach().clone() for x in tensors]
+    within = Snapshot([(name, m) for name, m in module.named_modules() if name])
+    states = [within, watch.everything(hooks=True)[0].copy_tensors()]
+    states[1].lend_iterators()
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()
+        with torch.no_grad():
+            for x, copy in zip(tensors, copies, strict=True):
+                x.detach().copy_(copy)  # not what it was made of before: the step may have set its `.data`
+
+
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    # Fused kernels draw within: the plain one draws by functions that are seen here.
+    with sdpa_kernel([SDPBackend.MATH]), Constants():
+        yield
+
+
+class Constants(TorchDispatchMode):
+    """Inside, all random numbers are the same constant, whatever the shape that is drawn.
+
+    Example::
+
+        with Constants():
+            assert torch.equal(torch.rand(2), torch.rand(4)[:2])
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            name = func._schema.name.removeprefix("aten::")
+            if name == "native_dropout" and args[2] is not False:
+                x, p = args[0], args[1]
+                return x / (1 - p) if p < 1 else torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)
+            result = func(*args, **kwargs)
+            if name.startswith(_DRAWS) and name != "randperm":
+                for x in tensors_in(result):
+                    x.fill_(1 if name.startswith("bernoulli") or not x.is_floating_point() else 0.5)
+            return result
+
+
+def _tolerance(engine: Engine, x: Tensor) -> float:
+    with engine.context():
+        low = torch.is_autocast_enabled(engine.device.type)
+    return _COARSE if low else _TOLERANCE.get(x.dtype, _COARSE)
+
+
+def _first_difference(one: Values, other: Values, tolerances: Mapping[str, float]) -> str | None:
+    if one.keys() != other.keys():
+        return sorted(one.keys() ^ other.keys())[0]
+    largest = max((float(x.abs().max()) for name, x in one.items() if x.numel() and name != "the loss"), default=0.0)
+    for name, x in one.items():
+        y = other[name]
+        if x.shape != y.shape:
+            return name
+        scale = max(float(x.abs().max()) if x.numel() else 0.0, 0.0 if name == "the loss" else largest)
+        if scale == scale and not torch.allclose(x, y, rtol=0, atol=tolerances[name] * scale, equal_nan=True):
+            return name
+    return None
+
+
+def agreed(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict of all ranks'."""
+    return Verdict(
+        next((v.moved for v in verdicts if v.moved), None),
+        next((v.mixed for v in verdicts if v.mixed), None),
+        next((v.unlike for v in verdicts if v.unlike), None),
+    )

@@ -1,0 +1,412 @@
+"""From a module to its stages: peek a batch, survey a step, plan, study, send away; and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from lightning_par.fsdp.prefetch import in_use, parts_of_gradients
+from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.layout import Groups, make_message_groups
+from lightning_par.pipeline.between_steps.send_away import Placement, agree_on_buffers, bring_back, copies_of, send_away
+from lightning_par.pipeline.effects.user_hooks import Hooks
+from lightning_par.pipeline.effects.watched_run import Watch
+from lightning_par.pipeline.plan.stage_order import Order
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.plan.units import Call, ancestors, close, walk
+from lightning_par.pipeline.program.prepare import Programs
+from lightning_par.pipeline.program.program import OutsideWriteError
+from lightning_par.pipeline.program.step import Step, step_of
+from lightning_par.pipeline.run.engine import Engine
+from lightning_par.pipeline.run.located import Program, Run, intercept_units, release_units
+from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over_holders
+from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.pipeline.trial.study import study, survey
+from lightning_par.strategies.entry_points import has_start_hooks
+from lightning_par.trial.first_batch import peek_batch
+
+
+class Spread:
+    """One module over the ranks of the pipeline axis, in one run of a Trainer's entry point.
+
+    Subclasses say how, by the methods before `apply`.
+
+    Args:
+        groups: the mesh axes.
+        asked: into how many microbatches the user wants a batch cut.
+        allow_coupling: whether these may be batches of their own where samples need one another.
+        timeout: of process groups.
+    """
+
+    takes_one = "microbatches=1"
+    """What the user may write to have the batch run whole."""
+
+    def __init__(self, groups: Groups, asked: int | Literal["auto"], allow_coupling: bool, timeout: timedelta) -> None:
+        self.groups, self.asked, self.allow_coupling, self.timeout = groups, asked, allow_coupling, timeout
+        self.axis = groups.pipeline
+        self.placement = Placement({})
+        self.microbatches = 1
+        self.reason: str | None = None
+        self.coupled = False
+
+    def plan(self, module: nn.Module, root: Call, opened: Collection[str]) -> tuple[Any, Stages]:
+        """What is shown, and how steps are cut.
+
+        Args:
+            module: whole.
+            root: the recorded step.
+            opened: modules that must not be called as a whole.
+        """
+        raise NotImplementedError
+
+    def order(self) -> Order:
+        """In which order the ranks run stages."""
+        raise NotImplementedError
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranks that send each other messages."""
+        raise NotImplementedError
+
+    def show(self, plan: Any, module: nn.Module, program: Program | None, trains: bool, seconds: float) -> None:
+        """Print what was decided, on the first rank."""
+        raise NotImplementedError
+
+    def fingerprint(self, plan: Any) -> str | None:
+        """What must be the same on all ranks, where code of the user's decides."""
+        return None
+
+    def check(self, plan: Any, module: nn.Module, placement: Placement) -> None:
+        """Refuse a plan that can't be, once it is known who holds what."""
+
+    def automatic(self, samples: int) -> int:
+        """How many microbatches a batch of ``samples`` is cut into where the user leaves it open."""
+        return 1
+
+    # ----------------------------------------------------------------------------------------------------- at the start
+
+    def apply(self, trainer: Any, module: nn.Module, device: torch.device) -> Engine:
+        """Plan on all ranks, keep what is this rank's. All ranks must call it.
+
+        Raises:
+            ValueError: the module can't be cut as asked; on every rank.
+        """
+        started = time.monotonic()
+        make_message_groups(self.groups.layout, self.timeout, self.pairs())
+        batch = peek_batch(trainer, module)
+        step = step_of(trainer, module, batch, device)
+        with _as_the_loop_will_run(module, step):
+            plan, stages, program, alike = self._agree(lambda: self._decide_as_started(step, batch is not None))
+        self.placement = _place(module, stages, program)
+        self.check(plan, module, self.placement)
+        if self.groups.world.rank == 0:
+            self.show(plan, module, program, step.grad, time.monotonic() - started)
+        axes = make_holder_axes(self.placement, self.groups, self.timeout)
+        for copied in (module, *copies_of(module, trainer.callbacks)):
+            send_away(copied, self.placement, self.axis)
+        intercept_units(module, tuple(stages.homes))
+        containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
+        watch = Watch(module, containers, around=_around)
+
+        def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
+            known = self.placement.holders  # what was registered since belongs to no stage
+            held = {name: p for name, p in module.named_parameters() if name in known and in_use(p) in grads}
+            like = {name: in_use(p) for name, p in held.items()}
+            named = {name: grads[x] for name, x in like.items()}
+            summed = sum_over_holders(named, self.placement, axes, like)
+            stored: dict[Stored, Tensor | None] = {
+                p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored) and like[name] is not p.local
+            }
+            mine = set(map(id, like.values()))  # of a stored weight the part alone is kept, not the whole
+            return (
+                {x: g for x, g in grads.items() if id(x) not in mine}
+                | {like[name]: g for name, g in summed.items()}
+                | {p.local: g for p, g in parts_of_gradients(stored).items()}
+            )
+
+        hooks = Hooks(module, stages.homes, self.axis, Meeting(self.axis, self.timeout, "hooks"))
+        programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size), hooks)
+        if program is not None and alike:
+            programs.foresee(step, program)
+        engine = Engine(module, self.axis, device, self.order(), programs, finish)
+        engine.coupled = self.coupled
+        return engine
+
+    def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
+        """Give every rank the whole module again. All ranks must call it."""
+        release_units(module)
+        agree_on_buffers(module, self.axis)
+        bring_back(module, self.axis, also)
+
+    def _agree(
+        self, decide: Callable[[], tuple[Any, Stages, Program | None]]
+    ) -> tuple[Any, Stages, Program | None, bool]:
+        """What is decided, on all ranks, and whether all would cut a batch alike; all decide, since the user's step
+        may wait for its peers."""
+        outcome: Any = None
+        failure: Exception | None = None
+        try:
+            outcome = decide()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        told = None if failure is None else f"{failure}" or repr(failure)
+        mine = None if outcome is None else self.fingerprint(outcome[0])
+        answers = self.groups.world.all_gather_object((told, mine, self.microbatches), "plan")
+        if failure is not None:
+            raise failure
+        if any(text for text, *_ in answers):
+            raise ValueError(next(text for text, *_ in answers if text))
+        counts = {count for *_, count in answers}  # hooks may go by the rank
+        self.microbatches = min(counts)
+        for rank, (_, theirs, _) in enumerate(answers):
+            if theirs != answers[0][1]:
+                raise ValueError(
+                    f"The layers are placed in another way on rank {rank} than on rank 0. On rank 0:\n{answers[0][1]}\n"
+                    f"On rank {rank}:\n{theirs}\nThe placement must not depend on the rank."
+                )
+        return *outcome, len(counts) == 1
+
+    def _decide_as_started(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
+        try:
+            return self._decide(step, has_batch)
+        except Exception:  # it may lack what `on_train_epoch_start` sets
+            if not has_batch or not has_start_hooks(step.module):
+                raise
+            return self._decide(replace(step, starts=True), has_batch)
+
+    def _decide(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
+        root = survey(step) if has_batch else _static(step.module)
+        plan, stages = self.plan(step.module, root, ())
+        if not has_batch:
+            return plan, stages, None
+        wanted = self._wanted(step)
+        first = _Cut(root, plan, stages, *self._try(step, stages, wanted))
+        cut = self._improved(step, first, wanted, opens=True)
+        if isinstance(cut.reason, UnitError):
+            other = self._improved(step, first, wanted, opens=False)
+            cut = cut if isinstance(other.reason, UnitError) else other
+        program, reason = cut.program, cut.reason
+        if isinstance(reason, UnitError) and wanted > 1:
+            program, said = self._try(step, cut.stages, 1)
+            self._leave_whole(step, reason if program is not None else None)
+            reason = reason if said is None else said
+        if program is None and isinstance(reason, SamplesMixError):
+            self._take_one(step, reason)
+            # What was opened to see whether samples mix is of no use then.
+            for whole in (first, *([cut.unmixed] if cut.unmixed else []), cut):
+                program, said = self._try(step, whole.stages, 1)
+                if program is not None:
+                    return whole.plan, self._without_unused(step.module, whole.stages, program), program
+            reason = said or reason
+        if program is None:
+            raise ValueError(str(reason))
+        return cut.plan, self._without_unused(step.module, cut.stages, program), program
+
+    def _improved(self, step: Step, cut: _Cut, wanted: int, opens: bool) -> _Cut:
+        """``cut``, with units opened, or else closed, until it can be run or nothing more helps."""
+        mixing: _Cut | None = None
+        met: list[str] = []
+        while cut.reason is not None and cut.reason.unit is not None and met.count(cut.reason.unit) < 2:
+            ways = _ways(step.module, cut, cut.reason)
+            for root, opened in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
+                try:
+                    plan, stages = self.plan(step.module, root, opened)
+                except ValueError:  # it is needed as a unit, or apart
+                    continue
+                if plan != cut.plan:
+                    break
+            else:
+                break
+            met.append(cut.reason.unit)
+            unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
+            try:
+                other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened, unmixed)
+            except (ValueError, NotImplementedError):  # what it reads or writes is only right within a unit
+                break
+            if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
+                break
+            if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):
+                mixing = cut
+            cut = other
+        # Where what was opened to see whether samples mix can't be run, that was no use.
+        return mixing if mixing is not None and isinstance(cut.reason, UnitError) else cut
+
+    def _without_unused(self, module: nn.Module, stages: Stages, program: Program) -> Stages:
+        """A module that is never called is no unit where the step itself reads its parameters."""
+        direct = {module.get_parameter(name) for name in program.uses if name not in stages.homes}
+        unused = {
+            path
+            for path in stages.homes
+            if path not in program.uses and direct & {*module.get_submodule(path).parameters(recurse=False)}
+        }
+        return stages.without(unused)
+
+    def _wanted(self, step: Step) -> int:
+        """How many microbatches the first batch, of at least one sample, is cut into if its samples allow it."""
+        samples = max(1, step.samples)
+        self.microbatches = self.asked if isinstance(self.asked, int) else self.automatic(samples)
+        return min(self.microbatches, samples)
+
+    def _try(
+        self, step: Step, stages: Stages, wanted: int
+    ) -> tuple[Program | None, SamplesMixError | UnitError | None]:
+        try:
+            return study(step, stages, wanted), None
+        except (SamplesMixError, UnitError) as error:
+            return None, error
+
+    def _leave_whole(self, step: Step, reason: UnitError | None) -> None:
+        """Run the batch whole, since modules can be taken as they are only then; not without a ``reason``.
+
+        Raises:
+            ValueError: the user asked for another count, and it is a training step.
+        """
+        if reason is not None and step.grad:
+            if isinstance(self.asked, int) and self.asked > 1:
+                raise ValueError(f"microbatches={self.asked}: {reason} Or write {self.takes_one}.")
+            self.reason, self.microbatches = f"cut apart, {reason}", 1
+
+    def _take_one(self, step: Step, reason: Exception | None) -> None:
+        """Run the batch whole.
+
+        Raises:
+            ValueError: the user asked for another count, and it is a training step.
+        """
+        if isinstance(self.asked, int) and self.asked > 1 and step.grad:
+            if self.allow_coupling:
+                self.coupled, self.reason = True, f"each a batch of its own, though {reason}"
+                return
+            raise ValueError(
+                f"microbatches={self.asked}: the samples of a batch need one another: {reason}. Cut apart they would "
+                f"train another model. Write {self.takes_one}, or allow_batch_coupling=True if each microbatch may be "
+                "a batch of its own."
+            )
+        self.reason = f"samples need one another: {reason}"
+        if step.grad:
+            self.microbatches = 1
+
+
+@contextmanager
+def _as_the_loop_will_run(module: nn.Module, step: Step) -> Iterator[None]:
+    training = {m: m.training for m in module.modules()}
+    if not step.grad:
+        for m in training:  # `eval` and `train` may be the user's
+            m.training = False
+    try:
+        yield
+    finally:
+        for m, mode in training.items():
+            m.training = mode
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A step cut into stages: its calls, the plan, and the program, or the reason why there is none.
+
+    Attributes:
+        opened: modules that are no units for a reason that came up.
+        unmixed: the cut before more was opened to see whether samples mix.
+    """
+
+    root: Call
+    plan: Any
+    stages: Stages
+    program: Program | None
+    reason: SamplesMixError | UnitError | None
+    opened: tuple[str, ...] = ()
+    unmixed: _Cut | None = None
+
+
+def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Call, tuple[str, ...]]]:
+    """What may be done about the unit of a ``reason``: the calls, and what is opened of them."""
+    assert reason.unit is not None
+    root, opened = cut.root, cut.opened
+    # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps from one
+    # call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
+    mixes, inner = isinstance(reason, SamplesMixError), module.get_submodule(reason.unit).children()
+    closed = {call.path for call in walk(root) if call.closed is not None}
+    units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
+    seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
+    ways = [(root, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
+    alike = [path for path in _alike(module, reason.unit) if path in cut.stages.homes and path not in closed]
+    if mixes and ways and len(alike) > 1:  # it is most likely the same in all layers
+        ways.insert(0, (root, (*opened, *alike)))
+    # What other code takes from within it is at hand in the module around, where that is called as a whole.
+    called = {call.path for call in walk(root)}
+    around = next((path for path in ancestors(reason.unit) if path in called), None)
+    if mixes or around is None or around in opened:
+        return ways
+    others = {path for path in _alike(module, around) if path not in opened}
+    return [*ways, (close(root, others, f"its code needs what is within {reason.unit!r}"), opened)]
+
+
+def _alike(module: nn.Module, path: str) -> list[str]:
+    """The modules of one class with that at ``path``."""
+    kind = type_before_parametrizations(module.get_submodule(path))
+    return [other for other, m in module.named_modules() if other and type_before_parametrizations(m) is kind]
+
+
+def _place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:
+    """Which ranks hold which tensors: those of the stages that use them, and what no stage uses the last."""
+    ranks: dict[int, set[int]] = {}
+    for path in stages.homes:
+        unit = module.get_submodule(path)
+        for x in (*unit.parameters(), *unit.buffers()):
+            ranks.setdefault(id(x), set()).update(stages.holders(path))
+    for name, used in (program.uses if program is not None else {}).items():
+        if program is not None and name not in stages.homes:
+            ranks.setdefault(id(module.get_parameter(name)), set()).update(program.at[stage] for stage in used)
+    last = {stages.last}
+    holders = {name: tuple(sorted(ranks.get(id(p), last))) for name, p in module.named_parameters()}
+    holders |= {name: tuple(sorted(ranks[id(b)])) for name, b in module.named_buffers() if id(b) in ranks}
+    return Placement(holders)
+
+
+def _around(name: str, metric: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call of a metric in a step: one event of the run that is on."""
+    run = Run.current
+    if run is None or run.depth:
+        return call(*args, **kwargs)
+    run.depth += 1
+    try:
+        return run.metric(metric, name.rpartition(".")[2], call, run.followed(args), run.followed(kwargs))
+    finally:
+        run.depth -= 1
+
+
+def within(path: str, homes: Collection[str]) -> bool:
+    """Whether ``path`` is one of the units, or lies in one."""
+    return any(path == unit or path.startswith(f"{unit}.") for unit in homes)
+
+
+def uncalled(module: nn.Module, homes: Collection[str], opened: Collection[str] = ()) -> list[str]:
+    """Modules with parameters that the step does not call: the outermost that hold no unit, and are not ``opened``."""
+    found: list[str] = []
+    for path, child in module.named_modules():
+        if not path or path in opened or within(path, homes) or within(path, found):
+            continue
+        if any(unit.startswith(f"{path}.") for unit in homes):
+            continue
+        if any(True for _ in child.parameters()):
+            found.append(path)
+    return found
+
+
+def _static(module: nn.Module) -> Call:
+    """Where there was no batch to look at: modules in the order in which they were made, parameters as their cost."""
+
+    def call(path: str, m: nn.Module) -> Call:
+        children = [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
+        numel = sum(p.numel() for p in m.parameters())
+        return Call(path, float(numel), numel, tuple(call(*child) for child in children))
+
+    return call("", module)

@@ -1,0 +1,147 @@
+"""The copy of a module that an analysis runs: fake parameters, and ears on its modules, metrics and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_par import private
+from lightning_par.absent.deferred.deferred_tensor import Deferred
+from lightning_par.pipeline.effects.console import Call, LoggerView, Said
+from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
+from lightning_par.pipeline.program.step import Step
+from lightning_par.pipeline.run.located import UnitCall
+from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.reachable import Reach
+from lightning_par.python_state.user_code import packages_of
+from lightning_par.trial.module_copy import TrainerView
+
+
+def cloned(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+class Fakes:
+    """Stand-ins of parameters and buffers."""
+
+    def __init__(self, mode: FakeTensorMode, step: Step) -> None:
+        self.mode, self.step = mode, step
+        self.made: dict[int, Tensor] = {}
+        parameters: dict[int, str] = {}
+        for name, p in step.module.named_parameters(remove_duplicate=False):
+            parameters.setdefault(id(p), name)
+        self.parameters = parameters
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if id(x) not in self.made:
+            self.made[id(x)] = self._make(x)
+        return self.made[id(x)]
+
+    def _make(self, x: Tensor) -> Tensor:
+        if id(x) in self.step.lent:
+            return self.step.lent[id(x)].clone()
+        if id(x) not in self.parameters and not _is_away(x):
+            return x.value() if isinstance(x, Deferred) else x.detach().clone()
+        with self.mode:
+            fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=self.step.device)
+        fake.requires_grad_(x.requires_grad)
+        if isinstance(x, nn.Parameter):
+            fake._is_param = True  # type: ignore[attr-defined]
+        return fake
+
+    def names(self) -> dict[int, str]:
+        return {id(fake): name for fake, name in self.named()}
+
+    def named(self) -> list[tuple[Tensor, str]]:
+        return [(fake, self.parameters[key]) for key, fake in self.made.items() if key in self.parameters]
+
+
+def _is_away(x: Tensor) -> bool:
+    from lightning_par.absent.elsewhere import is_elsewhere
+
+    return is_elsewhere(x) or x.is_meta
+
+
+class _Traced:
+    """Notes which calls of modules lie in which."""
+
+    def __init__(self, path: str, module: nn.Module, run: Analysis) -> None:
+        self.path, self.run = path, run
+        self.original = private.plain_call(module)
+        self.numel = sum(p.numel() for p in module.parameters())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.run.enter_module(self.path, self.numel)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.run.leave_module()
+
+
+def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ...]], traced: bool) -> None:
+    for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
+        _listen_to_metric(metric)
+    for path, module in copy.named_modules():
+        module.__dict__.pop("_compiled_call_impl", None)
+        if _is_metric(module):
+            _listen_to_metric(module)
+        elif path in homes:
+            private.set_call(module, UnitCall(path, module))
+        elif traced and path:
+            private.set_call(module, _Traced(path, module, run))
+
+
+def _listen_to_metric(metric: nn.Module) -> None:
+    vars(metric).update({name: MetricCall(metric, name) for name in METHODS})
+
+
+def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
+    """Metrics in lists and dicts of the module's."""
+    for name, value in vars(module).items():
+        if name not in ("_modules", "_parameters", "_buffers") and isinstance(value, (list, tuple, dict)):
+            for x in value.values() if isinstance(value, dict) else value:
+                if isinstance(x, nn.Module) and _is_metric(x):
+                    yield x
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return callable(getattr(module, "compute", None)) and callable(getattr(module, "update", None))
+
+
+def listen(copy: nn.Module, run: Analysis) -> None:
+    """What the step logs counts as used at its end."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        run.handed.check_outside(value)
+        run.effects += tensors_in(run.followed(value))
+
+    def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
+        run.handed.check_outside(dict(values))
+        run.effects += tensors_in(run.followed(dict(values)))
+
+    def hear(said: Said) -> None:
+        if isinstance(said, Call):
+            run.effects += tensors_in(run.followed((said.args, said.kwargs)))
+
+    if hasattr(copy, "automatic_optimization"):
+        vars(copy).update(log=log, log_dict=log_dict)
+    trainer = vars(copy).get("_trainer")
+    if isinstance(trainer, TrainerView):
+        views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]
+        vars(trainer).update(loggers=views, logger=views[0] if views else None)
+        copy.__class__ = type(type(copy).__name__, (type(copy),), {"logger": trainer.logger, "loggers": views})
+
+
+def held(copy: nn.Module, homes: Collection[str], batch: Any, run: Analysis) -> list[Tensor]:
+    """Values that the step left outside units: in attributes, in whatever these hold or code names, in its batch."""
+    named = dict(copy.named_modules())
+    units = {path for path in named if any(path == unit or path.startswith(f"{unit}.") for unit in homes)}
+    reach = Reach(packages_of(copy), {id(named[path]): path for path in units})
+    reach.add_modules((path, module) for path, module in named.items() if path not in units)
+    reach.add("batch", batch)
+    return [x for x in run.followed(reach.met) if id(x) in run.keys]

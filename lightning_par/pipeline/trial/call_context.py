@@ -1,0 +1,90 @@
+"""What an event is told beside tensors, where that may decide whether samples mix."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import groupby
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_par import private
+from lightning_par.mesh.digest import digest
+from lightning_par.pipeline.trial.code_attributes import FEW, Number
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.rules.pointwise import BY_ENTRY
+
+_WORDS = (bool, str, type(None))
+_NUMBERS = (int, float)
+_INDEXING = frozenset(("__getitem__", "__setitem__"))  # what they leave of the samples shows in shapes
+_OPAQUE = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
+_OTHERS = (
+    "torch.",
+    "lightning",
+    "pytorch_lightning.",
+    "numpy.",
+)  # packages: a trial sees stand-ins, or nothing decides
+_MOST = 1_000  # things that are looked at
+
+
+def told_to(
+    func: Any, args: Any, kwargs: Any, of_model: Container[int] = (), by_numbers: bool = True
+) -> tuple[Any, ...]:
+    """Words and flags among the arguments of an event, and whole numbers but where each entry is by itself.
+
+    Which of the tensors are values of the model, whose ids are in ``of_model``, is told, too, but not how many others
+    there are in a row: a list may grow. Of what a unit is given all plain content counts, but for its own float
+    arguments if not ``by_numbers``.
+    """
+    if isinstance(func, str):
+        own = [x for x in (*args, *kwargs.values()) if by_numbers or type(x) is not float]
+        return tuple(_content([*kwargs, own]))
+    name = getattr(func, "__name__", "")
+    kinds = _WORDS if name in BY_ENTRY or name in _INDEXING else (*_WORDS, int)
+    rows = tuple(is_model for is_model, _ in groupby(id(x) in of_model for x in tensors_in((args, kwargs))))
+    return (rows, *(x for x in tree_leaves((args, kwargs)) if type(x) in kinds))
+
+
+def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What plain tensors say that a unit may decide by: few numbers, in words since NaN equals no NaN, or a hash."""
+    with private.no_modes():
+        plain = [x for x in tensors if type(x) is Tensor and not x.is_meta]  # weights may be on another rank
+        return tuple(repr(x.tolist()) if x.numel() <= FEW else int(digest(x)) for x in plain)
+
+
+def watched(args: Any, kwargs: Any, noted: set[str]) -> tuple[Any, Any]:
+    """Arguments of a unit whose floats put a word into ``noted`` where something is decided by them."""
+
+    def watch(x: Any) -> Any:
+        return Number.of(x, frozenset(("an argument",)), noted) if type(x) is float else x
+
+    return tuple(map(watch, args)), {key: watch(x) for key, x in kwargs.items()}
+
+
+def _content(value: Any) -> Iterator[Any]:
+    """The plain values in ``value`` and in the objects that it holds, in an order that is the same each time."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < _MOST:
+        x = waiting.pop()
+        if type(x) in (*_WORDS, *_NUMBERS):
+            yield x
+        elif isinstance(x, Enum):
+            yield str(x)
+        elif id(x) not in seen and not isinstance(x, _OPAQUE):
+            seen.add(id(x))
+            waiting += reversed(_parts(x))
+
+
+def _parts(x: Any) -> list[Any]:
+    if isinstance(x, (list, tuple, deque)):
+        return [*x]
+    if isinstance(x, Mapping):
+        return [part for pair in x.items() for part in pair]
+    if f"{type(x).__module__}.".startswith(_OTHERS):
+        return []
+    slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if name != "__weakref__"]
+    return [*getattr(x, "__dict__", {}).items(), *(getattr(x, name, None) for name in slots)]

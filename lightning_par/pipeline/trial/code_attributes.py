@@ -1,0 +1,195 @@
+"""What may lead the code within units another way than the batch does: plain values that it reaches, and the trainer's.
+
+A step that is cut into microbatches was found to treat each sample by itself. What it does outside units is checked at
+every step; within units it may begin to mix samples when someone sets a flag, or at some epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par.python_state.mutable_objects import BodyCell, Cell, SetCell, TupleCell
+from lightning_par.python_state.reachable import ATOMS, Reach
+from lightning_par.python_state.user_code import packages_of
+
+_PLAIN = (bool, int, float, str, type(None))
+_INNER = ("torch.", "lightning_par.", "builtins")
+FEW = 64  # entries of a tensor that code may decide by
+TENSORS = "the content of tensors"
+"""Among what units go by: they read values of tensors that are no weights of theirs."""
+_KNOWN = ATOMS | {Tensor, nn.Parameter}  # nothing is in them that could be set
+
+
+class Attributes:
+    """Plain values that units reach, as code outside units sets them: on modules, in classes, globals, closures,
+    in the environment.
+
+    What a unit sets itself does not count: other ranks would not know.
+
+    Args:
+        module: the LightningModule.
+        units: the FQNs of its units.
+
+    Example::
+
+        attributes = Attributes(module, ["net"])
+        module.net.warm = True
+        assert attributes.changed_since(()) == (("net.warm", True),)
+    """
+
+    def __init__(self, module: nn.Module, units: Collection[str]) -> None:
+        self._module, self._units = module, units
+        self._changed: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
+        self._environment = dict(os.environ)
+        self._look()
+        # Whether something goes by other numbers, no trial run shows.
+        self._watched = {place for cell in self._cells if watches_numbers(cell) for place, _ in _values(cell)}
+
+    def changed_since(self, deciding: Collection[str]) -> tuple[tuple[str, Any], ...]:
+        """What was set outside units since the run began; numbers that are no counts, and what small tensors hold,
+        only if ``deciding``."""
+        self._changed.update(self._renewed())
+        if os.environ.items() ^ self._environment.items() or "os.environ" in self._changed:
+            self._changed["os.environ"] = frozenset(os.environ.items())
+        if TENSORS in deciding:
+            self._changed.update(self._rewritten())
+        return tuple(
+            (place, value)
+            for place, value in self._changed.items()
+            if type(value) is not float or place in deciding or place not in self._watched
+        )
+
+    def settle(self) -> None:
+        """A step has run: what it set is known."""
+        self._renewed()
+        if self._contents is not None:
+            self._rewritten()
+
+    def _rewritten(self) -> dict[str, Any]:
+        """What tensors hold now that held something else at the last look."""
+        was, now = self._contents, dict[str, tuple[Tensor, int, str]]()
+        for cell in self._cells:
+            for key, x in cell.items():
+                if type(x) is Tensor and x.device.type != "meta" and x.numel() <= FEW:
+                    place = cell.place(key)
+                    before, version, content = (was or {}).get(place, (None, 0, ""))
+                    same = before is x and version == x._version
+                    now[place] = (x, x._version, content if same else repr(x.tolist()))
+        self._contents = now
+        return (
+            {} if was is None else {place: x for place, (_, _, x) in now.items() if x != was.get(place, (0, 0, ""))[2]}
+        )
+
+    def _renewed(self) -> dict[str, Any]:
+        """What was set since the last look, by place; None where something is gone."""
+        moved = [cell for cell in self._cells if cell.moved()]
+        if not moved:
+            return {}
+        before = self._values
+        if all(cell.renew(_KNOWN) for cell in moved):
+            self._values = {place: value for cell in self._cells for place, value in _values(cell)}
+        else:
+            self._look()
+        set_now = {p: x for p, x in self._values.items() if p not in before or before[p] != x}
+        return {**set_now, **dict.fromkeys(sorted(before.keys() - self._values.keys()))}
+
+    def _look(self) -> None:
+        self._cells = _cells(self._module, self._units)
+        self._values = {place: value for cell in self._cells for place, value in _values(cell)}
+
+
+class Number(float):
+    """A number on a module in a trial run, which notes in ``noted`` that something was decided by it.
+
+    What is computed of it is one, too.
+    """
+
+    names: frozenset[str] = frozenset()
+    noted: set[str] | None = None
+
+    @classmethod
+    def of(cls, value: float, names: frozenset[str], noted: set[str] | None) -> Number:
+        """``value``, which depends on the numbers called ``names``."""
+        number = cls(value)
+        number.names, number.noted = names, noted
+        return number
+
+
+def _deciding(name: str) -> Any:
+    def method(self: Number, *others: Any) -> Any:
+        if self.noted is not None:
+            self.noted.update(self.names)
+        return getattr(float, name)(self, *others)
+
+    return method
+
+
+def _computing(name: str) -> Any:
+    def method(self: Number, *others: Any) -> Any:
+        result = getattr(float, name)(self, *others)
+        if type(result) is not float:
+            return result
+        names = (x.names for x in others if isinstance(x, Number))
+        return Number.of(result, self.names.union(*names), self.noted)
+
+    return method
+
+
+for _name in "lt le gt ge eq ne bool int floor ceil round".split():
+    setattr(Number, f"__{_name}__", _deciding(f"__{_name}__"))
+for _name in "add radd sub rsub mul rmul truediv rtruediv mod rmod pow rpow neg pos abs".split():
+    setattr(Number, f"__{_name}__", _computing(f"__{_name}__"))
+Number.__hash__ = float.__hash__  # type: ignore[method-assign]
+
+
+@contextmanager
+def watched_numbers(copy: nn.Module, units: Collection[str], noted: set[str]) -> Iterator[None]:
+    """Inside, numbers that the units of ``copy`` reach note in ``noted``, by place, that something goes by them."""
+    lent: list[tuple[Cell, Any, float, Number]] = []
+    for cell in _cells(copy, units):
+        for key, value in list(cell.items()) if watches_numbers(cell) else ():
+            if type(value) is float:
+                number = Number.of(value, frozenset({cell.place(key)}), noted)
+                cell.lend(key, number)
+                lent.append((cell, key, value, number))
+    try:
+        yield
+    finally:
+        for cell, key, value, number in lent:  # a global is no copy's
+            number.noted = None
+            cell.keep(key, value, [number])
+
+
+def watches_numbers(cell: Cell) -> bool:
+    """Whether a `Number` can take a number's place there."""
+    return not isinstance(cell, (BodyCell, SetCell, TupleCell))
+
+
+def _values(cell: Cell) -> Iterator[tuple[str, Any]]:
+    """The plain values in a cell, by place."""
+    if isinstance(cell, SetCell):
+        yield cell.name, tuple(sorted(repr(x) for x in cell.before if isinstance(x, _PLAIN)))
+        return
+    yield from ((cell.place(key), x) for key, x in cell.items() if isinstance(x, _PLAIN))
+
+
+def _cells(module: nn.Module, units: Collection[str]) -> list[Cell]:
+    """What users' modules within units reach, but for what torch's modules hold."""
+    reach = Reach(packages_of(module))
+    named = [pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit)]
+    reach.add_modules((path, child) for path, child in named if not type(child).__module__.startswith(_INNER))
+    return [cell for cell in reach.cells.values() if not _is_torchs(cell)]
+
+
+def _is_torchs(cell: Cell) -> bool:
+    owner = cell.owner
+    if not isinstance(owner, nn.Module):
+        return False
+    return type(owner).__module__.startswith(_INNER) or getattr(cell, "mapping", None) is not vars(owner)

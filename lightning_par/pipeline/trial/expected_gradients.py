@@ -1,0 +1,176 @@
+"""Which parameters get a gradient: found by a run that knows nothing of stages, and compared with what stages yield.
+
+What a pipeline knows of a step comes from runs in which metrics, reads and parts of the model are stood in for. This
+run stands in for none: fake parameters, the real batch, torch's own backward. Where it can't be run so, as where the
+code goes by values of the model, the first step is run on one rank that gets all weights, if they are small beside the
+memory that is free. Where they are not, or random numbers decide, nothing is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchmetrics import Metric
+
+from lightning_par.absent.elsewhere import Elsewhere
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.broadcast import kind_of, send_to_all
+from lightning_par.pipeline.effects.console import hushed
+from lightning_par.pipeline.effects.random_draws import stand_at, standing
+from lightning_par.pipeline.effects.watched_run import untraced
+from lightning_par.pipeline.program.step import Step, loss_in
+from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
+from lightning_par.python_state import generators
+from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.sharded.random_streams import streams
+from lightning_par.strategies.host_memory import free_on
+from lightning_par.trial.module_copy import stand_in
+from lightning_par.trial.trial_run import quiet
+
+_SHARE = 0.25  # of free memory that one rank may take for a run of the whole model
+
+
+def expected_gradients(step: Step) -> frozenset[str] | None:
+    """The first names of the parameters that get a gradient from ``step`` on one device; None if that can't be told.
+
+    Example::
+
+        step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
+        assert expected_gradients(step) == {"head.weight", "head.bias"}
+    """
+    before = vars(streams).copy()
+    try:
+        with generators.kept() as has_drawn, quiet(), hushed(), torch.enable_grad(), step.context():
+            stood = standing()
+            found = _gradients(step)
+            if found is not None and has_drawn():
+                stand_at(stood)
+                torch.manual_seed(torch.initial_seed() + 1)
+                if _gradients(step) != found:
+                    return None
+        return found
+    except Exception:  # user code on values that are not there, or torch's own limits
+        return None
+    finally:
+        vars(streams).update(before)
+
+
+@untraced
+def _gradients(step: Step) -> frozenset[str] | None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _gradients_of(_plain_copy(step, Fakes(mode, step), mode.from_tensor), step)
+
+
+def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
+    streams.begin_step(0, 0)
+    loss = loss_in(getattr(copy, step.name)(map_tensors(cloned, step.batch), *step.rest))
+    if loss is None or not loss.requires_grad:
+        return None
+    loss.backward()
+    return frozenset(name for name, p in copy.named_parameters() if p.grad is not None)
+
+
+def _plain_copy(step: Step, tensor: Callable[[Tensor], Tensor], state: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of the module whose metrics compute, on states that can take what its tensors are."""
+    copy = stand_in(step.module, tensor, step.shared, lambda *args, **kwargs: None)
+    for module in copy.modules():
+        if isinstance(module, Metric):
+            for name in ("forward", "update", "compute"):
+                vars(module).pop(name, None)
+            for name, value in vars(module).items():
+                if type(value) is Tensor:
+                    vars(module)[name] = state(value)
+    return copy
+
+
+def real_gradients(
+    step: Step, axis: Axis, holds: Callable[[str], tuple[int, ...]], around: Callable[[], AbstractContextManager[None]]
+) -> frozenset[str] | None:
+    """As `expected_gradients`, by a run on real weights, which the last rank alone has. All ranks must call it.
+
+    Args:
+        step: a few samples, or a batch of a small model.
+        axis: the pipeline axis.
+        holds: the ranks that hold a tensor, by name.
+        around: entered around the run.
+
+    Returns:
+        The same on all ranks; None where the weights and what their backward keeps are not small beside free memory,
+        or are sharded.
+    """
+    tensors = dict((*step.module.named_parameters(), *step.module.named_buffers()))
+    plain = all(x.origin.sharding is None if isinstance(x, Elsewhere) else _is_plain(x) for x in tensors.values())
+    needed = 2 * sum(x.numel() * x.dtype.itemsize for x in tensors.values())  # with gradients
+    room = min(axis.all_gather_object(_SHARE * free_on(step.device) - needed if plain else 0.0, "expected"))
+    if room <= 0:
+        return None
+    here = axis.rank == axis.size - 1
+    whole: dict[int, Tensor] = {}
+    for name, x in tensors.items():
+        own = x
+        if len(holds(name)) < axis.size:
+            own = send_to_all(x, kind_of(x), holds(name)[0], axis, "expected")
+        if here:
+            whole[id(x)] = _own(own.to(step.device), x)
+    found = _run_plainly(step, whole, room, around) if here else None
+    return axis.all_gather_object(found, "expected")[-1]
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.layout is torch.strided
+
+
+def _own(x: Tensor, like: Tensor) -> Tensor:
+    mine = x.detach().clone().requires_grad_(like.requires_grad)
+    return nn.Parameter(mine, like.requires_grad) if isinstance(like, nn.Parameter) else mine
+
+
+def _run_plainly(
+    step: Step, whole: dict[int, Tensor], room: float, around: Callable[[], AbstractContextManager[None]]
+) -> frozenset[str] | None:
+    kept = 0.0
+
+    def keep(x: Tensor) -> Tensor:
+        nonlocal kept
+        kept += x.numel() * x.element_size()
+        if kept > room:
+            raise MemoryError
+        return x
+
+    @untraced
+    def run(step: Step) -> frozenset[str] | None:
+        copy = _plain_copy(step, lambda x: whole[id(x)] if id(x) in whole else x.detach().clone(), cloned)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            return _gradients_of(copy, step)
+
+    before = vars(streams).copy()
+    try:
+        with generators.kept(), quiet(), hushed(), torch.enable_grad(), step.context(), around():
+            return run(step)
+    except Exception:  # whatever this rank lacks, it must not end a run that might go well
+        return None
+    finally:
+        vars(streams).update(before)
+
+
+def refuse_others(expected: frozenset[str] | None, found: Collection[str], held: Collection[str], rank: int) -> None:
+    """Raises RuntimeError where ``found``, the parameters of those ``held`` with a gradient, are not those expected."""
+    if expected is None:
+        return
+    for name in held:
+        if (name in expected) != (name in found):
+            raise RuntimeError(other_gradient(name, name in expected, f" on pipeline rank {rank}"))
+
+
+def other_gradient(name: str, expected: bool, where: str = "") -> str:
+    """What to say of a parameter that has a gradient where none is ``expected``, or none where one is."""
+    has, should = ("no gradient", "it gets one") if expected else ("a gradient", "it gets none")
+    return (
+        f"{name!r} got {has}{where}, but on one device {should}. The step does something that a pipeline does not see, "
+        "and would train another model. Use TensorParallelStrategy, or verify=False to train all the same."
+    )

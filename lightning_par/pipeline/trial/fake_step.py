@@ -1,0 +1,203 @@
+"""A run of a step on fake tensors, which notes what the modules in it cost."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.pipeline.plan.call_costs import Closing, Frame, flops_of, nbytes_of
+from lightning_par.pipeline.program.constants import constants_of
+from lightning_par.pipeline.program.microbatch_values import of_microbatch
+from lightning_par.pipeline.run.located import Run, is_metadata
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.trial.function_calls import Trace, tracing
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.rules.lookup import user_line, writes
+from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
+from lightning_par.trial.guesses import READS, Guesses
+
+# Functions whose second argument tells how many values they return: lengths, sizes, an index, a mask, how often.
+_SIZED_BY_SECOND = frozenset("""
+_pack_padded_sequence _pad_packed_sequence __getitem__ masked_select repeat_interleave
+""".split())  # fmt: skip
+HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+
+
+class FakeRun(Run):
+    """Runs torch functions on fakes, within units too.
+
+    Args:
+        mode: of the fakes.
+        axis: a microbatch axis, or None where the batch is not cut.
+
+    Attributes:
+        guesses: what code is told that asks for values of the model.
+    """
+
+    def __init__(self, mode: FakeTensorMode, axis: MicrobatchAxis | None) -> None:
+        super().__init__()
+        self.mode, self.axis = mode, axis
+        self.frames = [Frame("", 0)]
+        self.buffers: dict[int, str] = {}  # ids of buffers -> their names
+        self.training, self.samples = False, 1
+        self.trace: Trace | None = None
+        self.guesses = Guesses()
+        self.calls = 0  # of modules with parameters
+        self.read_at: str | None = None  # where a value was last asked for
+        self.values_read = 0  # values that were asked for within units
+        self.hooked = False  # whether a hook was put on a gradient
+        self.users: frozenset[str] = frozenset()  # the packages that count as the user's
+        self.met_by_hooks: set[int] = set()  # ids of the objects that these reach
+        self.unsized = 0  # functions so far whose result's shape depends on values
+        self.sized = 0  # of which the batch alone tells it
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
+            raise NotImplementedError(
+                f"{user_line()}: torch.distributed.{func.__name__} is called within a step, of which each rank of the "
+                "pipeline runs another part: they would wait for one another. Use `self.all_gather` or "
+                "`self.trainer.strategy.reduce`, which go over the copies of the model, or TensorParallelStrategy."
+            )
+        if self.depth:
+            kwargs = kwargs or {}
+            result = self._run(func, args, kwargs)
+            if not is_metadata(func, getattr(func, "__name__", "")):
+                self.inside(func, (args, kwargs), result)
+                if self.trace is not None:
+                    self.trace.note(func, args, kwargs, result)
+            return result
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def inside(self, func: Any, given: Any, result: Any) -> None:
+        """A function was called within a unit."""
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On fakes; where the shape of the result depends on data, on ones."""
+        self.guesses.work += 1
+        self._note_state(func, args, kwargs)
+        reads = getattr(func, "__name__", "") in READS
+        self.values_read += reads
+        if reads and (fakes := _plain_fakes(args, kwargs)):
+            self.read_at = user_line()
+            self.close_modules(f"it reads a value at {self.read_at}", reads=True)
+            return self.guesses.read(func.__name__, fakes[0], args)
+        if self.training and getattr(func, "__name__", "") in HOOKED:
+            self.hooked = True
+            if isinstance(args[0], nn.Parameter):
+                raise NotImplementedError(
+                    f"{user_line()}: a hook on a parameter is registered within a step, which each rank of the "
+                    "pipeline runs for each of its stages. Register it before, as in on_fit_start or __init__."
+                )
+            if self.axis is not None:
+                self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
+        try:
+            result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
+        except UNRUN:
+            if sizing(func, args) is not None:
+                self.sized += 1
+            else:
+                self.unsized += 1
+                self.close_modules("the shape of a value in it depends on values")
+            result = self._run_on_ones(func, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:  # some kernels' fake versions want what real ones don't
+            inputs = tree_leaves((args, kwargs))
+            if isinstance(error, SamplesMixError) or not any(isinstance(x, FakeTensor) for x in inputs):
+                raise
+            try:
+                result = self._run_on_ones(func, args, kwargs)
+            except Exception:
+                raise error from None
+        if getattr(func, "__name__", "") == "batch_norm" and any(id(x) in self.buffers for x in args):
+            self.frames[-1].closing = Closing("its own code updates running statistics", 0, -1)
+        self.frames[-1].flops += flops_of(func, args, kwargs, result)
+        if self.axis is None:
+            self.frames[-1].nbytes += nbytes_of(args, kwargs, result)
+        return result
+
+    def _try_hook(self, axis: MicrobatchAxis, x: Tensor, hook: Any) -> None:
+        """A hook meets the gradients of a microbatch's samples: all that it may do is to change each by itself.
+
+        Raises:
+            SamplesMixError: it does something else, such as to note what it sees, which counts microbatches.
+        """
+        what = f"a hook on a gradient, registered at {user_line()},"
+        if not isinstance(x, ShardedTensor):
+            raise SamplesMixError(f"{what} meets a microbatch's share of it")
+        state = Snapshot([], self.users)
+        state.add("hook", hook)
+        self.met_by_hooks.update(id(cell.owner) for cell in state.cells.values())
+        sums, own = axis.sums, x.positions.count(axis.rank)
+        local = of_microbatch(x).detach().clone()
+        view = x.with_local(local)
+        with self.within(), torch.no_grad():
+            with tracing(self, [view]) as viewed:
+                result = hook(view)
+            with tracing(self, [local]) as plain:
+                hook(local)
+        changed = [cell.name for cell in state.cells.values() if not cell.fixed and cell.change_unlent() is not None]
+        state.restore()
+        if changed:
+            raise SamplesMixError(f"{what} changes {changed[0]}, which it would do for each microbatch")
+        if result is None or axis.sums > sums or not viewed.agrees(plain, x.positions.size, own):
+            raise SamplesMixError(f"{what} needs the gradient of the whole batch")
+
+    def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result's gradient leads where that of ones leads, and it lies where the values would."""
+        leaves = tree_leaves((args, kwargs))
+        if self.axis is not None and any(isinstance(x, ShardedTensor) for x in leaves):
+            name = getattr(func, "__name__", func)
+            raise SamplesMixError(f"how many values `{name}` returns at {user_line()} depends on values of the samples")
+        return run_on_ones(self.mode, func, args, kwargs)
+
+    def _note_state(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A buffer that is updated at each call must not be updated once a microbatch."""
+        if self.axis is None:
+            return
+        into = kwargs.get("out")
+        if into is None and args and writes(getattr(func, "__name__", "")):
+            into = args[0]
+        if id(into) in self.buffers:
+            raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
+
+    def enter_module(self, path: str, numel: int) -> None:
+        self.calls += bool(numel)
+        self.frames.append(Frame(path, numel))
+
+    def leave_module(self) -> None:
+        frame = self.frames.pop()
+        self.frames[-1].flops += frame.flops
+        self.frames[-1].nbytes += frame.nbytes
+        self.frames[-1].children.append(frame)
+
+    def close_modules(self, why: str, reads: bool = False) -> None:
+        """The module whose own code is running can't be taken apart.
+
+        Args:
+            why: in words.
+            reads: whether it goes by a value, which only the rank that has it may do, whatever modules follow.
+        """
+        for frame in reversed(self.frames[1:]):
+            frame.closing = frame.closing or Closing(why, len(frame.children), self.calls if reads else inf)
+            if frame.numel:  # one without parameters is no unit: its code is that of the module around it
+                return
+
+
+def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
+    """What alone tells how many values ``func`` returns, where that is no value of the model; None if not known."""
+    if getattr(func, "__name__", "") not in _SIZED_BY_SECOND or len(args) < 2:
+        return None
+    if any(isinstance(x, (FakeTensor, ShardedTensor)) for x in tree_leaves(args[1])):
+        return None
+    return constants_of(args[1], lambda _: False)
+
+
+def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
+    """The fakes in a function's arguments; none where a view of a microbatch is among them, whose rules know better."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return [] if any(isinstance(x, ShardedTensor) for x in tensors) else [x for x in tensors if is_fake(x)]

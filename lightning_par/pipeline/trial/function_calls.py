@@ -1,0 +1,134 @@
+"""The torch functions that a piece of user code calls, so that two runs of it can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.pipeline.program.constants import constants_of
+from lightning_par.pipeline.program.microbatch_values import of_microbatch
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.rules.lookup import RULES
+from lightning_par.sharded.tensor import ShardedTensor
+
+# Functions that follow the batch's size without using it: they lay values out anew, repeat one, or draw one a sample.
+_SIZED = frozenset("""
+view reshape unflatten expand broadcast_to repeat zeros ones empty full new_zeros new_ones new_empty new_full rand randn
+""".split())  # fmt: skip
+_DRAWS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_ bernoulli".split())
+
+
+@dataclass(frozen=True)
+class Called:
+    """One call of a torch function.
+
+    Attributes:
+        func: the function.
+        given: its arguments: numbers and words as they are, tensors by where they came from.
+        made: of each tensor that it returned, the shape, and whether that is of a part of the samples.
+    """
+
+    func: Any
+    given: tuple[Any, ...]
+    made: tuple[tuple[tuple[int, ...], bool], ...]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", "")
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether every entry of the result is made of one entry of each argument, or drawn."""
+        by_entry = (getattr(RULES.get(self.name), "__module__", "") or "").endswith(".pointwise")
+        return by_entry or self.name in _SIZED or self.name in _DRAWS
+
+
+class Trace:
+    """The torch functions that a unit called, what each was given, and where that came from.
+
+    Args:
+        inputs: whose places count, not which tensors they are.
+
+    Example::
+
+        x, y = torch.ones(2), torch.ones(2)
+        first, second = Trace([x]), Trace([y])
+        first.note(torch.add, (x, 1), {}, x + 1)
+        second.note(torch.add, (y, 1), {}, y + 1)
+        assert first.calls == second.calls
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        self.calls: list[Called] = []
+        self._known: dict[int, Any] = {id(x): ("given", n) for n, x in enumerate(inputs)}
+        self._kept: list[Any] = [inputs]  # ids stay valid as long as the objects live
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """``func`` was called."""
+        given = tuple(self._name(x) for x in tree_leaves((args, kwargs)))
+        results = tensors_in(result)
+        parts = [of_microbatch(x) for x in results]
+        made = tuple((tuple(part.shape), part is not x) for part, x in zip(parts, results))
+        self.calls.append(Called(func, given, made))
+        self._known.update((id(x), ("made", len(self.calls), n)) for n, x in enumerate(results))
+        self._kept.append((args, kwargs, result))
+
+    def _name(self, value: Any) -> Any:
+        if isinstance(value, (bool, int, str, type(None))):
+            return value
+        if not isinstance(value, Tensor):
+            return repr(value) if isinstance(value, (float, complex)) else str(value)
+        if id(value) not in self._known:
+            unknown = isinstance(value, (FakeTensor, ShardedTensor))
+            self._known[id(value)] = ("other", id(value)) if unknown else constants_of(value, lambda _: False)
+        return self._known[id(value)]
+
+    def agrees(self, plain: Trace, samples: int, own: int) -> bool:
+        """Whether ``plain``, which sees ``own`` of the ``samples``, computed the same but for sizes that follow."""
+        if len(self.calls) != len(plain.calls):
+            return False
+        rows: set[Any] = set()  # what has a row for each sample, and is no value of samples
+        for number, (call, other) in enumerate(zip(self.calls, plain.calls), 1):
+            same = call.func == other.func and len(call.given) == len(other.given)
+            if not same or not all(_follows(call, a, b, samples, own) for a, b in zip(call.given, other.given)):
+                return False
+            if len(call.made) != len(other.made):
+                return False
+            for n, ((shape, cut), (others, _)) in enumerate(zip(call.made, other.made)):
+                if shape != others:
+                    if cut:  # beside what has the whole batch's rows, such as a table that was made of its first
+                        return False
+                    rows.add(("made", number, n))
+            if not rows.isdisjoint(call.given) and not call.keeps_rows_apart and not all(cut for _, cut in call.made):
+                return False
+        return True
+
+
+def _follows(call: Called, viewed: Any, plain: Any, samples: int, own: int) -> bool:
+    """Whether an argument is the same, or a size that follows the batch's where sizes may."""
+    if viewed == plain and type(viewed) is type(plain):
+        return True
+    sizes = type(viewed) is int and type(plain) is int and call.name in _SIZED
+    return sizes and viewed * own == plain * samples
+
+
+class Traced(Protocol):
+    """A run that notes in its trace, if it has one, what is called."""
+
+    trace: Trace | None
+
+
+@contextmanager
+def tracing(run: Traced, inputs: list[Tensor]) -> Iterator[Trace]:
+    """Let ``run`` note what is called inside; see `Trace`."""
+    before, run.trace = run.trace, Trace(inputs)
+    try:
+        yield run.trace
+    finally:
+        run.trace = before

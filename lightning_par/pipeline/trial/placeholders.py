@@ -1,0 +1,122 @@
+"""What stands for a number that is read from a value that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.trial.guesses import Guesses
+
+
+class AbsentNumber(float):
+    """A number that only the last stage knows: arithmetic keeps that in mind, and to decide by it is noted.
+
+    Where the batch is cut into microbatches, no one knows the whole batch's number while the step runs: what is decided
+    by it is a guess, and a whole number made of it raises SamplesMixError.
+    """
+
+    cut = False  # whether the batch is cut in the run that is on
+    draw = 0  # which numbers stand in
+    count = 0  # of numbers so far
+    guesses: Guesses | None = None  # of what the step decides by them, in the run that is on
+
+
+def _arithmetic(name: str) -> Any:
+    def method(self: AbsentNumber, *others: Any) -> Any:
+        found = getattr(float, name)(self, *others)
+        return AbsentNumber(found) if isinstance(found, float) else found
+
+    return method
+
+
+def _decision(name: str) -> Any:
+    def method(self: AbsentNumber, *others: Any) -> Any:
+        found, guesses = getattr(float, name)(self, *others), AbsentNumber.guesses
+        if isinstance(found, bool):
+            return found if guesses is None else guesses.compare(found)
+        _refuse_cut()
+        return found
+
+    return method
+
+
+def _refuse_cut() -> None:
+    """What is decided by a whole number can't be seen."""
+    if AbsentNumber.cut:
+        raise SamplesMixError(f"the step decides by a value of the whole batch at {user_line()}")
+
+
+for _name in ("add radd sub rsub mul rmul truediv rtruediv neg abs pow rpow floordiv rfloordiv mod rmod").split():
+    setattr(AbsentNumber, f"__{_name}__", _arithmetic(f"__{_name}__"))
+for _name in ("lt le gt ge eq ne bool int").split():
+    setattr(AbsentNumber, f"__{_name}__", _decision(f"__{_name}__"))
+AbsentNumber.__hash__ = float.__hash__  # type: ignore[method-assign]
+
+
+DRAWS = 3
+"""So many runs with other numbers tell where they lead; the first draw is the one that programs are made with."""
+_SCALES = (1.0, 1.0, -40.0)
+
+
+@contextmanager
+def standing_in(cut: bool, draw: int, guesses: Guesses) -> Iterator[None]:
+    """Around a trial run.
+
+    Args:
+        cut: whether the batch is cut into microbatches, so that no one knows the whole batch's numbers.
+        draw: which numbers stand for them, below `DRAWS`.
+        guesses: of what the step decides by them.
+    """
+    before = AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count, AbsentNumber.guesses
+    AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count, AbsentNumber.guesses = cut, draw, 0, guesses
+    try:
+        yield
+    finally:
+        AbsentNumber.cut, AbsentNumber.draw, AbsentNumber.count, AbsentNumber.guesses = before
+
+
+def _drawn(shape: tuple[int, ...] = ()) -> Any:
+    """Other numbers at each place: the ratio of two must differ between draws, too."""
+    AbsentNumber.count += 1
+    uniform = np.random.RandomState(AbsentNumber.draw * 65_536 + AbsentNumber.count).uniform(0.5, 1.5, shape)
+    return uniform * _SCALES[AbsentNumber.draw]
+
+
+def _number() -> float:
+    return float(_drawn()) if AbsentNumber.draw else 1.0
+
+
+def _array(x: Tensor) -> Any:
+    dtype = torch.empty((), dtype=x.dtype if x.dtype != torch.bfloat16 else torch.float32).numpy().dtype
+    if AbsentNumber.draw == 0:
+        return np.zeros(tuple(x.shape), dtype)
+    drawn = np.asarray(_drawn(tuple(x.shape)))
+    if dtype.kind in "iub":  # an index must stay one
+        return (abs(drawn / _SCALES[AbsentNumber.draw]) > 1).astype(dtype)
+    return drawn.astype(dtype)
+
+
+def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
+    """What the function ``name``, which reads ``x``, returns while ``x`` is absent.
+
+    Numbers that can't be followed by themselves, since C code or numpy takes them, differ from draw to draw.
+    """
+    if name in ("item", "__float__", "__complex__"):
+        return AbsentNumber(_number())
+    if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__", "__int__", "__index__"):
+        if name in ("__int__", "__index__"):
+            _refuse_cut()
+        return (AbsentNumber.guesses or Guesses()).read(name, x, args)
+    if name in ("numpy", "__array__"):
+        return _array(x)
+    if name == "tolist":
+        return _array(x).tolist()
+    number = _number() if AbsentNumber.draw else 0.0
+    return format(number, args[1]) if len(args) > 1 and args[1] else f"{number}"

@@ -1,0 +1,312 @@
+"""From a module, a step and a batch to the step's `Program`, and at first to the tree of module calls it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_par import private
+from lightning_par.mesh.positions import Positions
+from lightning_par.pipeline.effects.console import hushed
+from lightning_par.pipeline.effects.method_calls import UnitState
+from lightning_par.pipeline.effects.random_draws import GlobalDrawError
+from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
+from lightning_par.pipeline.effects.watched_run import untraced
+from lightning_par.pipeline.plan.stage_ranges import Row, Stages
+from lightning_par.pipeline.plan.units import Call
+from lightning_par.pipeline.program.decisions import follow_decisions
+from lightning_par.pipeline.program.program import make_program
+from lightning_par.pipeline.program.read_only_inputs import memory_of
+from lightning_par.pipeline.program.step import Step
+from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.trial.analysis import Analysis, Layouts
+from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
+from lightning_par.pipeline.trial.code_attributes import watched_numbers
+from lightning_par.pipeline.trial.placeholders import DRAWS, standing_in
+from lightning_par.python_state import generators
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.user_code import packages_of
+from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.random_streams import streams
+from lightning_par.strategies.entry_points import call_start_hooks
+from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Repeated, Trial, explore
+from lightning_par.trial.module_copy import TrainerView, stand_in
+from lightning_par.trial.trial_run import quiet
+
+
+def survey(step: Step) -> Call:
+    """The tree of module calls that ``step`` makes, with their costs."""
+    run, _ = _analyse(step, Row({}, (0,)), None, {}, traced=True)
+    return run.frames[0].call(run.calls)
+
+
+def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | None = None) -> Program:
+    """The program of ``step``, cut into ``stages``.
+
+    Args:
+        step: on the whole batch.
+        stages: of the pipeline.
+        microbatches: into how many the batch is cut.
+        axis: of the microbatches, which says afterwards whether units were `tried`.
+
+    Raises:
+        SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
+    """
+    if microbatches == 1:
+        run, result = _analyse(step, stages, None, {}, keeps=True)
+        refuse_aftereffects(run, partial(_run_apart, step, stages, run), microbatches)
+        _follow_numbers(step, stages, None, run)
+        hooked = run.hooked or run.recomputes and bool(run.keeping or run.regions)
+        backwards = any(map(private.number_of_backward_hooks, step.module.modules())) or private.backward_hooks_on_all()
+        return replace(  # what units keep, the next ones go by
+            make_program(step, run, result, 1, {}, in_order=bool(run.keeping or hooked or backwards)),
+            patterns=run.guesses.patterns,
+            keeping=frozenset(run.keeping),
+            outer=run.outer,
+            leaves=bool(run.aftereffects),
+            hooked=hooked,
+            made=run.made,
+        )
+    for name, module in step.module.named_modules() if step.grad else ():
+        if private.number_of_backward_hooks(module) or private.backward_hooks_on_all():
+            raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
+    axis = axis or MicrobatchAxis(microbatches, 0)
+    whole, _ = _analyse(step, stages, None, {}, keeps=True)
+    refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
+    for path, place in whole.keeping.items():
+        if any(map(private.has_hooks, step.module.get_submodule(path).modules())) or private.hooks_on_all():
+            error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
+            error.unit = path
+            raise error
+    for path, place in whole.changes_lent.items():
+        raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
+    patterns = whole.guesses.patterns
+    layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
+    run, result = _analyse(step, stages, axis, layouts, patterns=patterns, outer=whole.outer)
+    program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.keeping))
+    program = replace(
+        program,
+        patterns=run.guesses.patterns,
+        keeping=frozenset(whole.keeping),
+        outer=whole.outer,
+        leaves=bool(whole.aftereffects),
+        in_hooks=run.in_hooks,
+        made=whole.made,
+    )
+    _follow_numbers(step, stages, axis, run)
+    again = partial(_run, step, stages, axis, layouts, outer=whole.outer)
+    follow_decisions(run, again, partial(_run, step, stages, None, {}), program)
+    if step.grad and program.loss_is_share is None:
+        raise SamplesMixError("the loss is no sum over samples")
+    return program
+
+
+def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis) -> None:
+    """Find the events that go by numbers which are read of the model's values, by runs with other placeholders.
+
+    Raises:
+        SamplesMixError: the numbers are of a whole batch that is cut into microbatches, none of which has them. What
+            lies behind the last unit runs on the whole batch, too, but without a backward.
+    """
+    end = 0 if axis is None else len(run.events) if step.grad else run.tail
+    for draw in range(1, DRAWS) if run.has_read else ():
+        for index in _differing(step, stages, axis, run, draw):
+            event = run.events[index]
+            if index < end:
+                raise SamplesMixError(f"{event.place}: a number that was read of values of the whole batch is used")
+            event.live = True
+
+
+def _differing(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis, draw: int) -> list[int]:
+    indices = [index for index, _ in run.constants]
+    try:
+        guesses = Guesses(run.guesses.patterns) if axis is None else Repeated(run.guesses)
+        other, _ = _run(step, stages, axis, run.layouts, guesses, draw=draw)
+    except (Exception, EndlessError):  # user code that met another number
+        return indices
+    return indices[len(other.constants) :] + [
+        index for (index, found), (_, others) in zip(run.constants, other.constants) if found != others
+    ]
+
+
+def _analyse(
+    step: Step,
+    stages: Stages,
+    axis: MicrobatchAxis | None,
+    layouts: Layouts,
+    traced: bool = False,
+    patterns: Patterns | None = None,
+    keeps: bool = False,
+    outer: frozenset[str] = frozenset(),
+) -> tuple[Analysis, Any]:
+    """Run the step on fakes, by guesses with which it comes to its end; the first ones go by ``patterns``."""
+
+    def trial(guesses: Guesses) -> Trial[Any]:
+        found, error = None, None
+        try:
+            found = _run(step, stages, axis, layouts, guesses, traced, keeps=keeps, outer=outer)
+        except (SamplesMixError, GlobalDrawError):
+            raise
+        except (Exception, EndlessError) as failure:  # the user's code may raise by a wrong guess
+            error = failure
+        turns = guesses.endless is not None  # of a loop, which come to nothing
+        return Trial((found, error), guesses, (error is None, 0 if turns else guesses.work), error is None)
+
+    best = explore(trial, patterns)
+    found, error = best.value
+    if isinstance(error, EndlessError):
+        raise ValueError(
+            f"{error}: no rank knows how often that loop runs without the model's values, which are on several. Use "
+            "TensorParallelStrategy, or a loop of a fixed length."
+        )
+    if error is not None:
+        raise _told(error, step.name) from error
+    return found
+
+
+def _told(error: Exception, name: str) -> Exception:
+    """``error`` of the user's code, or what may have been the reason for it."""
+    place = getattr(error, "read_at", None)
+    if place is None:
+        return error
+    return ValueError(
+        f"{type(error).__name__} in a trial run of {name}: {error}. At {place} it reads a value of the model, which is "
+        "made up there: no rank of a pipeline has it before training. Where shapes go by such a value, use "
+        "TensorParallelStrategy, or compute with tensors instead."
+    )
+
+
+@untraced
+def _run(
+    step: Step,
+    stages: Stages,
+    axis: MicrobatchAxis | None,
+    layouts: Layouts,
+    guesses: Guesses,
+    traced: bool = False,
+    draw: int = 0,
+    keeps: bool = False,
+    outer: frozenset[str] = frozenset(),
+    sight: Sight | None = None,
+) -> tuple[Analysis, Any]:
+    intercept.install()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = Fakes(mode, step)
+    batch = map_tensors(cloned, step.batch)
+    run = Analysis(mode, stages, step.grad, axis, batch, layouts)
+    copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
+    if step.starts:
+        with generators.kept(), quiet(), hushed():
+            call_start_hooks(copy, step.name, batch)
+    numbers = nullcontext() if axis is None else watched_numbers(copy, stages.homes, run.deciding)
+    if axis is not None:
+        trainer = vars(copy).get("_trainer")
+        if isinstance(trainer, TrainerView):
+            trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
+    run.guesses, run.module = guesses, copy
+    run.names.update(fakes.names())
+    named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
+    run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
+    run.tries_units, run.started = draw == 0, step.starts
+    run.users = packages_of(step.module)
+    run.packages, run.sight = run.users if keeps else None, sight
+    run.training, run.samples = step.grad, max(1, step.samples)
+    run.buffers = {id(b): name for name, b in copy.named_buffers()}
+    run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
+    intercept_calls(copy, run, stages.homes, traced)
+    run.hooks_on_gradients = {m: n for m in copy.modules() if (n := private.number_of_backward_hooks(m))}
+    listen(copy, run)
+    units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps and sight is None else None
+    if units is not None:
+        run.resetting = partial(units.call, keeping=run.keeping)
+    sets = nullcontext() if units is None else units.listening(run)
+    before = vars(streams).copy()
+    grad = torch.enable_grad() if step.grad else torch.no_grad()
+    try:
+        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, sets, run:
+            streams.begin_step(0, 0)
+            with standing_in(axis is not None, draw, guesses):
+                result = getattr(copy, step.name)(batch, *step.rest)
+    except (TypeError, RuntimeError, IndexError) as error:
+        if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
+            error.read_at = run.read_at  # type: ignore[union-attr]
+        raise
+    finally:
+        vars(streams).update(before)
+    run.refuse_backward_hooks(copy.modules())
+    run.kept.append(result)
+    if run.met_by_hooks:
+        modules = [(f"self.{path}" if path else "self", m) for path, m in copy.named_modules()]
+        cells = Snapshot(modules, run.users).cells.values()
+        run.in_hooks = frozenset(cell.name for cell in cells if id(cell.owner) in run.met_by_hooks)
+    run.returned = tensors_in(run.followed(result))
+    run.effects += run.returned
+    run.outer, run.resets = (outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
+    run.effects += held(copy, stages.homes.keys() - run.outer, batch, run)
+    run.finish()
+    return run, run.followed(result)
+
+
+def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
+    """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
+    samples = step.samples
+    layouts: Layouts = {}
+    positions = Positions.even
+    for n, x in enumerate(tensors_in(step.batch)):
+        if x.ndim and x.shape[0] == samples:
+            layouts[-1, n] = (0, positions(samples, 1))
+    if not any(size % samples == 0 for some in whole.shapes.values() for shape in some for size in shape):
+        return layouts
+    larger = _run_larger(step, stages, whole)
+    if larger is None:
+        return layouts
+    for index, other in _same_events(whole, larger):
+        for n, (a, b) in enumerate(zip(whole.shapes.get(index, ()), larger.shapes.get(other, ()))):
+            dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y] if len(a) == len(b) else []
+            if len(dims) == 1 and a[dims[0]] * (samples + 1) == b[dims[0]] * samples:
+                layouts[index, n] = (dims[0], positions(samples, 1).repeat(a[dims[0]] // samples))
+    return layouts
+
+
+def _same_events(whole: Analysis, larger: Analysis) -> Iterator[tuple[int, int]]:
+    """The events of both runs that are the same, by index: all, or those before and behind a loop over samples."""
+    ours, theirs = ([(event.func, event.place) for event in run.events] for run in (whole, larger))
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
+    yield from zip(range(same), range(same))
+    most = min(len(ours), len(theirs)) - same
+    behind = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours[::-1][:most], theirs[::-1])))
+    yield from zip(range(len(ours) - behind, len(ours)), range(len(theirs) - behind, len(theirs)))
+
+
+def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
+    """The run ``whole`` with another sample: one more, not one less, since BatchNorm takes no single one."""
+    more = replace(step, batch=map_tensors(lambda x: _one_more(x, step.samples), step.batch))
+    try:
+        return _run(more, stages, None, {}, Guesses(whole.guesses.patterns))[0]
+    except (Exception, EndlessError):  # a step may count on its batch size
+        return None
+
+
+def _run_apart(step: Step, stages: Stages, whole: Analysis, sight: Sight) -> Analysis:
+    """The run ``whole``, in which units have of what others leave behind what they will have."""
+    guesses = Guesses(whole.guesses.patterns)
+    return _run(step, stages, None, {}, guesses, keeps=True, outer=whole.outer, sight=sight)[0]
+
+
+def _one_more(x: Tensor, samples: int) -> Tensor:
+    return torch.cat([x, x[-1:]]) if x.ndim and x.shape[0] == samples else x
+
+
+def _cut_layouts(layouts: Layouts, samples: int, axis: MicrobatchAxis) -> Layouts:
+    own = axis.positions(samples)
+    return {key: (dim, own.repeat(positions.size // samples)) for key, (dim, positions) in layouts.items()}

@@ -1,0 +1,203 @@
+"""May a unit be given a microbatch as if that were the batch? Found out by running it both ways on fakes.
+
+To the step a microbatch is a view of the whole batch: ``x.shape[0]`` is the batch's. A unit runs faster on the plain
+tensors beneath, where it sees the microbatch's own size. That is right only if what it computes is the same, and if a
+call leaves nothing behind that the next one meets: on one device there is no next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.pipeline.program.microbatch_values import of_microbatch
+from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.trial.by_sample import by_sample
+from lightning_par.pipeline.trial.function_calls import Trace, tracing
+from lightning_par.python_state.changes import Change, MappingChange, as_it_is
+from lightning_par.python_state.nested_tensors import tensors_in, twin
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.trial.analysis import Analysis
+
+_DEEP = 5  # of what is stored on a module
+
+
+def acts_plainly(
+    run: Analysis, path: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, bool]:
+    """Call the unit ``path`` on views of a microbatch.
+
+    Returns:
+        Its result, and whether it does the same on the plain tensors beneath.
+
+    Raises:
+        SamplesMixError: a call leaves behind what the next one meets, or what counts calls.
+    """
+    inputs = tensors_in((args, kwargs))
+    lead = next((x for x in inputs if isinstance(x, ShardedTensor)), None)
+    if lead is None:
+        return _called_whole(path, module, partial(call, *args, **kwargs)), True
+    samples, own = lead.positions.size, lead.positions.count(lead.axis.rank)
+    given = twin((args, kwargs))  # a cache among the arguments may grow
+    modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
+    before = Snapshot(modules, hooks=False)
+    try:
+        with tracing(run, inputs) as viewed:
+            result = call(*args, **kwargs)
+    except SamplesMixError:
+        before.restore()
+        result = by_sample(run, module, call, *twin(given))
+        if result is NotImplemented:
+            raise
+        return result, True
+    after = Snapshot(modules, hooks=False)
+    left = _left(before)
+    _refuse_samples(path, lead, after, left)
+
+    def called(*given: Any) -> Trace:
+        with tracing(run, tensors_in(given)) as trace:
+            call(*given[0], **given[1])
+        return trace
+
+    def plainly() -> Trace | None:
+        try:
+            return called(*twin(given, of_microbatch))
+        except Exception:  # user code that wants the whole batch's size; it will see that
+            return None
+
+    def as_views() -> Trace:
+        try:
+            return called(*twin(given))
+        except Exception as error:
+            raise _mixed(path, f"{path!r} can't be called with what its last call left: {error}") from error
+
+    try:
+        with _aside(run):
+            before.restore()  # it may keep the largest size it has seen, which views have to show it
+            start = plainly()
+            same = start is not None and _alike(left, _left(before), _DEEP + 4, remade=True)
+            if left:  # what is stored by the first call alone is no change at each call
+                after.restore()
+            first = _again(path, modules, plainly, None if left else start) if same else None
+            plain = first is not None and viewed.agrees(first, samples, own)
+            if not plain:  # it will see views; and the first call of all may have done more
+                after.restore()
+                again = _again(path, modules, as_views)
+                plain = first is not None and again is not None and again.agrees(first, samples, own)
+    finally:
+        after.restore()
+    return result, plain
+
+
+def _called_whole(path: str, module: nn.Module, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, which each microbatch repeats as it is.
+
+    Raises:
+        SamplesMixError: it changes what the unit holds, which it would do for each microbatch.
+    """
+    before = Snapshot([(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()], hooks=False)
+    result = call()
+    left = _left(before)
+    if left:
+        before.restore()
+        raise _mixed(path, f"{path!r} changes {min(left)}, as it would for each microbatch")
+    return result
+
+
+def _left(before: Snapshot) -> dict[str, Change]:
+    """What was changed since, by the names of the objects."""
+    changes = ((cell.name, cell.change_unlent()) for cell in before.cells.values() if not cell.fixed)
+    return {name: as_it_is(change) for name, change in changes if change is not None}
+
+
+def _refuse_samples(path: str, lead: ShardedTensor, after: Snapshot, left: dict[str, Change]) -> None:
+    """Raises `SamplesMixError` where a call has left samples behind: the next one meets those of another microbatch."""
+    places = [(held.slots[0][0].place(held.slots[0][1]), held.tensor) for held in after.tensors.values()]
+    places += [(name, x) for name, change in left.items() for x in tree_leaves(vars(change))]
+    for place, x in places:
+        if isinstance(x, ShardedTensor) and x.axis is lead.axis:
+            raise _mixed(path, f"{place} keeps samples from one call of {path!r} to the next")
+
+
+def _again(
+    path: str, modules: list[tuple[str, nn.Module]], call: Callable[[], Trace | None], first: Trace | None = None
+) -> Trace | None:
+    """Call a unit twice, or once after ``first``; returns what the first of the two calls did, if it could be called.
+
+    Raises:
+        SamplesMixError: the second call did something else, or something is left behind.
+    """
+    first = first or call()
+    between = Snapshot(modules, hooks=False)
+    second = None if first is None else call()
+    if first is None or second is None:
+        return None
+    if second.calls != first.calls:
+        raise _mixed(path, f"what {path!r} computes depends on its last call")
+    for cell in between.cells.values():
+        place = _counted(cell, cell.change_unlent())
+        if place is not None:
+            raise _mixed(path, f"{place} changes at each call of {path!r}")
+    return first
+
+
+def _mixed(path: str, reason: str) -> SamplesMixError:
+    error = SamplesMixError(reason)
+    error.unit = path
+    return error
+
+
+@contextmanager
+def _aside(run: Analysis) -> Iterator[None]:
+    """What is computed inside costs nothing and is no part of the step."""
+    from lightning_par.pipeline.plan.call_costs import Frame
+
+    unsized, frames = run.unsized, run.frames
+    run.frames = [Frame("", 0)]
+    try:
+        yield
+    finally:
+        run.unsized, run.frames = unsized, frames
+
+
+def _counted(cell: Any, change: Change | None) -> str | None:
+    """Where something was changed."""
+    if change is None or cell.fixed:
+        return None
+    if not isinstance(change, MappingChange):
+        return str(cell.name)
+    for key in (*change.inplace, *change.deleted):
+        return str(cell.place(key))
+    for key, value in change.entries.items():
+        if key not in cell.before or not _alike(cell.before[key], value, _DEEP):
+            return str(cell.place(key))
+    return None
+
+
+def _alike(before: Any, after: Any, depth: int, remade: bool = False) -> bool:
+    """Whether two values are the same; with ``remade`` two tensors of one shape and type are."""
+    if before is after:
+        return True
+    if remade and isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.shape == after.shape and before.dtype == after.dtype
+    if type(before) is not type(after) or not depth or isinstance(before, Tensor):
+        return False  # a tensor is made anew by each call, of its samples
+    alike = partial(_alike, depth=depth - 1, remade=remade)
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(alike(before[k], after[k]) for k in before)
+    if isinstance(before, (list, tuple)):
+        return len(before) == len(after) and all(map(alike, before, after))
+    if hasattr(before, "__dict__") and not callable(before):
+        return alike(vars(before), vars(after))
+    try:
+        return bool(before == after)
+    except Exception:  # whatever a class makes of `==`
+        return False

@@ -1,0 +1,214 @@
+"""Random number generators: found, and put back to where they stood."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_par.mesh.axis import Axis
+
+MAX_OBJECTS = 5000  # that are looked into; datasets can be large
+MAX_ITEMS = 100  # of one list, tuple, set or dict
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+@contextmanager
+def kept(holders: Iterable[Any] = ()) -> Generator[Callable[[], bool], None, None]:
+    """Whatever is drawn inside, afterwards the generators stand where they stood before.
+
+    Gives a function that tells whether anything was drawn yet.
+
+    Args:
+        holders: objects that may hold generators of their own, beside the global ones of torch, numpy and ``random``.
+    """
+    own = find(holders)
+    put_back = snapshot(holders)
+    before, globally = [_state(x) for x in own], global_state()
+    try:
+        yield lambda: before != [_state(x) for x in own] or not same_global_state(globally)
+    finally:
+        put_back()
+
+
+@contextmanager
+def put_back_on_error(holders: Iterable[Any] = ()) -> Generator[None, None, None]:
+    """As `kept`, where what runs inside raises; else the generators stand where it left them."""
+    put_back = snapshot(holders)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+
+
+def snapshot(holders: Iterable[Any]) -> Callable[[], None]:
+    """What puts the generators back to where they stand now; ``holders`` as in `kept`."""
+    restore = [_restorer(generator) for generator in find(holders)]
+    state = global_state()
+
+    def put_back() -> None:
+        set_global_state(state)
+        for one in restore:
+            one()
+
+    return put_back
+
+
+def global_state() -> tuple[Any, ...]:
+    """The state of every global generator."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+
+
+def same_global_state(before: tuple[Any, ...]) -> bool:
+    """Whether no global generator was drawn from since ``before``."""
+    now = global_state()
+    tensors = zip([before[0], *before[1]], [now[0], *now[1]])
+    numpy_equal = all(np.array_equal(a, b) for a, b in zip(before[2], now[2]))
+    return all(torch.equal(a, b) for a, b in tensors) and numpy_equal and before[3] == now[3]
+
+
+def set_global_state(state: tuple[Any, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+    np.random.set_state(state[2])
+    random.setstate(state[3])
+
+
+def default(device: torch.device) -> torch.Generator | None:
+    """The global generator from which functions of tensors on ``device`` draw, where it has one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    of_kind = getattr(getattr(torch, device.type, None), "default_generators", ())
+    index = device.index or 0
+    return of_kind[index] if index < len(of_kind) else None
+
+
+def states_of(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Where generators stand."""
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def set_states(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+    """Undo what was drawn since `states_of`."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def packed_state() -> bytes:
+    """`global_state`, pickled; of the CUDA generators only the current device's."""
+    cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return pickle.dumps((torch.get_rng_state().numpy(), cuda, np.random.get_state(), random.getstate()))
+
+
+def unpack_state(packed: bytes) -> None:
+    """Put the global generators where `packed_state` found them."""
+    cpu, cuda, numpy, python = pickle.loads(packed)
+    torch.set_rng_state(torch.from_numpy(cpu))
+    if cuda is not None:
+        torch.cuda.set_rng_state(torch.from_numpy(cuda))
+    np.random.set_state(numpy)
+    random.setstate(python)
+
+
+def saved_state() -> dict[str, Any]:
+    """The state of the global generators for a checkpoint; of tensors and numbers alone, so that no pickle runs code
+    when it is read. Of the CUDA generators only the current device's."""
+    kind, words, *numbers = np.random.get_state()
+    version, python, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(words, dtype=np.int64)), *numbers],
+        "python": [version, torch.tensor(python), gauss],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_state(state: dict[str, Any]) -> None:
+    """Put the global generators where `saved_state` found them, on the same kind of devices or others.
+
+    Raises:
+        ValueError: the state is garbled.
+    """
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].clone())
+    kind, words, *numbers = state["numpy"]
+    if not 0 <= numbers[0] <= words.numel():  # numpy would read the memory behind the words
+        raise ValueError(f"The state of numpy's generator in the checkpoint is garbled: it stands at {numbers[0]}.")
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *numbers))
+    version, python, gauss = state["python"]
+    random.setstate((version, tuple(python.tolist()), gauss))
+
+
+def share(axis: Axis) -> None:
+    """Put the global generators of every rank along ``axis`` where the first rank's stand."""
+    if axis.size > 1:
+        packed = axis.broadcast_object(packed_state() if axis.rank == 0 else b"", "generators")
+        if axis.rank > 0:
+            unpack_state(packed)
+
+
+def find(holders: Iterable[Any], kinds: tuple[type, ...] = _KINDS) -> list[Any]:
+    """The generators, or what else is of ``kinds``, that ``holders`` reach through attributes, containers, partials
+    and closures."""
+    seen: set[int] = set()
+    found: list[Any] = []
+    waiting = list(holders)
+    while waiting and len(seen) < MAX_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            found.append(value)
+        else:
+            waiting.extend(_inside(value))
+    return found
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | int | float | type | torch.Tensor | np.ndarray | None):
+        return []
+    if isinstance(value, list | tuple | set | frozenset):
+        return [item for item, _ in zip(value, range(MAX_ITEMS))]
+    if isinstance(value, dict):
+        return [item for item, _ in zip(value.values(), range(MAX_ITEMS))]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    inner: list[Any] = [getattr(value, "__self__", None)]
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    inner.extend(getattr(value, "__dict__", {}).values())
+    return inner
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else None
+    return pickle.dumps(generator.__getstate__() if state is None else state)
+
+
+def _restorer(generator: Any) -> Callable[[], Any]:
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)

@@ -1,0 +1,258 @@
+"""The state that a step reaches, kept while a run changes it, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_par import private
+from lightning_par.python_state.changes import Change
+from lightning_par.python_state.contents import LockedCell
+from lightning_par.python_state.iterators import IteratorCell
+from lightning_par.python_state.mutable_objects import Cell, TupleCell, forget_write, is_written, overwrite, version_of
+from lightning_par.python_state.reachable import ATOMS, Reach
+from lightning_par.python_state.registered_hooks import Holders, HooksCell
+from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
+from lightning_par.python_state.user_code import packages_of
+
+
+class Snapshot(Reach):
+    """What the modules, and all that they reach, hold now.
+
+    Args:
+        modules: by name.
+        packages: as for `Reach`.
+        apart: as for `Reach`.
+        code: as for `Reach`.
+        hooks: as for `Reach`.
+
+    Example::
+
+        module.seen = []
+        snapshot = Snapshot([("self", module)])
+        module.seen.append(1)
+        assert snapshot.changes()["self.seen"].rest == [1]
+        snapshot.restore()
+        assert module.seen == []
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        packages: frozenset[str] = frozenset(),
+        apart: Mapping[int, str] | None = None,
+        code: bool = True,
+        hooks: bool = True,
+    ) -> None:
+        super().__init__(packages, apart, code, hooks)
+        self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        with plainly():
+            self.add_modules(modules)
+        self._note_versions()
+
+    def add(self, name: str, value: Any) -> None:
+        with plainly():
+            super().add(name, value)
+        self._note_versions()
+
+    def add_units(self, modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
+        """Look into modules whose tensors are on one rank alone.
+
+        Returns:
+            The names of the cells that nothing else reaches.
+        """
+        known = set(self.cells)
+        with plainly():
+            self.add_modules(modules)
+        left = {id(self.cells.pop(name, None)) for name in [f"{name}._buffers" for name, _ in modules]}
+        for held in self.tensors.values():
+            held.slots = [slot for slot in held.slots if id(slot[0]) not in left]
+        self.tensors = {key: held for key, held in self.tensors.items() if held.slots}
+        self._note_versions()
+        return [name for name, cell in self.cells.items() if name not in known and not cell.fixed]
+
+    def copy_tensors(self) -> Snapshot:
+        """Let `restore` put back tensors, too, that are changed in place without being lent, as far as they are small.
+
+        Returns:
+            Itself.
+        """
+        tensors = (held.tensor for held in self.tensors.values() if held.lends and not held.tensor.is_meta)
+        with plainly():
+            self._copies = [(x, version_of(x), x.detach().clone()) for x in tensors]
+        return self
+
+    def renew(self) -> bool:
+        """Take what is there now for what was there before; False where other objects have come or gone."""
+        return all(cell.renew(ATOMS) for cell in self.cells.values())
+
+    def lend(self, spares: Spares, as_is: Collection[int] = (), modules: bool = True) -> None:
+        """Let a run have copies of tensors, and the items of iterators, until `restore`.
+
+        Args:
+            spares: where copies come from.
+            as_is: ids of tensors that the run may change.
+            modules: whether it may change the tensors of modules; else it has a copy of these.
+        """
+        self._note_versions(as_is)
+        with plainly():
+            groups = grouped(x.tensor for key, x in self.tensors.items() if x.lends and key not in as_is)
+            found = spares.of((group for group in groups if may_be_copied(group)), self.uncounted)
+        for held in self.tensors.values():
+            spare = found.get(id(held.tensor))
+            for cell, key in held.slots if spare is not None else ():
+                if modules or id(cell) not in self.of_modules:
+                    cell.versions.pop(key, None)
+                    cell.lend(key, spare)
+        for cell in self.cells.values():
+            if isinstance(cell, LockedCell):
+                cell.lock()
+        self.lend_iterators()
+
+    def lend_iterators(self) -> Snapshot:
+        """Let a run have the items of iterators, until `restore` or `settle_iterators`.
+
+        Returns:
+            Itself.
+        """
+        for cell in self.cells.values():
+            if isinstance(cell, IteratorCell):
+                cell.lend_itself()
+        waiting = [cell for cell in self.cells.values() if isinstance(cell, TupleCell) and cell.lent]
+        while waiting:
+            one = waiting.pop()
+            one.lend_itself()
+            waiting += [holder for holder, _ in one.holders if isinstance(holder, TupleCell)]
+        return self
+
+    def settle_iterators(self) -> None:
+        """The run has ended, and counts: the items of iterators that it has taken are gone."""
+        for cell in self.cells.values():
+            if isinstance(cell, IteratorCell):
+                cell.settle()
+        self._refuse_written_items()
+
+    def changes(self) -> dict[str, Change]:
+        """What a run has changed since, by the name of the object."""
+        found = ((name, cell.change()) for name, cell in self.cells.items())
+        return {name: change for name, change in found if change is not None}
+
+    def stand_ins(self) -> dict[int, str]:
+        """The names of the objects for which something stands in now, by the id of that."""
+        found = {id(cell.replay): cell.name for cell in self.cells.values() if isinstance(cell, IteratorCell)}
+        for cell in self.cells.values():
+            for key, (stand_in, _) in cell.lent.items():
+                name = self.names.get(id(cell.before[key]))
+                if name is not None:
+                    found[id(stand_in)] = name
+        return found
+
+    def restore(self) -> list[str]:
+        """Put everything back.
+
+        Returns:
+            The names of tensors that could not be put back, having no copy.
+        """
+        overwritten: list[str] = []
+        iterators: list[Cell] = []
+        for cell in self.cells.values():
+            overwritten += cell.overwritten()
+            if isinstance(cell, IteratorCell):
+                iterators.append(cell)
+            else:
+                cell.restore()
+        for cell in iterators:
+            cell.restore()
+        with plainly(), torch.no_grad():
+            for x, version, copy in self._copies:
+                if is_written(x, version):
+                    overwrite(x, copy)
+        self._refuse_written_items()
+        return overwritten
+
+    def _refuse_written_items(self) -> None:
+        given, self.items_given = self.items_given, []
+        for name, copy, version in given:
+            if is_written(copy, version):
+                raise NotImplementedError(
+                    f"The step changes {name} in place, which an iterator gave it, and runs several times: what it had "
+                    "was a copy. Keep such tensors in a list, and count through it: `self.tensors[self.i]`."
+                )
+
+    def locked(self) -> list[str]:
+        """The names of arrays that a run may only read."""
+        return [cell.name for cell in self.cells.values() if isinstance(cell, LockedCell)]
+
+    def _note_versions(self, as_is: Collection[int] = ()) -> None:
+        for held in self.tensors.values():
+            for cell, key in held.slots:
+                cell.versions.pop(key, None)
+                if id(held.tensor) not in as_is:
+                    cell.watch(key, held.tensor)
+            forget_write(held.tensor)
+
+
+@contextlib.contextmanager
+def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_copy: bool = True) -> Iterator[None]:
+    """Whatever a trial run of a copy of ``module`` does to Python's state, nothing is left of it.
+
+    Args:
+        module: what its copy shares with it, and what its code names, is put back.
+        batch: put back, too.
+        as_is: ids of tensors that the trial may change.
+        is_copy: False where the trial runs ``module`` itself, whose tensors are put back, too.
+
+    Example::
+
+        with kept(module, batch):
+            copy.deepcopy(module).training_step(batch, 0)
+    """
+    modules = [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()]
+    state = Snapshot(modules, packages_of(module))
+    state.add("batch", batch)
+    state.cells[HooksCell.NAME] = HooksCell(Holders(module))  # a closure removes the module's own
+    state.lend(Spares(), as_is, modules=not is_copy)
+    try:
+        with reading(state.locked()):
+            yield
+    finally:
+        state.restore()
+
+
+@contextlib.contextmanager
+def reading(locked: list[str]) -> Iterator[None]:
+    """A run may read ``locked`` arrays, and may not write them."""
+    if not locked:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        try:
+            yield
+        except ValueError as error:
+            if "read-only" in str(error):
+                raise RuntimeError(too_large(locked)) from error
+            raise
+
+
+def too_large(places: list[str]) -> str:
+    """What the user is told of state that is not copied."""
+    return (
+        f"The step changes a tensor or array in place that is too large to be copied for every run: "
+        f"{', '.join(places)}. Register it as a buffer, or assign a new one."
+    )
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """No mode sees what is done inside, and copies count their changes."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(private.no_modes())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        yield

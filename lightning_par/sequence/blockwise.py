@@ -1,0 +1,271 @@
+"""Attention of this rank's queries over the keys and values of all ranks, a block of them at a time.
+
+What is computed stands here; how the blocks come by, and how their gradients get back to where they belong, is a
+`Carrier`'s: a ring, a gather, or nothing where every rank holds all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_par.mesh.positions import Positions
+from lightning_par.sequence import kernel
+from lightning_par.sequence.blocks import Call, plan
+from lightning_par.sequence.plain_kernel import Block, Draw, wide
+from lightning_par.sharded.random_streams import mix
+
+_DEEP = 1e3  # a mask whose largest entry of a row is beyond costs its log-sum-exp digits
+
+Meet = Callable[[int, Tensor, Tensor], None]
+MeetBack = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Carrier(Protocol):
+    """Brings every rank's keys and values to the queries, and the gradients back."""
+
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
+        """Call ``meet(source, k, v)`` once for each rank's keys and values; ``k`` and ``v`` are this rank's."""
+
+    def backward(
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The same; ``meet`` returns the gradients of the block that it is given.
+
+        Returns:
+            The gradients of this rank's ``k`` and ``v``, where they are ``needed``, summed over the ranks' queries.
+        """
+
+
+@dataclass(frozen=True)
+class Task:
+    """What holds for a whole attention call on one rank.
+
+    Args:
+        queries: who holds which queries.
+        keys: who holds which keys and values.
+        rank: this one.
+        causal: whether queries see keys up to their own position only.
+        scale: what the scores are multiplied with.
+        dropout: the probability to drop a weight.
+        key: of the stream that dropout masks come from.
+        fused: whether one device takes a fused kernel, which keeps log-sum-exps and not the weights for backward.
+    """
+
+    queries: Positions
+    keys: Positions
+    rank: int
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+    key: int = 0
+    fused: bool = False
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: Carrier) -> Tensor:
+    """The exact attention of this rank's queries over all keys.
+
+    Args:
+        q: this rank's queries (B, H, T, d).
+        k: this rank's keys (B|1, K, S, d); K divides H.
+        v: this rank's values (B|1, L, S, e).
+        mask: booleans or summands (B|1, H|1, T|1, all keys|1), this rank's rows; None where ``task.causal``.
+        task: the rest.
+        carrier: of the keys and values.
+
+    Returns:
+        (B, H, T, e), in the dtype of ``q``. Gradients of q, k, v and the mask are exact.
+
+    Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.01889).
+
+    Example::
+
+        q = torch.randn(1, 2, 4, 8)
+        alone = Positions.of([0] * 4)
+        out = attend(q, q, q, None, Task(alone, alone, 0, causal=True, scale=0.3), Whole())
+        assert torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3), atol=1e-6)
+    """
+    return _Attention.apply(q, k, v, mask, task, carrier)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: Carrier) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):  # it would round what is kept in float32
+            rows = _Forward(q, v, mask, task)
+            carrier.forward(k, v, rows.meet)
+            out, lse = rows.result(task.fused)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.task, ctx.carrier = task, carrier
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        need_q, need_k, need_v, need_mask = ctx.needs_input_grad[:4]
+        with torch.autocast(q.device.type, enabled=False):
+            rows = _Backward(q, mask, ctx.task, grad, out, lse, need_mask)
+            k_grad, v_grad = ctx.carrier.backward(k, v, rows.meet, (need_k, need_v))
+            q_grad = rows.q_grad.to(q.dtype) if need_q else None
+            mask_grad = None if rows.mask_grad is None else rows.mask_grad.to(mask.dtype)
+        return q_grad, k_grad, v_grad, mask_grad, None, None
+
+
+class _Rows:
+    """The queries of this rank and their part of the mask."""
+
+    def __init__(self, q: Tensor, mask: Tensor | None, task: Task) -> None:
+        self.q = wide(q) if q.device.type == "cpu" else q  # what the kernel does there for each block
+        self.mask, self.task = mask, task
+        self.shift = None if mask is None else shift(mask)
+
+    def _calls(self, source: int) -> Iterator[tuple[Call, Block]]:
+        """The kernel calls for the keys of ``source``; what the mask hides altogether is left out."""
+        task = self.task
+        for number, call in enumerate(plan(task.queries, task.keys, task.rank, source, task.causal)):
+            bias = self._bias(call, source)
+            if bias is not None and _hides_all(bias):
+                continue
+            shift = self.shift
+            if shift is not None and shift.shape[2] > 1:
+                shift = shift[:, :, call.queries]
+            draw = Draw(task.dropout, mix(task.key, source, number)) if task.dropout else None
+            yield call, Block(call.causal, task.scale, bias, shift, draw)
+
+    def _bias(self, call: Call, source: int) -> Tensor | None:
+        if self.mask is None:
+            return None if call.seen is None else _stairs(call, self.q.device)
+        bias = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, call.queries]
+        if bias.shape[3] == 1:
+            return bias
+        columns = self.task.keys.indices(source)[call.keys]
+        if columns[-1] - columns[0] + 1 == len(columns):
+            return bias.narrow(3, int(columns[0]), len(columns))
+        return bias.index_select(3, self._columns(call, source))
+
+    def _columns(self, call: Call, source: int) -> Tensor:
+        return self.task.keys.index(source, self.q.device)[call.keys]
+
+
+class _Forward(_Rows):
+    def __init__(self, q: Tensor, v: Tensor, mask: Tensor | None, task: Task) -> None:
+        super().__init__(q, mask, task)
+        self.dtype = q.dtype
+        self.shape = (*q.shape[:3], v.shape[3])
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def meet(self, source: int, k: Tensor, v: Tensor) -> None:
+        for call, block in self._calls(source):
+            rows = call.queries
+            out, lse = kernel.attend(self.q[:, :, rows], k[:, :, call.keys], v[:, :, call.keys], block)
+            if self.out is None and out.shape[2] == self.shape[2]:
+                self.out, self.lse = out, lse
+                continue
+            whole, sums = self._totals()
+            kernel.merge_(whole[:, :, rows], sums[:, :, rows], out, lse)
+
+    def _totals(self) -> tuple[Tensor, Tensor]:
+        if self.out is None or self.lse is None:
+            like = wide(self.q)
+            self.out = torch.zeros_like(like) if like.shape == self.shape else like.new_zeros(self.shape)
+            self.lse = like.new_full(self.shape[:3], -torch.inf)
+        return self.out, self.lse
+
+    def result(self, fused: bool) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp as `kernel.attend_backward` takes it."""
+        out, lse = self._totals()
+        lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
+        # Beside -1e38 the sum of n weights is lost: one device then weighs each key by 1 in backward, not by 1 / n.
+        return out.to(self.dtype), lse + self.shift.squeeze(-1) if fused and self.shift is not None else lse
+
+
+class _Backward(_Rows):
+    def __init__(
+        self, q: Tensor, mask: Tensor | None, task: Task, grad: Tensor, out: Tensor, lse: Tensor, need_mask: bool
+    ) -> None:
+        super().__init__(q, mask, task)
+        self.shift = None if task.fused else self.shift  # in the log-sum-exp already
+        self.grad, self.out, self.lse = grad, out, lse
+        self.q_grad = torch.zeros_like(wide(q))
+        self.mask_grad = torch.zeros_like(wide(mask)) if mask is not None and need_mask else None
+
+    def meet(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k_grad, v_grad = None, None
+        for call, block in self._calls(source):
+            rows, keys = call.queries, call.keys
+            q, grad, out = (x[:, :, rows] for x in (self.q, self.grad, self.out))
+            parts = kernel.attend_backward(
+                grad, q, k[:, :, keys], v[:, :, keys], out, self.lse[:, :, rows], block, self.mask_grad is not None
+            )
+            self.q_grad[:, :, rows] += parts[0]
+            k_grad, v_grad = _added(k_grad, parts[1], k, keys), _added(v_grad, parts[2], v, keys)
+            if parts[3] is not None:
+                self._add_mask_grad(parts[3], call, source)
+        return _added(k_grad, None, k, slice(0)), _added(v_grad, None, v, slice(0))
+
+    def _add_mask_grad(self, part: Tensor, call: Call, source: int) -> None:
+        assert self.mask_grad is not None
+        total = self.mask_grad if self.mask_grad.shape[2] == 1 else self.mask_grad[:, :, call.queries]
+        if total.shape[3] == 1:
+            total += part
+        else:
+            total.index_add_(3, self._columns(call, source), part)
+
+
+def _added(total: Tensor | None, part: Tensor | None, x: Tensor, rows: slice) -> Tensor:
+    """The gradient of ``x``, after ``part`` of its ``rows``, if any, was added."""
+    if total is None and part is not None and part.shape[2] == x.shape[2]:
+        return part
+    total = torch.zeros_like(wide(x)) if total is None else total
+    if part is not None:
+        total[:, :, rows] += part
+    return total
+
+
+def shift(mask: Tensor) -> Tensor | None:
+    """What to subtract from each query's scores (B|1, H|1, T|1, 1) where all of the mask is huge; see `Block`.
+
+    None where no row's mask is.
+
+    Example::
+
+        assert shift(torch.tensor([[0.0, -1e9], [-1e9, -1e9]])).tolist() == [[0.0], [-1e9]]
+    """
+    if mask.dtype == torch.bool or not mask.numel():
+        return None
+    top = wide(mask.detach()).amax(-1, keepdim=True)
+    top = top.masked_fill(torch.isinf(top), 0)
+    return top if bool((top.abs() > _DEEP).any()) else None
+
+
+def _hides_all(bias: Tensor) -> bool:
+    if bias.device.type != "cpu":
+        return False  # to ask would hold up the device
+    return not bool(bias.any()) if bias.dtype == torch.bool else bool(torch.isneginf(bias).all())
+
+
+def _stairs(call: Call, device: torch.device) -> Tensor:
+    """The mask (1, 1, T, S) of a call whose shape no kernel knows."""
+    seen = torch.tensor(call.seen, device=device)
+    keys = torch.arange(call.keys.stop - call.keys.start, device=device)
+    return (keys < seen.unsqueeze(1))[None, None]
+
+
+class Whole:
+    """The carrier of keys and values that every rank holds: nothing moves. Their gradients are this rank's share."""
+
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
+        meet(0, k, v)
+
+    def backward(
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grads = meet(0, k, v)
+        return grads[0].to(k.dtype) if needed[0] else None, grads[1].to(v.dtype) if needed[1] else None

@@ -1,0 +1,189 @@
+"""What a backward reaches, and how its gradients get whole where each rank adds a share; see `gradient_shares`.
+
+Whoever synchronizes gradients sums those of the module's parameters. Other tensors whose gradients a user reads, and
+hooks that see a gradient while backward runs, are served here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lightning_par import private
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.tensor import parts_along
+
+Axes = tuple[Axis, ...]
+_retained: list[tuple[int, Tensor]] = []  # with the step in which they asked to keep their gradients
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What lies behind the roots of a backward.
+
+    Attributes:
+        leaves: that get gradients, in an order that is the same on all ranks.
+        kept: tensors on the way there that keep their gradients.
+        talks: whether ranks talk on the way.
+        uses: of a weight that is stored in parts, where its gathered wholes are, by the id of the part.
+    """
+
+    leaves: tuple[Tensor, ...]
+    kept: tuple[Tensor, ...]
+    talks: bool
+    uses: dict[int, tuple[Any, ...]]
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether someone waits for the gradient of a leaf, to sum it over the ranks."""
+        return any(_is_synced(x) for x in self.leaves)
+
+
+def behind(roots: Sequence[Tensor]) -> Reached:
+    """Walk the graph of ``roots`` once.
+
+    Example::
+
+        weight = torch.ones(2, requires_grad=True)
+        assert behind([(weight * 2).sum()]).leaves == (weight,)
+    """
+    leaves = {id(x): x for x in roots if x.requires_grad and x.grad_fn is None}
+    stack: list[Any] = [x.grad_fn for x in roots if x.grad_fn is not None]
+    seen, talks = set(stack), False
+    uses: dict[int, tuple[Any, ...]] = {}
+    while stack:
+        node = stack.pop()
+        talks = talks or private.is_of_package(node)
+        part = private.gathers(node)
+        if part is not None:
+            uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, 0))
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            if private.accumulates(following):
+                leaves[id(following.variable)] = following.variable
+            else:
+                stack.append(following)
+    kept = tuple(x for step, x in _retained if step == streams.step and x.grad_fn in seen)
+    return Reached(tuple(leaves.values()), kept, talks, uses)
+
+
+def retain(x: Tensor) -> None:
+    """From now on ``x``, which keeps its gradient, is found by `behind` in this step."""
+    _retained[:] = [(step, other) for step, other in _retained if step == streams.step and other is not x]
+    _retained.append((streams.step, x))
+
+
+@contextlib.contextmanager
+def whole_gradients(reached: Reached, axes: Axes) -> Iterator[None]:
+    """Around a backward: leaves that nobody else syncs have whole gradients after it, and all hooks see whole ones."""
+    alone = [x for x in (*reached.leaves, *reached.kept) if not _is_synced(x) and sharing(x, axes)]
+    before = [x.grad for x in alone]
+    for x in alone:
+        x.grad = None
+    try:
+        with whole_in_hooks(reached.leaves, axes):
+            yield
+    finally:
+        for x, old in zip(alone, before, strict=True):
+            x.grad, new = old, x.grad
+            if new is not None:
+                _add(x, leave(new, sharing(x, axes)))
+
+
+@contextlib.contextmanager
+def whole_in_hooks(leaves: Sequence[Tensor], axes: Axes) -> Iterator[None]:
+    """Within, hooks of ``leaves`` see whole gradients, and what they return is shared out again."""
+    handles = []
+    for x in leaves:
+        if x._backward_hooks and sharing(x, axes):
+            users = list(x._backward_hooks.items())
+            x._backward_hooks.clear()
+            handles.append(x.register_hook(lambda grad, x=x: leave(grad, sharing(x, axes))))
+            x._backward_hooks.update(users)
+            handles.append(x.register_hook(lambda grad, x=x: grad / ranks(sharing(x, axes))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def sharing(x: Tensor, axes: Axes) -> Axes:
+    """The ``axes`` whose ranks have shares of the gradient of ``x``: not those along which it is a part."""
+    return beside(axes, parts_along(x))
+
+
+def beside(axes: Axes, parts: Axes) -> Axes:
+    """Those of ``axes`` that are none of ``parts``."""
+    return tuple(axis for axis in axes if not any(_lies_along(axis, other) for other in parts)) if parts else axes
+
+
+def _lies_along(axis: Axis, part: Axis) -> bool:
+    return axis is part or part is axis.residual or part.stores and {*axis.ranks} <= {*part.ranks}
+
+
+def ranks(axes: Axes) -> int:
+    return prod(axis.size for axis in axes)
+
+
+def leave(share: Tensor, axes: Axes) -> Tensor:
+    """The sum of all ranks' shares."""
+    for axis in axes:
+        share = collectives.leave(share, axis)
+    return share
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes) -> Tensor:
+        ctx.axes = axes
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return leave(grad, ctx.axes), None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes) -> Tensor:
+        ctx.axes = axes
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ranks(ctx.axes), None
+
+
+def ends_whole(x: Any, axes: Axes) -> Any:
+    """``x``, whose gradient is whole for what made it."""
+    return _Whole.apply(x, axes) if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def begins_whole(x: Any, axes: Axes) -> Any:
+    """``x`` for one that gives it a whole gradient, of which each rank then takes a share."""
+    return _Shared.apply(x, axes) if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def _is_synced(x: Tensor) -> bool:
+    return x.is_leaf and bool(x._post_accumulate_grad_hooks)
+
+
+def _add(x: Tensor, grad: Tensor) -> None:
+    if x.grad is None:
+        x.grad = grad
+    elif grad.requires_grad:
+        x.grad = x.grad + grad
+    else:
+        x.grad += grad

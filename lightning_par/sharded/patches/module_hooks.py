@@ -1,0 +1,109 @@
+"""Full backward hooks of modules, where activations are parts and gradients of whole tensors are shares.
+
+Torch hands a hook what backward brings to the module's inputs and outputs. Here it sees them as the user's code sees
+the tensors themselves: a sharded tensor's gradient is sharded, a plain one's is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.sequence.batch_tensor import BatchTensor
+from lightning_par.sharded import backward_reach, gradient_shares
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+def install() -> None:
+    """Let modules make their backward hooks here, once per process. Nothing changes for plain tensors elsewhere."""
+    private.replace_backward_hook(_Hook)
+
+
+def refuse_partial_hooks(module: nn.Module) -> None:
+    """Raises ValueError for the deprecated kind of hook, which sees what an operation within the module sees."""
+    for name, child in module.named_modules():
+        if child._backward_hooks and not child._is_full_backward_hook:
+            raise ValueError(
+                f"{name or 'The LightningModule'!r} has a hook of `register_backward_hook`, which would see a part of "
+                "the gradients: register it by `register_full_backward_hook`."
+            )
+
+
+def on_parts(apply: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Torch's function that marks where a module begins or ends, on the parts of sharded tensors."""
+    ends = [gradient_shares.end(x) for x in args]
+    return tuple(_like(x, made) for x, made in zip(args, apply(*ends), strict=True))
+
+
+def _like(given: Any, made: Any) -> Any:
+    if isinstance(given, BatchTensor):
+        return BatchTensor(made, given.sharded_dim, given.positions, given.axis)
+    return given.with_local(made) if isinstance(given, ShardedTensor) else made
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How gradients of some tensors look to the user, and back."""
+
+    tensors: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Any) -> _Seen:
+        return cls(tuple(_like(x, x._local.detach()) if _is_part(x) else None for x in _listed(args)))
+
+    def shown(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        axes = gradient_shares.active()
+        return tuple(
+            g if g is None else backward_reach.leave(g, axes) if like is None else like.with_local(g)
+            for g, like in zip(gradients, self.tensors, strict=True)
+        )
+
+    def hidden(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        ranks = backward_reach.ranks(gradient_shares.active())
+        return tuple(
+            g if g is None else g / ranks if like is None else like.part_of(g)
+            for g, like in zip(gradients, self.tensors, strict=True)
+        )
+
+
+class _Hook(private.BackwardHook):  # type: ignore[misc]
+    """Torch's, whose user hooks are given what the user knows."""
+
+    def __init__(self, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:
+        after, before = [self._after(hook) for hook in user_hooks], [self._before(hook) for hook in user_pre_hooks]
+        super().__init__(module, after, before)
+        self._inputs = self._outputs = _Seen(())
+
+    def setup_input_hook(self, args: Any) -> Any:
+        self._inputs = _Seen.of(args)
+        return super().setup_input_hook(args)
+
+    def setup_output_hook(self, args: Any) -> Any:
+        self._outputs = _Seen.of(args)
+        return super().setup_output_hook(args)
+
+    def _after(self, hook: Any) -> Any:
+        def call(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+            result = hook(module, self._inputs.shown(inputs), self._outputs.shown(outputs))
+            return None if result is None else self._inputs.hidden(_listed(result))
+
+        return call
+
+    def _before(self, hook: Any) -> Any:
+        def call(module: nn.Module, outputs: Any) -> Any:
+            result = hook(module, self._outputs.shown(outputs))
+            return None if result is None else self._outputs.hidden(_listed(result))
+
+        return call
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, ShardedTensor) and not isinstance(x, BatchTensor)
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,49 @@
+"""Functions that draw random numbers for sharded tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.sharded.random_streams import sharded_draw, streams
+from lightning_par.sharded.rules.lookup import rule
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+@rule("dropout", "alpha_dropout", "dropout_", "rand_like", "randn_like", "bernoulli", "bernoulli_", "uniform_",
+      "normal_", "exponential_", "rrelu", "rrelu_")  # fmt: skip
+def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Element by element, from this shard's own stream."""
+    if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+        return NotImplemented
+    off = _draws_nothing(func.__name__, args, kwargs)
+    if kwargs.get("generator") is not None or not (streams.in_step or off):
+        return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
+    if func.__name__.endswith("_"):
+        if getattr(x, "_is_param", False):
+            return NotImplemented  # a weight drawn anew is one device's
+    with contextlib.nullcontext() if off else sharded_draw(x._axis.rank, x.device):
+        local = func(x._local, *args, **kwargs)
+    return x if local is x._local else x.with_local(local)
+
+
+_SWITCHES = {
+    "dropout": (1, True),
+    "dropout_": (1, True),
+    "alpha_dropout": (1, False),
+    "rrelu": (2, False),
+    "rrelu_": (2, False),
+}
+"""Which argument after the tensor says whether it draws, and its default."""
+
+
+def _draws_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout lets everything pass, as in evaluation."""
+    if name not in _SWITCHES:
+        return False
+    place, default = _SWITCHES[name]
+    given = args[place] if len(args) > place else default
+    nothing_dropped = "dropout" in name and kwargs.get("p", args[0] if args else 0.5) == 0.0
+    return nothing_dropped or not kwargs.get("training", kwargs.get("train", given))

@@ -1,0 +1,52 @@
+"""Functions that gather, counted and told to the user once by name and line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.sharded.tensor import ShardedTensor
+
+log = logging.getLogger(__name__)
+
+gathers: Counter[tuple[str, str]] = Counter()
+"""How often a function without a rule gathered its arguments, by (function, file:line)."""
+
+
+def on_gather(func: Any, views: list[ShardedTensor]) -> None:
+    """Count and report a function that gathers, once by name and line."""
+    if not views[0].axis.pretends:
+        _tell_once(func, "has no local rule and gathers a sharded tensor", tuple(views[0].shape), views[0].axis)
+
+
+def on_send(func: Any, x: Tensor, axis: Axis) -> None:
+    """Count and report a function for which ``x`` goes to all stages, once by name and line."""
+    _tell_once(func, "needs a tensor on all stages that one of them holds,", tuple(x.shape), axis)
+
+
+def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None:
+    name, place = name_of(func), user_line()
+    gathers[name, place] += 1
+    if gathers[name, place] == 1 and axis.ranks[axis.rank] == 0:
+        log.warning("`%s` %s %s at %s", name, what, shape, place)
+
+
+def name_of(func: Any) -> str:
+    """What the user calls ``func``; scripted methods have another attribute for it."""
+    return str(getattr(func, "__name__", None) or getattr(func, "name", None) or func)
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "lightning_par.")) and module not in ("torch", "lightning_par"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"

@@ -1,0 +1,234 @@
+"""Looking up the rule of a torch function, and gathering where there is none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par import private
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.sharded import aliases, tensor_names
+from lightning_par.sharded.aliases import Memory
+from lightning_par.sharded.rules import several_axes, stored_weights
+from lightning_par.sharded.rules.alias import kept, shown
+from lightning_par.sharded.rules.gather_report import gathers as gathers
+from lightning_par.sharded.rules.gather_report import on_gather as on_gather
+from lightning_par.sharded.rules.gather_report import user_line as user_line
+from lightning_par.sharded.rules.gathered import announce_gather as announce_gather
+from lightning_par.sharded.rules.gathered import run_in_transform
+from lightning_par.sharded.rules.gathered import run_whole as run_whole
+from lightning_par.sharded.rules.gathered import sharded_again as sharded_again
+from lightning_par.sharded.rules.in_place import writes as writes
+from lightning_par.sharded.tensor import ShardedTensor, moves
+
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+_resolved: dict[Any, Rule | None] = {}
+_writers: set[Any] = set()  # functions that write in place
+_keywords: dict[Rule, tuple[frozenset[str], bool]] = {}  # a rule's parameters, and whether it takes any others
+
+# Names that torch knows for one parameter, and the rules' name for it.
+_ALIASES = {
+    "axis": "dim", "keepdims": "keepdim", "other": "b", "mat2": "b", "vec": "b", "split_size_or_sections": "split_size",
+    "split_sizes": "split_size", "indices_or_sections": "chunks", "sections": "chunks", "tensor": "b", "axis0": "dim0",
+    "axis1": "dim1",
+}  # fmt: skip
+
+_running: Any = None  # the function whose rule runs
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for the torch functions and methods of these names."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` by its rule, or on gathered arguments."""
+    found = _rule_of(func)
+    if found is _metadata or found is _data:
+        return found(func, *args, **kwargs)
+    if func in _writers:
+        aliases.count_write(args)
+    if tensor_names.on:
+        return _named(func, args, kwargs)
+    return _shared(func, args, kwargs)
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `dispatch`, where tensors are named: what is made of a weight has its name."""
+    before = tensor_names.current
+    tensor_names.current = tensor_names.name_among((*args, *kwargs.values())) or before
+    try:
+        return _shared(func, args, kwargs)
+    finally:
+        tensor_names.current = before
+
+
+def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `dispatch`; what shares memory on one device is the same before and after it."""
+    if Memory.count:
+        return kept(_dispatched, func, args, kwargs)
+    result = _dispatched(func, args, kwargs)
+    return shown(result, {}) if Memory.count else result
+
+
+def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if stored_weights.gather is not None and not private.in_functorch():
+        call = stored_weights.with_whole(func, args, kwargs)
+        if call is not None:
+            return call.run()
+    if several_axes.possible and several_axes.needed(args, kwargs):
+        return several_axes.by_axis(func, args, kwargs)
+    return by_rule(func, args, kwargs)
+
+
+def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `dispatch`, where the arguments are sharded over one axis alone."""
+    if _rule_of(func) is not _metadata and private.in_functorch():
+        return run_in_transform(func, args, kwargs)
+    result = on_parts(func, args, kwargs)
+    return run_whole(func, args, kwargs) if result is NotImplemented else result
+
+
+def on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` by its rule; `NotImplemented` where there is none for these arguments."""
+    found = _rule_of(func)
+    if found is None:
+        return NotImplemented
+    global _running
+    caller, _running = _running, func
+    result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
+    _running = caller
+    return result
+
+
+def _rule_of(func: Any) -> Rule | None:
+    try:
+        return _resolved[func]
+    except KeyError:
+        found = _resolved[func] = _resolve(func)
+        if writes(getattr(func, "__name__", "")):
+            _writers.add(func)
+        return found
+
+
+def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a rule whose parameters may have other names than torch's."""
+    if found not in _keywords:
+        parameters = inspect.signature(found).parameters.values()
+        _keywords[found] = frozenset(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names, takes_all = _keywords[found]
+    if not args and "condition" not in kwargs:
+        first = next((name for name in ("input", "tensor", "tensors") if name in kwargs and name not in names), None)
+        if first is not None:
+            args = (kwargs[first],)
+            kwargs = {name: value for name, value in kwargs.items() if name != first}
+    if takes_all:
+        kwargs = {_ALIASES[name] if name in ("axis", "keepdims") else name: x for name, x in kwargs.items()}
+    else:
+        kwargs = {name if name in names else _ALIASES.get(name, name): x for name, x in kwargs.items()}
+        if not kwargs.keys() <= names:
+            return NotImplemented
+    return found(func, *args, **kwargs)
+
+
+def _resolve(func: Any) -> Rule | None:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _attribute(getattr(func.__self__, "__name__", ""))
+    module = getattr(func, "__module__", None) or ""
+    # torch.fft and torch.special reuse names for other functions; torch.nn.init draws what one device would.
+    if module.startswith(("torch.fft", "torch.special", "torch.nn.init")):
+        return None
+    return RULES.get(name)
+
+
+def _attribute(name: str) -> Rule:
+    if name in ("T", "mT", "H", "mH"):
+        return lambda func, x: _turned(name, x)
+    if name == "_base":
+        return lambda func, x: x._local._base
+    if name in ("real", "imag"):
+        return lambda func, x: x.with_local(getattr(x._local, name))
+    if name == "data":
+        return _data
+    return _metadata
+
+
+def _turned(name: str, x: ShardedTensor) -> Any:
+    if name in ("H", "mH") and x.is_complex():
+        return NotImplemented
+    if name in ("mT", "mH"):
+        return x.transpose(-2, -1)
+    return x.permute(*reversed(range(x.ndim)))
+
+
+@rule("is_contiguous")
+def is_contiguous(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether the local part is: that is what `view` goes by."""
+    return x._local.is_contiguous(*args, **kwargs)
+
+
+@rule("dim", "size", "numel", "is_floating_point", "is_complex", "is_signed", "element_size",
+      "stride", "storage_offset", "get_device", "__len__", "__hash__", "result_type", "is_inference", "is_conj",
+      "is_neg")  # fmt: skip
+def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _data(func: Any, x: ShardedTensor) -> ShardedTensor:
+    return x.own_data()
+
+
+@rule("is_same_size")
+def is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape
+
+
+def gathered(x: ShardedTensor) -> Tensor:
+    """All of ``x`` for the rule that runs, reported as a gather unless it is there already."""
+    if moves(x):
+        x._axis.about_to_gather(_running, x)
+        on_gather(_running, [x])
+    return collectives.gather(x._local, x._dim, x._positions, x._axis) if moves(x) else x.full_tensor()
+
+
+# What rules are written with.
+
+
+def view(local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
+    return ShardedTensor(local, dim % local.ndim, positions, axis)
+
+
+def enter(x: Any, axis: Axis) -> Any:
+    """A plain argument of a function that runs on local tensors: its gradient is summed over the axis."""
+    return axis.entered(x) if isinstance(x, Tensor) else x
+
+
+def aligned(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor | None:
+    """This rank's part of ``x`` cut along ``dim`` (negative) as ``positions`` say, or all of it where it broadcasts.
+
+    None where ``x`` has another size there, or is sharded otherwise; along the sequence it is then sharded anew.
+    """
+    if isinstance(x, ShardedTensor):
+        if x._dim - x.ndim == dim and x._axis is axis and x._positions.agree(positions):
+            return x._local
+        if x._axis is not axis or axis.spread(x.shape[x._dim]) is None:
+            return None
+        x = gathered(x)
+    if x.ndim < -dim or x.shape[dim] == 1:
+        return enter(x, axis)
+    return collectives.scatter(x, dim % x.ndim, positions, axis) if x.shape[dim] == positions.size else None

@@ -1,0 +1,101 @@
+"""Functions of weights that are stored in parts: what computes with them gets them whole, what writes does in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par.sharded import aliases
+from lightning_par.sharded.rules.gather_report import name_of
+from lightning_par.sharded.rules.gathered import written
+from lightning_par.sharded.tensor import ShardedTensor, axes_of
+
+_ALWAYS = {"detach", "_has_compatible_shallow_copy_type"}  # neither reads values
+_MOVES = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
+
+_CAST = frozenset("""
+linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+conv_transpose3d
+""".split())  # fmt: skip
+"""What autocast runs in low precision, on all devices."""
+
+gather: Callable[[ShardedTensor, torch.dtype | None], Tensor] | None = None
+"""Makes a stored weight whole, in its own precision or the one that is given.
+
+None as long as no weight of this process was stored in parts.
+"""
+about_to_write: Callable[[Sequence[ShardedTensor]], None] | None = None
+"""Told of weights, or aliases of them, that are about to be written to in parts."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that is called with whole weights in place of stored ones.
+
+    Attributes:
+        func: the function.
+        args: its arguments, and those by name.
+        wholes: the stored weights, each with what takes its place.
+    """
+
+    func: Any
+    args: tuple[Any, dict[str, Any]]
+    wholes: list[tuple[ShardedTensor, Tensor]]
+
+    def run(self) -> Any:
+        """Its result; what is a view of a weight is noted as a copy of what is stored."""
+        result = self.func(*self.args[0], **self.args[1])
+        for out in tree_leaves(result):
+            if isinstance(out, Tensor):
+                for x, whole in self.wholes:
+                    if aliases.lies_in(out, whole):
+                        self._note(x, whole, out.requires_grad)
+        return result
+
+    def _note(self, x: ShardedTensor, whole: Tensor, wants_gradient: bool) -> None:
+        def put(x: ShardedTensor, whole: Tensor) -> None:
+            x._local.copy_(x.own_part(whole))
+
+        aliases.note(
+            name_of(self.func), x.twin(), whole, lambda x: x.as_gathered(), put, axes_of(x),
+            root=aliases.innermost(whole), renewable=not wants_gradient,  # nor does anybody write into views of it
+        )  # fmt: skip
+
+
+def with_whole(func: Any, args: Any, kwargs: Any) -> Call | None:
+    """``func`` with stored weights whole; None where it is to run on parts, or there are none."""
+    found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
+    name = getattr(func, "__name__", "")
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in found)
+    if not found or name in _ALWAYS or name in _MOVES and not wants_gradient:
+        return None
+    targets = [x for x in written(func, args, kwargs) if x._axis.stores]
+    if targets:
+        assert about_to_write is not None
+        about_to_write(targets)
+    stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
+    if len(stays) == len(found):
+        return None
+    assert gather is not None
+    wholes = {id(x): (x, gather(x, _low(name, x))) for x in found if not any(x is y for y in stays)}
+    made: tuple[Any, Any] = tree_map(lambda x: wholes[id(x)][1] if id(x) in wholes else x, (args, kwargs))
+    return Call(func, made, list(wholes.values()))
+
+
+def _low(name: str, x: Tensor) -> torch.dtype | None:
+    """The precision that autocast would cast ``x`` to: gathered in it, fewer bytes move, and no cast copy is kept."""
+    kind = x.device.type
+    if name not in _CAST or not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+        return None
+    return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
+def _lies_as(x: ShardedTensor, target: ShardedTensor) -> bool:
+    return (
+        x._axis is target._axis and x._dim - x.ndim == target._dim - target.ndim and x._positions is target._positions
+    )

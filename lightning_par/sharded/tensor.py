@@ -1,0 +1,326 @@
+"""The sharded tensor: to the user's code it has the full shape, in memory it is this rank's part.
+
+A `ShardedTensor` wraps a plain local tensor, the sharded dim, its `Positions` and the mesh `Axis`. Functions with a
+rule (`lightning_par.sharded.rules`) run on the local tensor; every other function gathers, runs, and is reported once
+by name and line. Autograd runs on the plain local tensors.
+
+It serves as activation and as parameter. As a parameter it stands where the module's own parameter stood, and its
+``local`` is the leaf that holds the gradient. (DTensor was turned down for both: it shards a dim in even chunks only,
+so neither uneven heads nor the chunks of a fused projection can be said in it, and a model that mixes DTensors and
+plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from lightning_par import private
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.sharded import aliases, tensor_names
+
+_dispatch: Callable[..., Any] | None = None
+
+
+def _load_rules() -> Callable[..., Any]:
+    """The table of rules, which itself needs this module."""
+    global _dispatch
+    if _dispatch is None:
+        from lightning_par.sharded.rules import dispatch
+
+        _dispatch = dispatch
+    return _dispatch
+
+
+class OutOfSightError(TypeError):
+    """A sharded tensor went where no rule, and no gather, can be put before what is done with it."""
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which every rank along ``axis`` holds the ``positions`` of dim ``dim``.
+
+    Args:
+        local: this rank's part, plain; its shape is the full one except for ``dim``.
+        dim: the sharded dim, from 0.
+        positions: who holds which index of the dim.
+        axis: the mesh axis.
+
+    Example::
+
+        axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+        x = ShardedTensor(torch.ones(3, 4), 1, Positions.of([0, 0, 0, 0]), axis)
+        assert x.shape == (3, 4) and torch.equal((x + 1).full_tensor(), torch.full((3, 4), 2.0))
+    """
+
+    _local: Tensor
+    _dim: int
+    _positions: Positions
+    _axis: Axis
+    _name: str = ""  # see `lightning_par.sharded.tensor_names`
+    _strides: Any = None  # on one device, or what tells them, where the part's don't
+
+    @staticmethod
+    def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
+        with torch._C.DisableTorchFunction():  # nor do modes look: it is made often
+            shape = list(local.shape)
+            shape[dim] = positions.size
+            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+            is_leaf = local.requires_grad and local.is_leaf
+        self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
+        if tensor_names.on:
+            self._name = tensor_names.current
+        if is_leaf:
+            _note_part(local, axis)
+        return self
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, a plain tensor."""
+        return self._local
+
+    @property
+    def _innermost(self) -> Tensor:
+        """The plain tensor that holds this rank's part; its part, where it is sharded over two axes."""
+        return aliases.innermost(self._local)  # type: ignore[no-any-return]
+
+    @property
+    def sharded_dim(self) -> int:
+        return self._dim
+
+    @property
+    def positions(self) -> Positions:
+        return self._positions
+
+    @property
+    def axis(self) -> Axis:
+        return self._axis
+
+    def with_local(self, local: Tensor) -> ShardedTensor:
+        """The same sharding of another local tensor of the same shape."""
+        x = ShardedTensor(local, self._dim, self._positions, self._axis)
+        x._strides = self._strides
+        return x
+
+    def twin(self, local: Tensor | None = None) -> ShardedTensor:
+        """Another object of the same, or of its part ``local``: what this one becomes later does not matter to it."""
+        return self.with_local(self._local if local is None else local)
+
+    def as_gathered(self) -> Tensor:
+        """The whole tensor as functions use it, whatever it shares memory with."""
+        return aliases.gathered(self)  # type: ignore[no-any-return]
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """What of ``whole``, as functions use it, this rank holds."""
+        return self.part_of(whole)
+
+    def full_tensor(self, purpose: str = "gather") -> Tensor:
+        """The whole tensor, plain, on every rank along the axis. All of them must call it."""
+        self._axis.about_to_gather("full_tensor", self)
+        if tensor_names.on:
+            tensor_names.current = self._name or tensor_names.current
+        if aliases.is_any():
+            aliases.settle(self._innermost, "full_tensor")
+        return collectives.gather(self._local, self._dim, self._positions, self._axis, purpose)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_dispatch or _load_rules())(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        from lightning_par.sharded.rules.gather_report import user_line
+
+        raise OutOfSightError(
+            f"{func} at {user_line()} met a sharded tensor below the level of torch functions, where it can't be "
+            "followed, as in nested tensors or under DisableTorchFunctionSubclass. Write it with plain functions of "
+            "tensors, or make it whole first: `x = x.full_tensor() if hasattr(x, 'full_tensor') else x`."
+        )
+
+    # What autograd and nn.Module read of a tensor is read of the local one.
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+        _note_part(self._local, self._axis)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:  # type: ignore[override]
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        lender = vars(self).get("_lender")  # shows user code the gradients of a pipeline's other stages
+        return self.own_grad() if lender is None else lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        lender = vars(self).get("_lender")
+        if lender is None:
+            self.set_own_grad(value)
+        else:
+            lender.write(self, value, sys._getframe(1))
+
+    def own_grad(self) -> Tensor | None:
+        """The gradient, of which this rank holds a part."""
+        grad = self._local.grad
+        if grad is None:
+            return None
+        found = self.with_local(grad)
+        if tensor_names.on and self._name:
+            found._name = f"the gradient of {self._name}"
+        return found
+
+    def set_own_grad(self, value: Tensor | None) -> None:
+        """Let ``value`` be the gradient, here and on the other ranks along the axis."""
+        if value is None:
+            self._local.grad = None
+            return
+        with torch._C.DisableTorchFunction():
+            self._local.grad, shares = self._own_part(value)
+        if not shares:
+            aliases.link(self.with_local(self._local.grad), value)
+
+    def _own_part(self, value: Tensor) -> tuple[Tensor, bool]:
+        """The part of ``value`` in memory that is sharded as it is; whether that is its own."""
+        part = self.part_of(value).detach()
+        shares = private.storage_of(aliases.innermost(part)) is private.storage_of(aliases.innermost(value))
+        alone = shares and not isinstance(value, ShardedTensor)
+        return (part.clone() if alone else part), shares and not alone
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        if has_torch_function_unary(self):  # what follows the step follows this, too, as of a plain tensor
+            return handle_torch_function(torch.Tensor.data.__get__, (self,), self)  # type: ignore[attr-defined,no-any-return]
+        return self.own_data()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            self._local.data, shares = self._own_part(value)
+        if not shares:
+            aliases.link(self, value)
+
+    def own_data(self) -> ShardedTensor:
+        """What ``data`` is, told to nobody."""
+        return self.with_local(self._local.data)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self._local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._local.retains_grad
+
+    def retain_grad(self) -> None:
+        _note_part(self._local, self._axis)
+        self._local.retain_grad()
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As `torch.Tensor.register_hook`; the hook meets a sharded gradient."""
+
+        def local_hook(grad: Tensor) -> Tensor | None:
+            result = hook(self.with_local(grad))
+            return None if result is None else self.part_of(result)
+
+        local_hook.of_user = hook  # type: ignore[attr-defined]
+        _note_part(self._local, self._axis)
+        return self._local.register_hook(local_hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        def local_hook(_: Tensor) -> None:
+            hook(self)
+
+        local_hook.of_user = hook  # type: ignore[attr-defined]
+        return self._local.register_post_accumulate_grad_hook(local_hook)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's part of ``value``, sharded as this tensor is; ``value`` is replicated or sharded alike."""
+        if isinstance(value, ShardedTensor):
+            if value._dim == self._dim and value._positions is self._positions:
+                return value._local
+            value = value.full_tensor()
+        return collectives.scatter(value, self._dim, self._positions, self._axis)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        import copy
+
+        if id(self) not in memo:
+            copied = self.with_local(copy.deepcopy(self._local, memo))
+            if getattr(self, "_is_param", False):
+                copied._is_param = True
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"This rank holds only its part of a tensor of shape {tuple(self.shape)}, so it can't be pickled. Save "
+            "with `trainer.save_checkpoint(path)`, or call `.full_tensor()` on all ranks first."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dim={self._dim}, axis={self._axis.name!r}, "
+            f"rank {self._axis.rank} of {self._axis.size} holds {tuple(self._local.shape)}, dtype={self.dtype})"
+        )
+
+
+def _note_part(local: Tensor, axis: Axis) -> None:
+    """What is a part has a part of the gradient, where a whole tensor may have a share of it."""
+    local = aliases.innermost(local)
+    known = parts_along(local)
+    if all(axis is not other for other in known):
+        local._part_along = (*known, axis)  # type: ignore[attr-defined]  # no weak reference: it may be swapped
+
+
+def parts_along(x: Tensor) -> tuple[Axis, ...]:
+    """The axes along which the plain ``x`` is known to be the part of a sharded tensor."""
+    axes: tuple[Axis, ...] = getattr(x, "_part_along", ())
+    return axes
+
+
+def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
+    """A parameter of which this rank keeps its part of ``whole``, as a fresh leaf."""
+    part = collectives.scatter(whole.detach(), dim, positions, axis).clone(memory_format=torch.contiguous_format)
+    param = ShardedTensor(torch.nn.Parameter(part, requires_grad=whole.requires_grad), dim, positions, axis)
+    param._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
+    return param
+
+
+def leaf(param: Tensor) -> Tensor:
+    """The plain leaf that holds a parameter's gradient on this rank: its local part where it is sharded."""
+    return param._local if isinstance(param, ShardedTensor) else param
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole tensor, plain; all ranks along its axis must call it."""
+    while isinstance(value, ShardedTensor):  # it may be sharded over two axes
+        value = value.full_tensor()
+    return value
+
+
+def axes_of(x: Tensor) -> tuple[Axis, ...]:
+    """The axes over which ``x`` is sharded, the outer one first."""
+    return (x._axis, *axes_of(x._local)) if isinstance(x, ShardedTensor) else ()
+
+
+def moves(x: ShardedTensor) -> bool:
+    """Whether making ``x`` whole takes communication."""
+    return type(x) is ShardedTensor

@@ -1,0 +1,162 @@
+"""The Lightning face that all strategies share.
+
+No Lightning is imported here: the classes are mixins, and `lightning_par.strategies.lightning` and `lightning_par.pl`
+join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `building` how the module is
+built on them, `shards` what is split over them, `steps` what they do in a step, `saving` what they write; here is the
+order of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_par import private
+from lightning_par.absent.deferred.materialise import materialise
+from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
+from lightning_par.callbacks.throughput import count_samples_once
+from lightning_par.mesh.axis import Axis
+from lightning_par.optim import precision
+from lightning_par.optim.clipping import Counting
+from lightning_par.optim.gradient_sync import GradientSync
+from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
+from lightning_par.strategies.building import BuildingMixin
+from lightning_par.strategies.experiments import read_with_the_logging_rank
+from lightning_par.strategies.initial_weights import equalize
+from lightning_par.strategies.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
+from lightning_par.strategies.saving import SavingMixin
+from lightning_par.strategies.shards import ShardsMixin
+from lightning_par.strategies.steps import StepsMixin
+from lightning_par.tensor.kept_tensors import make_held_whole
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
+    """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
+
+    Subclasses override `resolve_layout`.
+    """
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None
+        fitting = trainer.state.fn.value == "fit"
+        self._run, self._met_after_exception, self._evaluated = next(self.groups.runs), False, 0
+        self._starting = True
+        self.accelerator.setup(trainer)
+        refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
+        write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
+        count_samples_once(trainer.callbacks, self.groups.data, self.groups.replica, self.namespace)
+        make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
+        equalize(self.model, self.groups.world, self.root_device)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
+            self._sync_batch_norm()
+        self._shard_model(trainer)
+        materialise(self.model)
+        self._close_gradients()
+        if fitting:
+            self._gradients = self._make_gradient_sync(self.model)
+            self.setup_optimizers(trainer)
+            self._adopt_optimizers()
+        self.setup_precision_plugin()
+        if fitting:
+            private.move_optimizers(self.namespace, self.optimizers, self.root_device)
+        self._share_metrics()
+        if self.groups.data.size == 1:
+            quiet_sync_advice()
+        self._stop_reading()
+        self._ends_reading = read_with_the_logging_rank(self.namespace)
+
+    def _make_gradient_sync(self, module: nn.Module) -> GradientSync:
+        groups = self.groups
+        split = groups.data if groups.sequence.size == 1 else groups.gradients
+        if not groups.tensor.gradient_shares:
+            return GradientSync(module, split, copies=groups.data.size)
+        return GradientSync(module, groups.stage, copies=groups.data.size, split=split, stored=groups.tensor)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        precision.adapt(self.precision_plugin, self._sharers, self._counting())
+
+    @property
+    def _sharers(self) -> Axis:
+        """The ranks that must know of each other's overflows: those whose gradients are not equal."""
+        return self.groups.replica if self._storing is None else self.groups.world
+
+    def _counting(self) -> Counting | None:
+        """Which parameters count on this rank, where each rank has others."""
+        return None
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _sync_batch_norm(self) -> None:
+        assert self.model is not None
+        layers = [name for name, m in self.model.named_modules() if isinstance(m, _BATCH_NORMS)]
+        if self._layer_sync is None or not layers or self.groups.data.size == 1:
+            return
+        if not isinstance(self._layer_sync, self.namespace.from_pytorch("plugins", "TorchSyncBatchNorm")):
+            self.model = self._layer_sync.apply(self.model)
+        elif self.root_device.type == "cpu":
+            raise ValueError(
+                f"sync_batchnorm=True: torch's SyncBatchNorm does not run on CPU, and {layers[0]!r} is a BatchNorm. "
+                "Write Trainer(sync_batchnorm=False), or train on GPUs."
+            )
+        else:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self.groups.data.group)
+        self._synced_batch_norm = True
+
+    def _share_metrics(self) -> None:
+        if self.lightning_module is not None:
+            gather_metrics_over(self.groups.data, self.lightning_module)
+            if self.groups.tensor.size > 1 or self.groups.sequence.size > 1:
+                hand_metrics_whole_tensors(self.lightning_module)
+
+    def _stop_reading(self) -> None:
+        if self._ends_reading is not None:
+            self._ends_reading()
+        self._ends_reading = None
+
+    # Metrics may be made in a hook that runs after `setup`.
+
+    def on_train_start(self) -> None:
+        self._starting = False
+        self._share_metrics()
+
+    def on_validation_start(self) -> None:
+        self._share_metrics()
+
+    def on_test_start(self) -> None:
+        self._share_metrics()
+
+    def on_predict_start(self) -> None:
+        self._share_metrics()
+
+    def teardown(self) -> None:
+        module = self.lightning_module
+        self._close_gradients()
+        self._close_meeting()
+        self._stop_reading()
+        if module is not None:
+            restore_metrics(module)
+            trainer: Any = module._trainer
+            if trainer is not None:
+                restore_writers(trainer.callbacks)
+            # After an exception on one rank the others may be gone: nothing that waits for them.
+            if trainer is not None and trainer.state.status.value != "interrupted" and self._groups is not None:
+                self._unshard_model()
+        if self._synced_batch_norm and self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+            self._synced_batch_norm = False
+        precision.restore(self.precision_plugin)
+        super().teardown()
+
+    def _close_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+        self._gradients = None

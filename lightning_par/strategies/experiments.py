@@ -1,0 +1,30 @@
+"""What user code hands a logger's ``experiment``, as ``add_histogram(name, weight)``: one rank logs, all must read.
+
+Lightning gives the other ranks an experiment whose methods do nothing. Where one is handed a tensor of which no rank
+has all, these read it as the logging rank does, so that the values come there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.strategies.namespace import Namespace
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def read_with_the_logging_rank(namespace: Namespace) -> Callable[[], None]:
+    """From now on; returns what ends it."""
+    return private.replace_dummy_experiments(namespace, lambda *handed: map_tensors(_read, handed))
+
+
+def _read(x: Tensor) -> Tensor:
+    """Once, as `torch.utils.tensorboard` does, for which numpy has no bfloat16."""
+    if type(x) not in _PLAIN:
+        (x.to(torch.float16) if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
+    return x

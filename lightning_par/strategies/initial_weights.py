@@ -1,0 +1,66 @@
+"""The weights that training starts from: those of the first rank, on all ranks.
+
+Deferred ones that all ranks would compute alike are left deferred: nothing is computed, nothing moves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.absent.deferred.deferred_tensor import Deferred
+from lightning_par.absent.deferred.materialise import make_real
+from lightning_par.mesh.axis import Axis
+from lightning_par.sharded.identity import swappable
+from lightning_par.sharded.tensor import leaf
+
+
+@torch.no_grad()
+def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of the first one; without a seed, each rank drew its own.
+
+    Args:
+        module: built alike on all ranks, whole or sharded alike.
+        world: all ranks.
+        device: where the process group's tensors live; tensors elsewhere pass through it one at a time.
+
+    Raises:
+        ValueError: a rank built other parameters or buffers; on every rank.
+    """
+    if world.size == 1:
+        return
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    _check_alike({name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()}, world)
+    alike = _computed_alike(tensors, world)
+    with swappable(module.modules()):
+        for name, x in tensors.items():
+            if name not in alike:
+                if isinstance(x, Deferred):
+                    make_real([x], name)
+                _equalize(leaf(x).detach(), world, device)
+
+
+def _computed_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
+    """The names of tensors that are deferred on all ranks, by the same functions and draws."""
+    mine = {name: x.digest() for name, x in tensors.items() if isinstance(x, Deferred)}
+    first, *others = world.all_gather_object(mine, "weights")
+    return {name for name, digest in first.items() if all(other.get(name) == digest for other in others)}
+
+
+def _equalize(x: Tensor, world: Axis, device: torch.device) -> None:
+    staged = x.to(device).contiguous()
+    world.broadcast_(staged, "weights")
+    if staged is not x:
+        x.copy_(staged)
+
+
+def _check_alike(mine: dict[str, str], world: Axis) -> None:
+    built = world.all_gather_object(mine, "weights")
+    for rank, theirs in enumerate(built):
+        if theirs == built[0]:
+            continue
+        name = next(n for n in [*built[0], *theirs] if theirs.get(n) != built[0].get(n))
+        raise ValueError(
+            f"Rank {rank} built another module than rank 0: {name!r} is {theirs.get(name, 'not there')} on rank {rank} "
+            f"and {built[0].get(name, 'not there')} on rank 0. Build the same module on every rank."
+        )

@@ -1,0 +1,92 @@
+"""Logged values and metrics: reduced over the data axis, not over the ranks that share one replica.
+
+Lightning names no group to torchmetrics, which then gathers over all ranks and counts each sample once a rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_par.mesh.axis import Axis
+
+_VERBS: dict[str, Literal["sum", "max", "min"]] = {
+    "sum": "sum",
+    "mean": "sum",
+    "avg": "sum",
+    "max": "max",
+    "min": "min",
+}
+
+
+def quiet_sync_advice() -> None:
+    """Lightning advises ``sync_dist=True`` wherever there are processes; those of one replica log equal values."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+
+
+def reduce_over_axis(tensor: Tensor, axis: Axis, op: Any) -> Tensor:
+    """Reduce ``tensor`` in place over ``axis``; returns it.
+
+    Args:
+        tensor: of any shape and dtype.
+        axis: the ranks whose values are reduced.
+        op: ``"mean"``, ``"avg"``, ``"sum"``, ``"max"``, ``"min"``, a ``torch.distributed.ReduceOp``, or None for a sum.
+
+    Raises:
+        ValueError: ``op`` is none of these.
+    """
+    name = _op_name(op)
+    if axis.size == 1:
+        return tensor
+    whole = axis.all_reduce_(tensor.contiguous(), "log", _VERBS[name])
+    return tensor.copy_(whole / axis.size if name in ("mean", "avg") else whole)
+
+
+def reduce_over_group(tensor: Tensor, group: Any, op: Any) -> Tensor:
+    """`reduce_over_axis` for a process group of the user's own."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return reduce_over_axis(tensor, Axis("user", ranks, dist.get_rank(group), group), op)
+
+
+def _op_name(op: Any) -> str:
+    # A ReduceOp prints as <RedOpType.SUM: 0>; its members can't be looked up by name in every release.
+    name = "sum" if op is None else op if isinstance(op, str) else str(op).split(".")[-1].split(":")[0]
+    if name.lower() not in _VERBS:
+        raise ValueError(f"reduce_op={op!r} is not supported; write one of {', '.join(map(repr, _VERBS))}.")
+    return name.lower()
+
+
+class _GatherOver:
+    """Gathers over one axis. Copies of a metric share it; a pickled metric has torchmetrics' own default again."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        return [result] if self.axis.size == 1 else gather_all_tensors(result, group=self.axis.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
+        return self  # a process group can't be copied
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return type(None), ()
+
+
+def gather_metrics_over(axis: Axis, module: nn.Module) -> None:
+    """Let every metric in ``module`` that has no group of the user's own gather over ``axis``. May be called again."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None and metric.process_group is None:
+            metric.dist_sync_fn = _GatherOver(axis)
+
+
+def restore_metrics(module: nn.Module) -> None:
+    """Undo `gather_metrics_over`."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and isinstance(metric.dist_sync_fn, _GatherOver):
+            metric.dist_sync_fn = None

@@ -1,0 +1,128 @@
+"""Numbers of ranks as user code gets them where they go into results: ranks that share a model are one device to it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+from lightning_par.strategies.namespace import Namespace
+
+# Hooks of a LightningModule or LightningDataModule in which numbers of ranks go into results.
+HOOKS = frozenset(
+    """
+training_step validation_step test_step predict_step optimizer_step lr_scheduler_step configure_gradient_clipping
+setup configure_model configure_optimizers train_dataloader val_dataloader test_dataloader predict_dataloader
+on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
+""".split()
+)
+
+
+class Count(int):
+    """A rank or a number of ranks: compared and printed it is that of processes, computed with that of replicas.
+
+    So code that shares out data, as ``x[rank::world_size]``, or scales a learning rate gives one device's results, and
+    one that acts on a certain process alone, as ``if rank == 0``, still does.
+
+    Args:
+        replicas: the number to compute with.
+        processes: the number to compare with.
+
+    Example::
+
+        rank, world_size = Count(0, processes=1), Count(1, processes=2)
+        assert rank == 1 and world_size == 2
+        assert [3, 4, 5][rank::world_size] == [3, 4, 5] and 0.1 * world_size == 0.1
+    """
+
+    processes: int
+
+    def __new__(cls, replicas: int, processes: int) -> Count:
+        self = super().__new__(cls, replicas)
+        self.processes = processes
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self.processes == _processes(other)
+
+    def __ne__(self, other: object) -> bool:
+        return self.processes != _processes(other)
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.processes < _processes(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.processes <= _processes(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.processes > _processes(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.processes >= _processes(other))
+
+    def __hash__(self) -> int:
+        return hash(self.processes)
+
+    def __bool__(self) -> bool:
+        return bool(self.processes)
+
+    def __repr__(self) -> str:
+        return repr(self.processes)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.processes, spec)
+
+    def __reduce__(self) -> Any:  # a dataset that has it is copied, and travels to workers
+        return Count, (int(self), self.processes)
+
+
+class RankInStep(Count):
+    """A rank within a step that all ranks of a replica run alike: it is the replica's first one, and itself.
+
+    So what a user does on rank 0 alone, all of the replica do, as one device does; and what on rank 1, that one.
+
+    Args:
+        replicas: the number to compute with.
+        processes: the number of the replica's first process.
+        own: of this process.
+
+    Example::
+
+        assert RankInStep(0, 0, own=1) == 0 and RankInStep(0, 0, own=1) == 1 and not RankInStep(0, 0, own=1)
+    """
+
+    own: int
+
+    def __new__(cls, replicas: int, processes: int, own: int) -> RankInStep:
+        self = cast(RankInStep, super().__new__(cls, replicas, processes))
+        self.own = own
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return _processes(other) in (self.processes, self.own)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.processes)
+
+
+def _processes(value: Any) -> Any:
+    return value.processes if isinstance(value, Count) else value
+
+
+def in_users_hook(namespace: Namespace) -> bool:
+    """Whether one of `HOOKS` is running, as a method of a LightningModule or LightningDataModule.
+
+    It is read from the stack, since Lightning tells a strategy of some hooks only, and of none that makes data.
+    """
+    owners = tuple(namespace.from_pytorch("core", name) for name in ("LightningModule", "LightningDataModule"))
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in HOOKS and code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), owners):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,211 @@
+"""The ranks of a strategy: laid out, started, connected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par import private
+from lightning_par.fsdp.apply import Storing
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.layout import Groups, Layout, make_groups
+from lightning_par.optim.gradient_sync import GradientSync
+from lightning_par.python_state import generators
+from lightning_par.sequence.plan import SequenceDim
+from lightning_par.sequence.planning import Planning
+from lightning_par.sequence.scheme import Asked
+from lightning_par.strategies import end_of_run, launch
+from lightning_par.strategies.launch import StartMethod
+from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
+from lightning_par.strategies.namespace import OTHER, Namespace
+from lightning_par.strategies.rank_numbers import Count, in_users_hook
+from lightning_par.strategies.stop_iteration import AllStop
+from lightning_par.tensor.planning import Sharding
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
+
+T = TypeVar("T")
+
+
+@private.given_anew
+class RanksMixin(_Base):
+    """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
+
+    namespace: Namespace
+
+    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, start_method: StartMethod) -> None:
+        launch.check_start_method(start_method)
+        super().__init__()
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.start_method = start_method
+        self.num_nodes = 1
+        self.layout: Layout | None = None
+        self._groups: Groups | None = None
+        self._gradients: GradientSync | None = None
+        self._sharding: Sharding | None = None
+        self._planning: Planning | None = None
+        self._storing: Storing | None = None
+        self._meeting: Meeting | None = None
+        self._stops: AllStop | None = None
+        self.plan: dict[str, str] | None = None
+        self.shard_residual = False
+        self.data_parallel = "ddp"
+        self.reshard_after_forward: bool | Literal["auto"] = "auto"
+        self.attention: Asked = "auto"
+        self.sequence_dim: SequenceDim = None
+        self._synced_batch_norm = False
+        self._ends_reading: Callable[[], None] | None = None
+        self._run = 0
+        self._met_after_exception = False
+        self._evaluated = 0  # steps without training since `setup`
+
+    def __repr__(self) -> str:
+        # Lightning prints this where a Trainer of the other namespace is given the object.
+        other, name = OTHER[self.namespace], type(self).__name__
+        return (
+            f"<{name}: this strategy belongs to {self.namespace.pytorch}; with {other.pytorch} use {other.ours}.{name}>"
+        )
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        """The axis sizes for ``world_size`` ranks.
+
+        Raises:
+            ValueError: the sizes that the user gave don't fit.
+        """
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> Groups:
+        """The mesh axes through this rank."""
+        if self._groups is None:
+            raise RuntimeError("The mesh axes are known once the Trainer has started its processes.")
+        return self._groups
+
+    @property
+    def _stages(self) -> Axis | None:
+        return None if self._groups is None else self._groups.pipeline
+
+    @property
+    def stores_parts(self) -> bool:
+        """Whether ranks that use the same weights store a part of them each."""
+        return self.data_parallel == "fsdp" and self._groups is not None and self._groups.gradients.size > 1
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered weights are let go after forward, and gathered again for backward."""
+        return self.groups.pipeline.size == 1 if self.reshard_after_forward == "auto" else self.reshard_after_forward
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number; in hooks where it goes into results, see `callers.Count`."""
+        rank = super().global_rank
+        return Count(self.groups.data.rank, rank) if self._are_replicas_meant() else rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are; in hooks where it goes into results, see `callers.Count`."""
+        size = super().world_size
+        return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
+
+    def _are_replicas_meant(self) -> bool:
+        return self._groups is not None and self._groups.replica.size > 1 and in_users_hook(self.namespace)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return super().global_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning shards samplers and syncs logged values: only where there are several replicas."""
+        return self.layout is not None and self.layout.data > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.groups.data.size, "rank": self.groups.data.rank}
+
+    def set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self.global_rank
+        # Here, when the Trainer is made, no rank waits for another yet.
+        self.layout = self.resolve_layout(self.num_nodes * self.num_processes)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = launch.make_launcher(self.namespace, self, self.start_method)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.layout is not None
+        device = self.root_device
+        backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
+        private.init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
+        self._groups = make_groups(self.layout, self.timeout or timedelta(minutes=30))
+        # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
+        generators.share(self.groups.world)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce ``tensor`` in place over ``group``, or over the data axis: ranks of one replica hold equal values."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        self._meet_after_exception()
+        if group is not None:
+            return reduce_over_group(tensor, group, reduce_op)
+        return reduce_over_axis(tensor, self.groups.data, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """``tensor`` of every replica, stacked along a new first dim; unchanged where there is one replica."""
+        if group is None and self.groups.data.size == 1:
+            return tensor
+        return super().all_gather(tensor, group=group or self.groups.data.group, sync_grads=sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (any rank, with ``all=False``) say yes."""
+        if self._groups is None:
+            return decision
+        self._meet_after_exception()
+        flag = torch.tensor(int(decision), device=self.root_device)
+        return bool(self.groups.world.all_reduce_(flag, "decision", "min" if all else "max"))
+
+    def _meet_after_exception(self) -> None:
+        """Before anything waits for the other ranks once the run was interrupted: see `state.meet_after_exception`."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
+            return
+        progress = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
+        end_of_run.meet_after_exception(self.groups.world, f"{self._run}", progress)
+        self._met_after_exception = True

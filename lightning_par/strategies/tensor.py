@@ -1,0 +1,66 @@
+"""The strategy of the tensor axis."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+from lightning_par.mesh.layout import AxisName
+from lightning_par.strategies.hybrid import HybridParallelMixin
+from lightning_par.strategies.launch import StartMethod
+
+
+class TensorParallelMixin(HybridParallelMixin):
+    """Splits every layer's weights over the devices; what is left of the devices becomes data parallel.
+
+    Args:
+        tensor_parallel_size: Ranks that share one copy of the model. ``"auto"`` takes all that ``data_parallel_size``
+            leaves.
+        data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes the devices that
+            ``tensor_parallel_size`` leaves, or 1 if that is ``"auto"``, too.
+        plan: How to split modules by name, where the plan found by itself is not wanted: patterns such as
+            ``"blocks.*.mlp.up"`` to ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
+        shard_residual: Share out the tokens of the residual stream between islands: norms and dropout then work on a
+            part of the sequence, and each all-reduce becomes an all-gather and a reduce-scatter, of the same bytes.
+            (Megatron calls this sequence parallelism.)
+        save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
+            layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
+            they are single files, as one device writes them.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
+        timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
+            again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
+            ``"popen"`` for scripts and ``"fork"`` in notebooks.
+
+    Raises:
+        ValueError: at once for a style or a start method that is unknown; when the Trainer is made, if the sizes don't
+            multiply to ``devices * num_nodes``.
+
+    Example::
+
+        Trainer(strategy=TensorParallelStrategy(tensor_parallel_size=2), devices=4)
+    """
+
+    own_axis: AxisName = "tensor"
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        plan: dict[str, str] | None = None,
+        shard_residual: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: StartMethod = "auto",
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            plan=plan,
+            shard_residual=shard_residual,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )

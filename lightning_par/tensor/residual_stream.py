@@ -1,0 +1,93 @@
+"""The residual stream of tensor parallelism, sharded by tokens between islands (Korthikanti et al., arXiv 2205.05198).
+
+An island then begins with an all-gather of tokens and ends with a reduce-scatter, in place of an all-reduce at each
+end: as many bytes, and norms, dropout and the stream itself take a t-th of the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.sequence.sequence_axis import SequenceAxis
+from lightning_par.sharded import aliases
+from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.rules import several_axes
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+class ResidualAxis(SequenceAxis):
+    """The ranks of a tensor axis, as those among which tokens are shared out.
+
+    Args:
+        tensor: the tensor axis.
+
+    Example::
+
+        axis = ResidualAxis(Axis("tensor", ranks=(0,), rank=0, group=None))
+    """
+
+    def __init__(self, tensor: Axis) -> None:
+        super().__init__(tensor.name, tensor.ranks, tensor.rank, tensor.group)
+        self.lengths: set[int] = set()  # of the sequences met so far
+        self._opened: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], Tensor]] = {}
+
+    def spread(self, size: int) -> Positions | None:
+        positions = super().spread(size)
+        if positions is not None:
+            self.lengths.add(size)
+        return positions
+
+    def opened(self, x: ShardedTensor) -> Tensor:
+        """All tokens of ``x``, for an island. What reads the same tensor shares one all-gather, and one sum back."""
+        local = x._local
+        version = local._version, aliases.writes_into(aliases.innermost(local))
+        known = self._opened.get(id(local))
+        if known is not None and known[0]() is local and known[1] == version:
+            return known[2]
+        sharded = type(x) is ShardedTensor
+        whole = collectives.gather(local, x._dim, x._positions, self, "enter") if sharded else x.full_tensor()
+        if whole.requires_grad:  # else it was asked for under no_grad, and what comes later needs the gradient
+            key = id(local)
+            reference = weakref.ref(local, lambda _: self._opened.pop(key, None))
+            self._opened[key] = reference, version, whole
+        return whole
+
+    def closed(self, partial: Tensor, purpose: str) -> Any:
+        """The sum of the islands' ``partial`` results, sharded by tokens; `NotImplemented` where it has none."""
+        if not streams.in_step or isinstance(partial, ShardedTensor) or partial.ndim < 3 or partial.shape[-1] == 1:
+            return NotImplemented
+        dim = next((d for d in (1, 0) if partial.shape[d] in self.lengths), None)
+        positions = None if dim is None else self.spread(partial.shape[dim])
+        if dim is None or positions is None:
+            return NotImplemented
+        return ShardedTensor(collectives.sum_scatter(partial, dim, positions, self, purpose), dim, positions, self)
+
+
+def shard_residual(axis: Axis) -> ResidualAxis:
+    """From now on islands of ``axis`` begin and end on sharded tokens; until `whole_residual`."""
+    several_axes.allow()
+    axis.gradient_shares = True
+    axis.residual = ResidualAxis(axis)
+    return axis.residual
+
+
+def whole_residual(axis: Axis) -> None:
+    """Undo `shard_residual`."""
+    axis.gradient_shares, axis.residual = False, None
+
+
+@contextlib.contextmanager
+def sharded_residual(axis: Axis) -> Iterator[ResidualAxis]:
+    """`shard_residual` within, for tests."""
+    try:
+        yield shard_residual(axis)
+    finally:
+        whole_residual(axis)

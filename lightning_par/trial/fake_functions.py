@@ -1,0 +1,208 @@
+"""Torch functions on fake tensors, also those that fakes can't run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par import private
+from lightning_par.sharded.tensor import ShardedTensor
+
+UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What fakes raise where a shape depends on values, or is not known without running."""
+
+
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedTensor)
+
+
+def is_fake(x: Any) -> bool:
+    """Whether ``x`` is a tensor without values, or a shard, of whose values a trial on one rank does not know all."""
+    if isinstance(x, ShardedTensor):
+        whole = getattr(x, "_whole", None)  # a batch's tensor is whole on every rank
+        return whole is None or is_fake(whole)
+    return isinstance(x, FakeTensor)
+
+
+class OnOnes:
+    """A function that fakes can't run, in its place: rules know it by its name, and it runs on fakes."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.__name__, self.__module__ = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+        return run_on_ones(mode, self.func, args, kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.func)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnOnes) and self.func == other.func
+
+
+def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The result of ``func``, or where fakes can't run it what it makes of ones of the same shapes, as fakes.
+
+    Some functions give results whose shapes depend on values, some kernels have no fake version, and some fake versions
+    want what the real ones don't. Their results lie where the fakes lie, and are functions of them to autograd.
+
+    Args:
+        mode: of the fakes.
+        func: a torch function.
+        args: its arguments; those that are real keep their values.
+        kwargs: its arguments by name.
+
+    Returns:
+        The result, and what to run in the place of ``func`` on other fakes: itself, or an `OnOnes`.
+
+    Raises:
+        Exception: whatever ``func`` raises on fakes, where it raises on ones, too.
+
+    Example::
+
+        with FakeTensorMode() as mode:
+            x = torch.empty(3)
+        assert run_on_fakes(mode, torch.nonzero, (x,), {})[0].shape == (3, 1)
+    """
+    try:
+        return func(*args, **kwargs), func
+    except RuntimeError as error:
+        inputs = tree_leaves((args, kwargs))
+        if not any(map(is_fake, inputs)) or not (isinstance(error, UNRUN) or _of_kernel(error, inputs)):
+            raise
+        try:
+            return run_on_ones(mode, func, args, kwargs), OnOnes(func)
+        except Exception:
+            raise error from None
+
+
+def _of_kernel(error: Exception, inputs: list[Any]) -> bool:
+    """Whether a kernel raised it, of which the fake version may be to blame, and not this package."""
+    return not type(error).__module__.startswith("lightning_par.") and not any(map(is_sharded, inputs))
+
+
+def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `run_on_fakes` where fakes can't run ``func``."""
+    fakes = [x for x in tree_leaves((args, kwargs)) if is_fake(x)]
+    device = next((x.device for x in fakes if x.device.type != "cpu"), torch.device("cpu"))
+    result, given = _on_real(func, args, kwargs, fakes, _ones(device))
+    if not any(isinstance(x, Tensor) for x in tree_leaves(result)):
+        raise TypeError("an address, or what else is no value of a tensor")
+    known = _known(result, lambda: _on_real(func, args, kwargs, fakes, _zeros(device))[0])
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) in given or id(x) in known:
+            return given.get(id(x), known.get(id(x), x))
+        with mode:
+            made = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
+        return linked(made, fakes) if x.requires_grad else made
+
+    return tree_map(fake, result)
+
+
+def all_fake(mode: FakeTensorMode, args: Any, kwargs: Any, result: Any) -> Any:
+    """``result``, of a function of fakes, with fakes for values that it made for itself and wrote the fakes' into.
+
+    Such a value is real, though it depends on the fakes: ``pad_packed_sequence`` fills a tensor, then copies into it.
+
+    Example::
+
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            x = torch.empty(3)
+        assert is_fake(all_fake(mode, (x,), {}, torch.zeros(3)))
+    """
+    if isinstance(result, FakeTensor) or private.in_functorch():  # what is seen within a transform wraps a fake
+        return result
+    made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and not is_fake(x) and not is_sharded(x)]
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)] if made else []
+    fakes, ids = [x for x in given if is_fake(x)], {id(x) for x in given}
+    if not fakes or any(map(is_sharded, given)):
+        return result
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_fake(x) or id(x) in ids or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return linked(mode.from_tensor(x.detach()), fakes) if x.requires_grad else mode.from_tensor(x)
+
+    return tree_map(fake, result)
+
+
+def _known(result: Any, again: Callable[[], Any]) -> dict[int, Tensor]:
+    """By the ids of those in ``result``: integers that ones and zeros agree on, as the sizes of a packed batch."""
+    integers = _integers(result)
+    if not integers or isinstance(result, Tensor):
+        return {}
+    pairs = zip(integers, _integers(again()))
+    return {id(x): other for x, other in pairs if x.shape == other.shape and bool((x == other.to(x.device)).all())}
+
+
+def _integers(result: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)]
+
+
+def _on_real(
+    func: Any, args: Any, kwargs: Any, fakes: list[Tensor], ways: Iterable[Callable[[Tensor], Tensor]]
+) -> tuple[Any, dict[int, Tensor]]:
+    """The result on real tensors in place of ``fakes``; and the fake of each of them, by its id."""
+    failure: Exception = RuntimeError("nothing was tried")
+    with unset_fake_temporarily():
+        for way in ways:
+            real = {id(x): way(x) for x in fakes}
+
+            def given(x: Any, real: dict[int, Tensor] = real) -> Any:
+                return real.get(id(x), x)
+
+            try:
+                return func(*tree_map(given, args), **tree_map(given, kwargs)), {id(real[id(x)]): x for x in fakes}
+            except Exception as error:  # whatever kernels raise
+                failure = error
+        raise failure
+
+
+def _ones(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Ones on the CPU, in one place of memory if that will do; then zeros: an index of 1 may be too large."""
+    yield lambda x: _filled(x, 1, torch.device("cpu"))
+    yield lambda x: _filled(x, 1, torch.device("cpu")).clone(memory_format=torch.contiguous_format)
+    yield from _zeros(device)
+
+
+def _zeros(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Zeros where the fakes lie, then on the CPU. On other devices a wrong index would end the process."""
+    for place in dict.fromkeys((device, torch.device("cpu"))):
+        yield lambda x, place=place: _filled(x, 0, place).clone(memory_format=torch.contiguous_format)  # type: ignore[misc]
+
+
+def _filled(x: Tensor, value: int, device: torch.device) -> Tensor:
+    filled = torch.full((), value, dtype=x.dtype, device=device).expand(tuple(x.shape))
+    return filled.requires_grad_(x.requires_grad)
+
+
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *sources: Tensor) -> Tensor:
+        ctx.save_for_backward(*sources)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def linked(x: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """``x``, whose gradient leads to those of the ``sources`` that want one, by no function that could run on fakes."""
+    wanting = [source for source in sources if source.requires_grad]
+    return _Linked.apply(x, *wanting) if wanting else x

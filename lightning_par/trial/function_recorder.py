@@ -1,0 +1,139 @@
+"""The mode that notes the torch functions of a trial run.
+
+What depends on the batch and the module's state alone is computed; parameters, and what comes of them, are fake. Events
+hold fakes alone, so that no value of the batch lives longer than in the user's own run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_par import private
+from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
+from lightning_par.sharded.rules.lookup import user_line, writes
+from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
+from lightning_par.trial.guesses import READS, Guesses
+from lightning_par.trial.recording import Event, in_transform, metric_update
+
+_VALUE_PROPERTIES = ("T", "mT", "H", "mH", "data")
+
+
+class Recorder(TorchFunctionMode):
+    """Notes every torch function.
+
+    Args:
+        mode: of the fakes.
+        guesses: what the user's code is told of values that are not there.
+
+    Attributes:
+        events: the functions so far.
+    """
+
+    def __init__(self, mode: FakeTensorMode, guesses: Guesses) -> None:
+        super().__init__()
+        self.mode, self.guesses = mode, guesses
+        self.events: list[Event] = []
+        self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
+        self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES:
+            return func(*args, **kwargs)
+        if name == "multi_head_attention_forward":
+            with self:  # written out, as it will run on sharded tensors
+                out = multi_head_attention_forward(func, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        self.guesses.work += 1
+        if self._written:
+            args, kwargs = tree_map(self._followed, (args, kwargs))
+        fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_fake(x)]
+        if fakes and name in READS:
+            self._keep(func, args, kwargs, None)
+            return self.guesses.read(name, fakes[0], args)
+        if name == "__deepcopy__" and is_fake(args[0]):
+            return _copied(*args)
+        result, func = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
+        if private.in_functorch():  # its own tensors are none outside
+            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not private.is_wrapped(x)]
+            self.took_by(in_transform, taken)
+        else:
+            self._keep(func, args, kwargs, result)
+        return result
+
+    def took(self, *args: Any, **kwargs: Any) -> None:
+        """A metric's update: it is handed whole tensors."""
+        self._keep(metric_update, args, kwargs, None)
+
+    def took_by(self, func: Any, value: Any) -> None:
+        """``func``, which has no rule, is handed ``value``."""
+        self._keep(func, (value,), {}, None)
+
+    def fake(self, x: Any) -> Any:
+        """The fake that stands for a real tensor in the events; anything else itself."""
+        if not isinstance(x, Tensor) or is_fake(x) or is_sharded(x):
+            return x
+        known, fake = self._fakes.get(id(x), (lambda: None, x))
+        if known() is not x:
+            fake = x
+            with contextlib.suppress(Exception):  # of a kind that can't be faked
+                fake = self.mode.from_tensor(x)
+            self._fakes[id(x)] = weakref.ref(x), fake
+        return fake
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The result of a function of fakes, and what runs it on others; real ones that it writes into become fake."""
+        into = kwargs.get("out")
+        if into is None and args and writes(name):
+            into = args[0]
+        for x in tree_leaves(into):
+            if isinstance(x, Tensor) and not is_fake(x) and x.layout is torch.strided:
+                memory = x.untyped_storage()
+                self._written[memory.data_ptr()] = memory
+        if self._written:
+            args, kwargs = tree_map(self._followed, (args, kwargs))
+        real = any(isinstance(x, Tensor) and not is_fake(x) for x in tree_leaves((args, kwargs)))
+        with contextlib.nullcontext() if real else self.mode:  # faster, but what is made of the real ones has values
+            return run_on_fakes(self.mode, func, args, kwargs)
+
+    def _followed(self, x: Any) -> Any:
+        """The fake of what fakes were written into."""
+        if not isinstance(x, Tensor) or is_fake(x) or is_sharded(x) or x.layout is not torch.strided:
+            return x
+        return self.fake(x) if x.untyped_storage().data_ptr() in self._written else x
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        if not tensors:
+            return
+        if isinstance(func, OnOnes):  # it goes by the values of real ones, when it is run again, too
+            args, kwargs = tree_map(_as_it_is, (args, kwargs))
+            result = tree_map(self.fake, result)
+        elif not all(map(is_fake, tensors)):
+            args, kwargs, result = tree_map(self.fake, (args, kwargs, result))
+        self.events.append(Event(func, args, kwargs, result, user_line()))
+
+
+def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """``copy.deepcopy`` of a fake tensor; torch's own would copy its mode along, and spoil the memory of both."""
+    if x.requires_grad and not x.is_leaf:
+        raise RuntimeError("copy.deepcopy of a tensor that is no leaf of the graph")
+    if id(x) not in memo:
+        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        memo[id(x)]._is_param = isinstance(x, nn.Parameter)
+    return memo[id(x)]
+
+
+def _as_it_is(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) and not is_fake(x) and not is_sharded(x) else x

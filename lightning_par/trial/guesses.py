@@ -1,0 +1,247 @@
+"""What a trial run tells the user's code of values that are not there, and the search for what lets it go on.
+
+A trial computes no values of the model. Where the code asks for one (``if torch.isnan(x).any()``, ``x.item()``) it is
+told a guess: a belief, and what is planned by it must be right whatever the run will decide. Where the user's code
+raises after a guess, or does not come to all of the model, `explore` runs the trial again with other guesses. A loop
+that values alone would end is stopped after some turns; shuffled guesses end it in the next trial.
+"""
+
+from __future__ import annotations
+
+import sys
+from binascii import crc32
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_par.trial.guessed_number import guessed
+
+TRIES = 16  # trials in all
+_IN_VAIN = 6  # trials in a row that came to no more
+_TURNS, _WORK = 100, 1_000  # asked more often, with so many functions meanwhile, a question is one of an endless loop
+_MANY_TURNS = 300  # and asked so often
+_PATIENCE = 4  # times as many turns, with any work, where no answers end the loop: it may be none
+_CALLERS = 12  # frames that tell one use of a helper from another
+
+Pattern = Literal["first", "other", "shuffled", "patient"]
+Key = tuple[Any, ...]
+Patterns = Mapping[Key, Pattern]
+T = TypeVar("T")
+
+READS = frozenset("""
+item tolist __bool__ __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose __contains__
+__format__
+""".split())  # fmt: skip
+"""Functions that make of a tensor what Python can decide by."""
+
+_ALL: Key = ("all questions",)
+_TRUTHS = (False, True)
+_FLOATS = (1.0, 0.0, 1e9, -1e9)
+_INTS = (1, 0, 64, -1)
+_PLUMBING = ("lightning_par.", "torch._tensor", "torch.overrides", "torch.functional", "torch.nn.modules.module")
+
+
+class EndlessError(BaseException):
+    """The code asks the same question again and again; no ``except Exception`` of the user's goes on after it."""
+
+
+class Guesses:
+    """The answers of one trial run: the first that come to mind, save where ``patterns`` say otherwise.
+
+    Args:
+        patterns: how a question is answered, by where it is asked.
+        bounded: whether a question may be asked only so often; not where a run goes as a trial went.
+
+    Attributes:
+        asked: the questions, with how often they were asked; the latest last.
+        endless: the question of an endless loop, once there is one.
+        work: how many torch functions have run; whoever runs them counts.
+
+    Example::
+
+        guesses = Guesses()
+        assert not guesses.read("__bool__", torch.empty((), device="meta"))
+        assert len(guesses.asked) == 1
+    """
+
+    def __init__(self, patterns: Patterns | None = None, bounded: bool = True) -> None:
+        self.patterns, self.bounded = dict(patterns or {}), bounded
+        self.asked: dict[Key, int] = {}
+        self.endless: Key | None = None
+        self.work = 0
+        self._callers: dict[Key, dict[Key, None]] = {}  # of each question, the latest last
+        self._since: dict[Key, int] = {}
+        self._decisions: set[Key] = set()
+        self.answers: list[bool] = []  # to decisions, in order
+        self.ended = False  # whether the run came to its end; whoever runs it says so
+
+    def read(self, name: str, x: Tensor, args: tuple[Any, ...] = ()) -> Any:
+        """What the function ``name`` of `READS`, which reads ``x``, returns.
+
+        Args:
+            name: of the function.
+            x: has a shape and a dtype.
+            args: of the function, ``x`` among them.
+
+        Raises:
+            EndlessError: in a loop that would not end.
+        """
+        if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__"):
+            return self._answer(_TRUTHS)
+        if name in ("__int__", "__index__"):
+            return self._answer(_INTS)
+        value = self._answer(_of_dtype(x))
+        if name == "item":
+            return guessed(value, self.compare)
+        if name == "__format__":
+            return format(value, args[1] if len(args) > 1 else "")
+        if name in ("__float__", "__complex__"):
+            return float(value) if name == "__float__" else complex(value)
+        whole = torch.empty(0, dtype=x.dtype).numpy() if name != "tolist" else np.empty(0)
+        array = np.full(tuple(x.shape), value, whole.dtype if name != "tolist" else None)
+        return array.tolist() if name == "tolist" else array.astype(*args[1:2]) if name == "__array__" else array
+
+    def compare(self, natural: bool) -> bool:
+        """A decision by a number that was read, which by its guessed value would come out ``natural``."""
+        return bool(self._answer((natural, not natural)))
+
+    @property
+    def loop(self) -> list[Key]:
+        """The questions of an endless loop that may end it."""
+        often = 0 if self.endless is None else self.asked[self.endless] // 8
+        return [place for place, count in self.asked.items() if count > often > 0]
+
+    @property
+    def decided(self) -> list[Key]:
+        """The questions that were answered yes or no, each by all who called for it."""
+        return [caller for place in self._decisions for caller in self._callers[place]]
+
+    def with_other(self, caller: Key) -> dict[Key, Pattern]:
+        """Patterns that differ in the answer to one question of `decided`."""
+        was = self.patterns.get(caller) or self.patterns.get(caller[1])
+        return {**self.patterns, caller: "first" if was == "other" else "other"}
+
+    def others(self) -> Iterator[dict[Key, Pattern]]:
+        """Patterns that differ in one answer, the likeliest to help first: decisions before numbers, the last first."""
+        if self.endless is not None:
+            yield {**self.patterns, **dict.fromkeys(self.loop, "shuffled")}  # type: ignore[dict-item]
+            yield {**self.patterns, self.endless: "other"}
+            yield {**self.patterns, _ALL: "patient"}
+            return
+        latest = sorted(self.asked, key=lambda place: place in self._decisions)[::-1]
+        for place in latest:
+            if self.patterns.get(place, "first") == "first":
+                yield {**self.patterns, place: "other"}
+        for place in latest:
+            callers = self._callers[place]
+            for caller in reversed(callers) if len(callers) > 1 else ():  # a helper that several ask by
+                yield {**self.patterns, caller: "first" if self.patterns.get(place) == "other" else "other"}
+
+    def _answer(self, options: tuple[Any, ...]) -> Any:
+        place, caller = _asking()
+        count = self.asked.pop(place, 0)
+        self.asked[place] = count + 1
+        callers = self._callers.setdefault(place, {})
+        callers.pop(caller, None)
+        callers[caller] = None
+        if isinstance(options[0], bool):
+            self._decisions.add(place)
+        pattern = self.patterns.get(caller) or self.patterns.get(place)
+        if self.bounded:
+            self._bound(place, count)
+        answer = options[1 if pattern == "other" else 0]
+        if pattern == "shuffled" and count:  # ends what loop there may be, after a turn or more
+            answer = options[crc32(repr((*place[1:], count)).encode()) % len(options)]
+        return self._decided(answer) if isinstance(answer, bool) else answer
+
+    def _decided(self, answer: bool) -> bool:
+        self.answers.append(answer)
+        return answer
+
+    def _bound(self, place: Key, count: int) -> None:
+        work = self.work - self._since.setdefault(place, self.work)
+        patient = _ALL in self.patterns
+        if count > _MANY_TURNS * (_PATIENCE if patient else 1) or (count > _TURNS and work > _WORK and not patient):
+            self.endless = place
+            raise EndlessError(f"{place[0]}:{place[1]} asks for a value of the model again and again")
+
+
+class Repeated(Guesses):
+    """Decides as another run did, whatever numbers it is told."""
+
+    def __init__(self, run: Guesses) -> None:
+        super().__init__(run.patterns)
+        self._told = run.answers
+
+    def _decided(self, answer: bool) -> bool:
+        place = len(self.answers)
+        return super()._decided(self._told[place] if place < len(self._told) else answer)
+
+
+def _of_dtype(x: Tensor) -> tuple[Any, ...]:
+    if x.dtype is torch.bool:
+        return _TRUTHS
+    return _FLOATS if x.dtype.is_floating_point or x.dtype.is_complex else _INTS
+
+
+def _asking() -> tuple[Key, Key]:
+    """Where the user's code asks: the instruction; and the same with those that called it."""
+    frame = sys._getframe(1)
+    places: list[Key] = []
+    while frame is not None and len(places) < _CALLERS:
+        if not frame.f_globals.get("__name__", "").startswith(_PLUMBING):
+            places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return places[0], ("by", *places)
+
+
+@dataclass
+class Trial(Generic[T]):
+    """What one trial run came to.
+
+    Attributes:
+        value: what it is for.
+        guesses: by which it ran.
+        worth: the larger, the better.
+        done: whether none can be better.
+    """
+
+    value: T
+    guesses: Guesses
+    worth: tuple[float, ...]
+    done: bool
+
+
+def explore(run: Callable[[Guesses], Trial[T]], patterns: Patterns | None = None) -> Trial[T]:
+    """The best of some trials. The first goes by ``patterns``; each of the others answers one question otherwise.
+
+    Args:
+        run: runs one, whatever the user's code raises.
+        patterns: of guesses that did before.
+
+    Example::
+
+        def run(guesses):
+            asks = guesses.read("__bool__", torch.empty((), device="meta"))
+            return Trial("went on" if asks else "raised", guesses, (float(asks),), done=asks)
+
+        assert explore(run).value == "went on"
+    """
+    best = run(Guesses(patterns))
+    path, seen, in_vain = [best], [best.guesses.patterns], 0
+    while path and not best.done and len(seen) < TRIES and in_vain < _IN_VAIN:
+        other = next((patterns for patterns in path[-1].guesses.others() if patterns not in seen), None)
+        if other is None:
+            path.pop()
+            continue
+        seen.append(other)
+        trial = run(Guesses(other))
+        in_vain = 0 if trial.worth > best.worth else in_vain + 1
+        if in_vain == 0 or any(trial.guesses.patterns.get(place) != "shuffled" for place in trial.guesses.loop):
+            path.append(trial)  # it came further, or into a loop that other answers may end
+        best = trial if in_vain == 0 else best
+    return best

@@ -1,0 +1,278 @@
+"""A loader's first batch, read beside its own iteration."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import multiprocessing.connection
+import multiprocessing.managers
+import multiprocessing.queues
+import pickle
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.python_state import generators
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.spare_tensors import Spares
+from lightning_par.trial.stream_copy import copy_of
+
+_QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, multiprocessing.connection.Connection)
+_FILES = (
+    multiprocessing.managers.BaseProxy,
+    io.FileIO,
+    io.BufferedReader,
+    io.BufferedRandom,
+    io.TextIOWrapper,
+    socket.socket,
+)
+
+
+class NoBatchError(Exception):
+    """The loader is empty, or its first batch can't be had without taking it away from the run."""
+
+
+class UnrepeatableError(ValueError):
+    """Looking at the first batch would change what the run gets."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(
+            f"{type(stream).__module__}.{type(stream).__qualname__} can't be looked at before the run, as splitting "
+            "the model needs: begun twice, it gives other items, and what they depend on is not in it. Write an "
+            "IterableDataset whose `__iter__` draws from torch's, numpy's or Python's generator, or from one that it "
+            "has as an attribute. What gives each item only once, as a queue, must be handed over as a generator that "
+            "draws no random numbers."
+        )
+
+
+class Begun(IterableDataset):
+    """A stream whose first iteration has begun already, and goes on with the items that it gave; later ones begin anew.
+
+    Args:
+        stream: the user's.
+        iteration: of it.
+    """
+
+    def __init__(self, stream: Any, iteration: Iterator[Any]) -> None:
+        self._stream = stream
+        self._iteration: Iterator[Any] | None = iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        return _WhenAsked(self._next_iteration)  # Lightning calls `iter` to see whether it can
+
+    def _next_iteration(self) -> Iterator[Any]:
+        iteration, self._iteration = self._iteration, None
+        return iter(self._stream) if iteration is None else iteration
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_stream":
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+class _WhenAsked(Iterator[Any]):
+    """An iterator that is made when its first item is asked for; no generator, which would close it at its end."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+        self._made: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return next(self._made)
+
+
+Replaced = list[tuple[Any, Begun]]
+"""Streams that have begun, and what is to take their places."""
+
+
+def first_batch(loader: Any, may_begin: bool, begun: Replaced) -> Any:
+    """The first batch of ``loader``. The caller keeps the generators of random numbers.
+
+    Args:
+        loader: the user's.
+        may_begin: whether another can take the place of a stream that had to begin for it.
+        begun: gets those that did.
+
+    Raises:
+        NoBatchError: there is none, or only by beginning.
+        UnrepeatableError: looking changes what the run gets.
+        Exception: whatever the user's dataset raises.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return _take(loader, 1, may_begin, begun)[0]
+    if not isinstance(loader.dataset, IterableDataset):
+        return _first_of_map(loader)
+    if loader.num_workers == 0:
+        return _first_of_stream(loader, may_begin, begun)
+    return _first_of_workers_stream(loader)
+
+
+def _first_of_map(loader: DataLoader[Any]) -> Any:
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    kept = [loader.dataset, *generators.find([sampler])]  # shared with the copy: large, or restored anyway
+    try:
+        for index in _indices(sampler, {id(x): x for x in kept}):
+            return _fetch(loader, index)
+    except UnrepeatableError:
+        raise
+    except Exception:
+        if loader.num_workers == 0:
+            raise
+        return _first_through_workers(loader)  # the dataset may need what `worker_init_fn` sets up
+    raise NoBatchError
+
+
+def _fetch(loader: DataLoader[Any], index: Any) -> Any:
+    dataset: Any = _shallow(loader.dataset)
+    if loader.batch_sampler is None:
+        return _collated(loader, dataset[index])
+    if getattr(dataset, "__getitems__", None):
+        return _collated(loader, dataset.__getitems__(index))
+    return _collated(loader, [dataset[i] for i in index])
+
+
+def _collated(loader: DataLoader[Any], items: Any) -> Any:
+    """As the loader does. What its function changes is put back: the run calls it again for this batch."""
+    state = Snapshot([])
+    state.add("collate_fn", loader.collate_fn)
+    state.lend(Spares())
+    try:
+        return loader.collate_fn(items)
+    finally:
+        state.restore()
+
+
+def _first_of_stream(loader: DataLoader[Any], may_begin: bool, begun: Replaced) -> Any:
+    size = loader.batch_size
+    items = _take(loader.dataset, size or 1, may_begin, begun)
+    if size is not None and loader.drop_last and len(items) < size:
+        raise NoBatchError
+    return _collated(loader, items[0] if size is None else items)
+
+
+def _first_of_workers_stream(loader: DataLoader[Any]) -> Any:
+    if generators.find([loader.dataset], _QUEUES):  # workers would take from them what the run is to get
+        raise UnrepeatableError(loader.dataset)
+    batch = _first_through_workers(loader)
+    if generators.find([loader.dataset], _FILES):  # all processes read on from the same place of an open file
+        try:
+            again = _first_through_workers(loader)
+        except NoBatchError:
+            again = None
+        if not _same(batch, again):
+            raise UnrepeatableError(loader.dataset)
+    return batch
+
+
+def _first_through_workers(loader: DataLoader[Any]) -> Any:
+    with generators.kept([loader]):
+        for batch in copy.copy(loader):  # the copy keeps persistent workers to itself
+            return batch
+    raise NoBatchError
+
+
+def _take(stream: Any, count: int, may_begin: bool, begun: Replaced) -> list[Any]:
+    """Up to ``count`` items, at least one.
+
+    A stream is begun on copies; that two of them give the same shows that nothing outside of it has changed. One that
+    can't be copied begins itself, and goes on in the run; unless it draws random numbers, which the run is to draw.
+    """
+    copied = copy_of(stream)
+    if copied is not None:
+        tensors = generators.find([stream], (Tensor,))  # large ones are not copied
+        versions = [x._version for x in tensors]
+        items = _begin(copied, count)
+        if not _same(items, _begin(copy_of(stream), count)) or versions != [x._version for x in tensors]:
+            raise UnrepeatableError(stream)
+    elif not may_begin:
+        raise NoBatchError
+    else:
+        items = _begin_itself(stream, count, begun)
+    if not items:
+        raise NoBatchError
+    return items
+
+
+def _begin(iterable: Any, count: int) -> list[Any]:
+    with generators.kept([iterable]):
+        return list(itertools.islice(iter(iterable), count))
+
+
+def _begin_itself(stream: Any, count: int, begun: Replaced) -> list[Any]:
+    items: list[Any] = []
+    error: Exception | None = None
+    with generators.kept([stream]) as were_used:
+        iterator = iter(stream)
+        try:
+            items += itertools.islice(iterator, count)  # has what came before an error
+        except Exception as caught:
+            error = caught
+        used = were_used()
+    if not used:
+        begun.append((stream, Begun(stream, itertools.chain(items, _raising(error), iterator))))
+    if error is not None:
+        raise error
+    if used and (iter(stream) is iterator or not _same(items, _begin(stream, count))):
+        raise UnrepeatableError(stream)
+    return items
+
+
+def _raising(error: Exception | None) -> Iterator[Any]:
+    if error is not None:
+        raise error
+    yield from ()
+
+
+def _shallow(value: Any) -> Any:
+    """A copy, whose position or late-opened file is its own; the original where copying is not safe."""
+    if hasattr(type(value), "__del__"):  # it may close what the original still needs
+        return value
+    try:
+        return copy.copy(value)
+    except Exception:  # copying runs the object's own methods, which raise what they like
+        return value
+
+
+def _indices(sampler: Any, shared: dict[int, Any]) -> Any:
+    """What ``sampler`` gives, of a deep copy that shares the objects ``shared`` (by id) with it; of itself where that
+    fails."""
+    try:
+        return copy.deepcopy(sampler, shared)
+    except Exception:
+        if not _same(_begin(sampler, 1), _begin(sampler, 1)):
+            raise UnrepeatableError(sampler) from None
+        return sampler
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or _content(a) == _content(b)
+    except Exception:
+        return False
+
+
+def _content(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Contents(file).dump(value)
+    return file.getvalue()
+
+
+class _Contents(pickle.Pickler):
+    """Pickles tensors by their entries: torch's own way names where their memory is."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            return NotImplemented
+        entries = raw_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
+        return tuple, ((str(value.dtype), tuple(value.shape), entries),)

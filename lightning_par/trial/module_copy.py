@@ -1,0 +1,204 @@
+"""A copy of a module's Python state for a trial run: what the run does to it never reaches the user's module."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par import private
+from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
+
+_LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
+            "predict_dataloaders": "predict"}  # fmt: skip
+
+
+def stand_in(
+    module: nn.Module,
+    tensor: Callable[[Tensor], Tensor],
+    shared: tuple[Any, ...],
+    took: Callable[..., None],
+) -> Any:
+    """A copy of ``module`` with ``tensor(x)`` for every parameter and buffer ``x``, and Lightning's side effects off.
+
+    Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with what a metric's
+    update is given.
+    """
+    memo: dict[int, Any] = {id(x): x for x in shared}
+    for submodule in module.modules():
+        for held in (*submodule._parameters.values(), *submodule._buffers.values()):
+            if held is not None:
+                memo[id(held)] = tensor(held)
+        for value in vars(submodule).values():
+            if isinstance(value, Tensor):
+                memo[id(value)] = tensor(value)
+    own_copy = [m for m in module.modules() if m is module or not _copies_itself(m)]
+    for submodule in own_copy:
+        memo[id(submodule)] = object.__new__(type(submodule))
+    for submodule in own_copy:
+        state = memo[id(submodule)].__dict__
+        for name, value in vars(submodule).items():
+            state[name] = _copied(value, memo)
+    top = memo[id(module)]
+    trainer = vars(module).get("_trainer")
+    optimizers = Optimizers(top, lambda: _made(trainer), memo)
+    if trainer is not None:
+        top.__dict__["_trainer"] = TrainerView(trainer, optimizers)
+    if hasattr(module, "automatic_optimization"):
+        _silence(top, optimizers)
+    for submodule in top.modules():
+        if callable(getattr(submodule, "compute", None)) and callable(getattr(submodule, "update", None)):
+            _silence_metric(submodule, took)
+    return top
+
+
+def copied(value: Any) -> Any:
+    """``value`` and all that it holds, copied as far as it can be."""
+    with torch.no_grad():
+        return _copied(value, {})
+
+
+def _copies_itself(module: nn.Module) -> bool:
+    """Whether the class says how to copy itself; torchmetrics does, and its wrapped methods need it."""
+    kind = type(module)
+    return hasattr(kind, "__deepcopy__") or getattr(kind, "__getstate__", None) != getattr(
+        nn.Module, "__getstate__", None
+    )
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+        # Item by item: one entry that can't be copied must not make the others shared.
+        if id(value) not in memo:
+            new: dict[Any, Any] = type(value)()
+            memo[id(value)] = new
+            if isinstance(value, defaultdict) and isinstance(new, defaultdict):
+                new.default_factory = value.default_factory
+            new.update({key: _copied(item, memo) for key, item in value.items()})
+        return memo[id(value)]
+    if type(value) is list:
+        if id(value) not in memo:
+            items: list[Any] = []
+            memo[id(value)] = items
+            items.extend(_copied(item, memo) for item in value)
+        return memo[id(value)]
+    if isinstance(value, types.FunctionType):
+        return _copied_function(value, memo)
+    if type(value) is functools.partial:
+        args = (_copied(arg, memo) for arg in value.args)
+        keywords = {key: _copied(arg, memo) for key, arg in value.keywords.items()}
+        return functools.partial(_copied(value.func, memo), *args, **keywords)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # any class may refuse to be copied, in any way
+        return value
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """A hook that closes over its module, or has it as a default, has the copy."""
+    cells, defaults, named = function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}
+    try:
+        held = [*(cell.cell_contents for cell in cells), *defaults, *named.values()]
+    except ValueError:  # a cell that is still empty
+        return function
+    if id(function) in memo or not held:
+        return memo.get(id(function), function)
+    memo[id(function)] = function  # it may close over itself
+    new = [_copied(x, memo) if isinstance(x, (types.FunctionType, list, dict)) else memo.get(id(x), x) for x in held]
+    if all(a is b for a, b in zip(held, new, strict=True)):
+        return function
+    given = new[len(cells) : len(cells) + len(defaults)]
+    closure = tuple(types.CellType(x) for x in new[: len(cells)])
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, tuple(given) or None, closure or None
+    )
+    copied.__kwdefaults__ = dict(zip(named, new[len(cells) + len(defaults) :])) or None  # type: ignore[assignment]
+    vars(copied).update(vars(function))
+    memo[id(function)] = copied
+    return copied
+
+
+class TrainerView:
+    """The trainer as a trial run sees it: to be read, not to be changed or asked to act."""
+
+    def __init__(self, trainer: Any, optimizers: Optimizers | None = None) -> None:
+        vars(self).update(
+            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand()
+        )
+
+    def __copy__(self) -> TrainerView:
+        return self  # where it is an argument of a layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerView:
+        return self
+
+    def let_note(self, noted: Callable[[str], Any]) -> None:
+        """Call ``noted`` with the name of each attribute that is read."""
+        vars(self)["_noted"] = noted
+
+    def __getattr__(self, name: str) -> Any:
+        noted = vars(self).get("_noted")
+        if noted is not None:
+            noted(name)
+        optimizers = vars(self)["_optimizers"]
+        if optimizers is not None and name in ("optimizers", "lr_scheduler_configs"):
+            return optimizers.optimizers if name == "optimizers" else optimizers.schedules
+        real = vars(self)["_real"]
+        value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
+        if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
+            # Lightning fills it only when its loops start.
+            return getattr(vars(private.data_source(real)).get("dataloader"), "given", None)
+        return value
+
+
+def _without_loading(trainer: Any) -> Any:
+    """The steps of ``trainer``, who begins to load for it, and draws: it will do so again, as nothing of it is left."""
+    loop = vars(trainer.fit_loop)
+    before = loop.copy()
+    try:
+        return trainer.estimated_stepping_batches
+    finally:
+        loop.clear()
+        loop.update(before)
+
+
+def _silence(copy_of_module: Any, optimizers: Optimizers) -> None:
+    """Methods of a LightningModule that reach out of it do nothing."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    quiet = ("log", "log_dict", "print", "manual_backward", "backward", "toggle_optimizer", "untoggle_optimizer",
+             "clip_gradients", "optimizer_step", "save_hyperparameters")  # fmt: skip
+    body: dict[str, Any] = dict.fromkeys(quiet, nothing)
+    body["logger"], body["loggers"] = Stand(), [Stand()]
+    body["optimizers"] = lambda self, *args, **kwargs: _one_or_all(optimizers.optimizers)
+    body["lr_schedulers"] = lambda self: _one_or_all(optimizers.schedules) or None
+    body["all_gather"] = lambda self, data, *args, **kwargs: data
+    kind = type(copy_of_module)
+    copy_of_module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__})
+
+
+def _one_or_all(found: list[Any]) -> Any:
+    return found[0] if len(found) == 1 else found
+
+
+def _made(trainer: Any) -> tuple[list[Any], list[Any]]:
+    """The optimizers and schedules of the run that is on, as far as they have been made."""
+    if trainer is None:
+        return [], []
+    return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def _silence_metric(metric: Any, took: Callable[..., None]) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        took(*args, **kwargs)
+        zero = torch.zeros(())
+        return dict.fromkeys(metric.keys(), zero) if isinstance(metric, nn.ModuleDict) else zero
+
+    metric.__dict__.update(forward=forward, update=took, compute=lambda: torch.zeros(()))

@@ -1,0 +1,82 @@
+"""What one trial run of a step did: its torch functions, in order, on fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.trial.guesses import Patterns
+
+
+@dataclass(frozen=True)
+class Event:
+    """One torch function that the step called; tensors are fake, and known by identity."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    place: str  # file:line of the user's code
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.func, "__name__", self.func))
+
+    @cached_property
+    def inputs(self) -> list[Tensor]:
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+
+    @cached_property
+    def outputs(self) -> list[Tensor]:
+        return [x for x in tree_leaves(self.result) if isinstance(x, Tensor)]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run of a step did.
+
+    Attributes:
+        events: the torch functions, in order.
+        parameters: every parameter's fake, under all its names: a tied one has several.
+        batch: the tensors of the batch.
+        result: what the step returned.
+        stopped: why the recording ended early, or None.
+        refused: what the user is told where a sharded tensor went out of sight, or None.
+        patterns: of the guesses by which the step ran.
+    """
+
+    events: tuple[Event, ...]
+    parameters: dict[tuple[str, ...], Tensor]
+    batch: tuple[Tensor, ...]
+    result: Any
+    stopped: str | None = None
+    refused: str | None = None
+    patterns: Patterns = field(default_factory=dict)
+
+    @cached_property
+    def met(self) -> int:
+        """Elements of the parameters that some function takes."""
+        met = {id(x) for event in self.events for x in event.inputs}
+        return sum(x.numel() for x in self.parameters.values() if id(x) in met)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the step came to its end, and to every parameter."""
+        return self.stopped is None and self.met == sum(x.numel() for x in self.parameters.values())
+
+
+def returned(result: Any) -> Any:
+    """Stands at the end of a recording for what the step returned: that leaves the step whole."""
+    return result
+
+
+def in_transform(taken: Any) -> None:
+    """Stands in a recording for a function within a transform such as ``torch.vmap``, which takes whole tensors."""
+
+
+def metric_update(*args: Any, **kwargs: Any) -> None:
+    """Stands in a recording for the update of a metric, which has no rule."""

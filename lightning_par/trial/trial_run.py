@@ -1,0 +1,192 @@
+"""Run the user's step as a trial and keep what it did: a `Recording`.
+
+The step runs on a copy of the module whose parameters are fake: nothing is computed with them, no generator is moved,
+nothing is logged, and no fake tensor is left in the user's attributes. What depends on the batch alone is computed.
+What fakes can't do ends the recording early; the events before it still count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_par import private
+from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
+from lightning_par.python_state import generators
+from lightning_par.python_state.snapshot import kept
+from lightning_par.sharded.tensor import OutOfSightError
+from lightning_par.strategies.entry_points import (
+    Repeated,
+    call_start_hooks,
+    fetches_itself,
+    has_start_hooks,
+    step_arguments,
+)
+from lightning_par.trial.function_recorder import Recorder
+from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
+from lightning_par.trial.module_copy import copied, stand_in
+from lightning_par.trial.recording import Recording, returned
+
+_LARGE = 2**24  # elements of a tensor that a trial has a fake of rather than a copy
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def record_step(
+    module: nn.Module,
+    step: str,
+    batch: Any,
+    *,
+    shared: tuple[Any, ...] = (),
+    context: Context = contextlib.nullcontext,
+    prepare: Callable[[Any], Any] | None = None,
+    loaders: int = 1,
+    patterns: Patterns | None = None,
+) -> Recording:
+    """Record ``module.<step>(batch, 0)``.
+
+    Args:
+        module: any module; it is left as it was.
+        step: the name of the method, e.g. ``"training_step"``.
+        batch: one batch, of any structure; it is left as it was.
+        shared: objects that the copy of the module shares with it, such as its trainer.
+        context: entered around the step, for precision.
+        prepare: makes of the copied batch what the step is given.
+        loaders: dataloaders that the entry point runs one after another.
+        patterns: of the guesses that did in an earlier recording.
+
+    Example::
+
+        class Model(nn.Module):
+            def training_step(self, batch, batch_idx):
+                return batch.sum()
+
+        assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
+    """
+
+    def explored(starts: bool) -> Trial[Recording]:
+        def trial(guesses: Guesses) -> Trial[Recording]:
+            with kept(module):  # class bodies, globals and closures, which the copy shares
+                run = partial(_record, module, step, batch, shared, context, prepare, loaders, guesses, starts)
+                recording = copy_context().run(run)
+            turns = guesses.endless is not None  # of a loop, which come to nothing
+            worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
+            return Trial(recording, guesses, worth, recording.is_whole)
+
+        with torch.no_grad():
+            best = explore(trial, patterns)
+        if best.value.stopped is not None and best.guesses.endless is None:
+            with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
+                again = explore(trial, best.value.patterns)
+            best = again if again.worth >= best.worth else best
+        return best
+
+    best = explored(False)
+    if best.value.stopped is not None and has_start_hooks(module):  # it may lack what `on_train_epoch_start` sets
+        best = max(best, explored(True), key=lambda found: found.worth)
+    return best.value
+
+
+def _record(
+    module: nn.Module,
+    step: str,
+    batch: Any,
+    shared: tuple[Any, ...],
+    context: Context,
+    prepare: Callable[[Any], Any] | None,
+    loaders: int,
+    guesses: Guesses,
+    starts: bool,
+) -> Recording:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in fakes:
+            fakes[id(parameter)] = _fake(parameter, mode)
+            fakes[id(parameter)]._is_param = True  # type: ignore[attr-defined]  # what `isinstance` asks
+        names.setdefault(id(fakes[id(parameter)]), []).append(name)
+
+    def stand(x: Tensor) -> Tensor:
+        """For a parameter its fake; for any other tensor that the module holds a copy."""
+        if id(x) not in fakes:
+            away = x.is_meta or x.numel() > _LARGE
+            fakes[id(x)] = _fake(x, mode) if away else x.value() if isinstance(x, Deferred) else _clone(x)
+        return fakes[id(x)]
+
+    recorder = Recorder(mode, guesses)
+    copy = stand_in(module, stand, shared, recorder.took)
+    own_batch = copied(batch)
+    if starts:
+        with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
+            call_start_hooks(copy, step, own_batch)
+    result, stopped, refused = None, None, None
+    # Compiled code would read the memory that fake tensors don't have.
+    with generators.kept(), quiet(), private.uncompiled(), recorder, context():
+        try:
+            function = getattr(copy, step)
+            given = own_batch if prepare is None else prepare(own_batch)
+            if fetches_itself(function):
+                result = function(Repeated(given))
+            else:
+                result = function(given, *step_arguments(function, loaders))
+            recorder.took_by(returned, result)
+        except (Exception, EndlessError) as error:  # whatever the user's step may raise on fakes: it ends there
+            stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            stopped += f" at {_last_user_line(error)}"
+            refused = str(error) if isinstance(error, OutOfSightError) else None
+    by_id = {id(fake): fake for fake in fakes.values()}
+    parameters = {tuple(found): by_id[key] for key, found in names.items()}
+    tensors = tuple(recorder.fake(x) for x in _tensors_in(own_batch))
+    return Recording(tuple(recorder.events), parameters, tensors, result, stopped, refused, guesses.patterns)
+
+
+def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Not by the mode's own way, which keeps a weak reference: a parameter that has one can't be exchanged."""
+    return fake_of(x, mode) if x.layout is torch.strided else mode.from_tensor(x)
+
+
+def _clone(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _tensors_in(batch: Any) -> list[Tensor]:
+    found = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    if not found:
+        apply_to_collection(batch, Tensor, found.append, allow_frozen=True)
+    return found
+
+
+def _last_user_line(error: BaseException) -> str:
+    place = "an unknown line"
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "lightning_par.")):
+            place = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What fake tensors can't run is told in the recording; torch's own log of it would alarm."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level, logger.level = logger.level, logging.CRITICAL
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will give them
+            yield
+    finally:
+        logger.level = level

@@ -1,0 +1,335 @@
+"""Steps in the manner of public packages, which pipelines once refused falsely: each must be one device's.
+
+`STRANGE` maps a name to a module class. All take a batch ``(x_BTC, y_B)`` of four samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.law.found import Base, C
+
+
+class Reversible(nn.Module):
+    """Keeps what it took from a series until it gives it back, as RevIN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((C,), 1.5))
+
+    def forward(self, x: Tensor, mode: str) -> Tensor:
+        if mode == "norm":
+            self.mean = x.mean(1, keepdim=True).detach()
+            self.stdev = (x.var(1, keepdim=True, unbiased=False) + 1e-5).sqrt().detach()
+            return (x - self.mean) / self.stdev * self.weight
+        return x / (self.weight + 1e-10) * self.stdev + self.mean
+
+
+class KeptBetweenCalls(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Reversible()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x * 2, "norm")
+        return self.norm(self.b(self.a(x).tanh()), "denorm")
+
+
+class KeptBehindALayer(KeptBetweenCalls):
+    """What is kept depends on the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x), "norm")
+        return self.norm(self.b(x.tanh()), "denorm")
+
+
+class KeptForTheLoss(Base):
+    """A layer's attribute is a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Reversible()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self.b(self.norm(self.a(batch[0]), "norm"))
+        return F.mse_loss(y, batch[0]) + self.norm.mean.square().mean() * 0.1
+
+
+class Padded(nn.Module):
+    """A recurrent layer that is told how long its sequences are, and where it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(C, C, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor, h: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, state = self.cells(packed, (h[None], h[None]))
+        return pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0], state
+
+
+class PadsWithin(Base):
+    """Packs within a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = Padded()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = self.a(x)
+        out, (hidden, _) = self.rnn(x, y + 1, h.mean(1))
+        return F.mse_loss(self.b(out), x) + hidden.square().mean()
+
+
+class PadsBetween(Base):
+    """Packs in the step itself; the same lengths in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(C, C, batch_first=True)
+
+    def lengths(self, y: Tensor) -> Tensor:
+        return torch.tensor([6, 2, 4, 3])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        packed = pack_padded_sequence(self.a(x), self.lengths(y), batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=6)
+        return F.mse_loss(self.b(out), x)
+
+
+class PadsByBatch(PadsBetween):
+    """Other lengths, and in all more or fewer, in each batch."""
+
+    def lengths(self, y: Tensor) -> Tensor:
+        return y.cpu() + 1
+
+
+class MaskedBetween(Base):
+    """A mask of the batch before the last layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keep = batch[0][..., 0] > 0
+        return F.mse_loss(self.b(self.a(batch[0])[keep].tanh()), batch[0][keep])
+
+
+class Penalised(nn.Module):
+    """Takes a gradient within itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        z = h.detach().requires_grad_(True)
+        (g,) = torch.autograd.grad(z.pow(3).sum(), z)
+        return h * (1 + g.tanh())
+
+
+class GradWithin(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(Penalised(), nn.Tanh())  # type: ignore[assignment]
+
+
+class Gaussian(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        return F.gaussian_nll_loss(h, batch[0], h.exp())
+
+
+class ReturnsNormal(Base):
+    """An encoder's distribution goes to a decoder and to the loss."""
+
+    class Encoder(nn.Linear):
+        def forward(self, x: Tensor) -> Normal:  # type: ignore[override]
+            return Normal(super().forward(x), 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.Encoder(C, C)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        given = self.a(batch[0])
+        likely = Normal(self.b(given.mean), 0.5).log_prob(batch[0]).mean()
+        return kl_divergence(given, Normal(0.0, 1.0)).mean() - likely
+
+
+_BACKENDS: dict[Any, Any] = {}
+
+
+class _Backend:
+    """As of a library that keeps what it imported, and a lock, for each class of tensors."""
+
+    def __init__(self) -> None:
+        self.torch, self.lock, self.name = torch, threading.Lock(), "torch"
+
+    @staticmethod
+    def of(x: Tensor) -> _Backend:
+        if type(x) not in _BACKENDS:
+            _BACKENDS[type(x)] = _BACKENDS.setdefault("torch", _Backend())
+        return _BACKENDS[type(x)]
+
+
+class CachedWithin(Base):
+    """A layer's own code, and then the step's, ask a cache that they fill with what can't be sent."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            backend = _Backend.of(self.weight)
+            with backend.lock:
+                return backend.torch.tanh(super().forward(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.Layer(C, C)
+        _BACKENDS.clear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        return _Backend.of(h).torch.sigmoid(h)
+
+
+class Bias(nn.Module):
+    """Makes its buffer at the first call, as positional biases do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, n: int) -> Any:
+        if self.bias is None:
+            self.register_buffer("bias", -torch.arange(n, dtype=torch.float64), persistent=False)
+        return self.bias
+
+
+class LendsAModule(Base):
+    """Hands its layers a module, which the first of them changes."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, bias: Bias) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + bias(x.shape[1])[:, None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.bias = self.Layer(C, C), self.Layer(C, C), Bias()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.b(self.a(x, self.bias).tanh(), self.bias)
+        return h
+
+
+class ModeWithin(Base):
+    """A layer sets the mode of one within it, which other ranks don't see."""
+
+    class Layer(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self[0].eval()
+            h: Tensor = self[0](x.transpose(1, 2)).transpose(1, 2)
+            return h
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.Layer(nn.BatchNorm1d(C))  # type: ignore[assignment]
+
+
+class WeightNormed(Base):
+    """Layers keep what torch's older weight norm computed of their weights, graph and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.utils.weight_norm(self.a), nn.utils.weight_norm(self.b)
+
+
+class GoesByRates(Base):
+    """Reads of its optimizer and schedule what a trial before training has yet to find out."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step + 1))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        assert rate == self.trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 ** (self.global_step + 1)
+        assert self.lr_schedulers().get_last_lr() == [rate]  # type: ignore[union-attr]
+        loss = F.mse_loss(self(batch[0]), batch[0].flip(1)) * (1 + rate)
+        if rate < 0.03 or self.lr_schedulers().last_epoch > 1:  # type: ignore[union-attr]
+            loss = loss * 2
+        return loss + sum(p.square().sum() for p in self.trainer.optimizers[0].param_groups[0]["params"]) * 0.01
+
+
+class OnRankZero(Base):
+    """The first rank alone logs, and keeps losses, as users of DDP write it: ranks of one replica do the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            self.log("first", loss)
+        if self.trainer.is_global_zero:
+            self.losses.append(loss.item())
+        return loss * (1.0 + len(self.losses))
+
+
+class Experts(nn.Module):
+    """Stacked experts, each of which takes the tokens of all samples that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.stack([torch.eye(C), -torch.eye(C), 2 * torch.eye(C)]))
+        self.act = nn.GELU()
+
+    def forward(self, x_NC: Tensor, chosen_N: Tensor) -> Tensor:
+        out_NC = torch.zeros_like(x_NC)
+        for expert in chosen_N.unique():
+            (rows,) = torch.where(chosen_N == expert)
+            out_NC = out_NC.index_add(0, rows, self.act(F.linear(x_NC[rows], self.weights[expert])))
+        return out_NC
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(C, 3), Experts()
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, 1)
+        scores = self.gate(x_NC)
+        return self.experts(x_NC, scores.argmax(-1)).view_as(x_BTC) * scores.softmax(-1).amax(-1).view(
+            *x_BTC.shape[:2], 1
+        )
+
+
+class HandsOutRouting(Base):
+    """A hook takes the router's scores out of a layer for the loss; the experts beside it mix samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture()
+        self.mixture.gate.register_forward_hook(lambda module, given, out: self.scores.append(out))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scores: list[Tensor] = []
+        y = self.b(self.a(self.mixture(batch[0])).tanh())
+        return F.mse_loss(y, batch[0].flip(1)) + sum(s.logsumexp(-1).square().mean() for s in self.scores) * 0.1
+
+
+STRANGE: dict[str, type[Base]] = {
+    kind.__name__: kind
+    for kind in (KeptBetweenCalls, KeptBehindALayer, KeptForTheLoss, PadsWithin, Gaussian,
+                 PadsBetween, PadsByBatch, MaskedBetween, GradWithin, ReturnsNormal, CachedWithin,
+                 LendsAModule, ModeWithin, WeightNormed, GoesByRates, OnRankZero, HandsOutRouting)
+}  # fmt: skip

@@ -1,0 +1,113 @@
+"""Gradients of the step before: gone before a pipeline makes new ones, unless someone still looks at them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_par import PipelineParallelStrategy
+from tests.helpers.pool import Pool
+
+PLAIN_GRAD: Any = torch.Tensor.grad
+LOG = logging.getLogger(f"lightning_par.{__name__}")  # other loggers hear only what one microbatch says
+
+
+class Unit(nn.Module):
+    """Notes at every call how many of the gradients that there were after the last step are there still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.before: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        gc.collect()
+        # Not in a list of its own: what counts its calls has the batch whole.
+        LOG.info("%d", sum(grad() is not None for grad in self.before))
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Unit() for _ in range(2))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for unit in self.units:
+            batch = unit(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for unit in self.units:
+            assert isinstance(unit, Unit)
+            grads = [PLAIN_GRAD.__get__(p) for p in unit.parameters()]
+            unit.before = [weakref.ref(grad) for grad in grads if grad is not None]
+
+
+class Found(logging.Handler):
+    """Keeps the numbers that units note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.numbers.append(int(record.getMessage()))
+
+
+class Watching(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(all(p.grad is not None for p in pl_module.parameters()))
+
+
+class Keeping(Net):
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+def found(kind: str) -> tuple[list[int], list[bool]]:
+    """For each microbatch of the last step, the old gradients that this rank's unit found; and what a callback saw."""
+    L.seed_everything(0, verbose=False)
+    module, watching = Keeping() if kind == "kept" else Net(), Watching()
+    counts: list[int] = []
+    noted = Found()
+
+    class Last(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            noted.numbers.clear()
+
+        def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+            counts[:] = noted.numbers
+
+    trainer = L.Trainer(
+        strategy=PipelineParallelStrategy(microbatches=2, stages=["units.1"]), accelerator="cpu", devices=2,
+        max_epochs=1, limit_train_batches=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Last(), *[watching] * (kind == "watched")],
+        accumulate_grad_batches=2 if kind == "accumulated" else 1,
+    )  # fmt: skip
+    LOG.setLevel(logging.INFO)
+    LOG.addHandler(noted)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4))  # type: ignore[arg-type]
+    LOG.removeHandler(noted)
+    return counts, watching.seen
+
+
+@pytest.mark.parametrize("kind", ["plain", "watched", "kept", "accumulated"])
+def test_old_gradients_make_room_where_nobody_looks_at_them(pool: Pool, kind: str) -> None:
+    for counts, seen in pool.run(2, found, kind):
+        assert counts == ([0, 0] if kind == "plain" else [2, 2])
+        assert seen == ([False, True] if kind == "watched" else [])

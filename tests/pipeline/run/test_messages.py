@@ -1,0 +1,195 @@
+"""Messages between stages: any tensor, in any order of waiting, counted once, and no waiting for the dead."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_par import private
+from lightning_par.mesh.axis import Axis, Kind
+from lightning_par.mesh.layout import Layout, make_groups, make_message_groups
+from lightning_par.mesh.ledger import Transfer, ledger
+from lightning_par.pipeline.run.messages import Messenger
+from tests.helpers.pool import Pool, RanksFailedError
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(minutes=30)
+
+
+def _axis(layout: Layout, **kwargs: object) -> Axis:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    make_message_groups(layout, TIMEOUT, **kwargs)  # type: ignore[arg-type]
+    return make_groups(layout, TIMEOUT).pipeline
+
+
+def _kinds_of_tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(6, 5)
+    whole = [x, x.double(), x.bfloat16(), x.half(), (x * 9).long(), (x * 9).to(torch.int16), (x * 9).to(torch.uint8)]
+    rest = [x > 0, torch.complex(x, x + 1), torch.complex(x, x + 1).conj(), torch.complex(x, x + 1).conj().imag]
+    strided = [x.t(), x[:, 1:4], x[::2], x[0, 0], x[:1].expand(4, 5), x.to(torch.float8_e4m3fn)]
+    return [*whole, *rest, *strided, torch.empty(0, 3)]
+
+
+def _send_all_kinds() -> list[Transfer]:
+    axis = _axis(Layout(pipeline=2))
+    messenger = Messenger(axis, CPU)
+    with ledger() as moved:
+        for tag, x in enumerate(_kinds_of_tensors()):
+            if axis.rank == 0:
+                messenger.send(x, 1, "forward", tag)
+            else:
+                received = messenger.start_recv(x.shape, x.dtype, 0, "forward", tag)()
+                assert received.dtype == x.dtype and received.is_contiguous()
+                assert torch.equal(_comparable(received), _comparable(x))
+        messenger.finish()
+    return moved.transfers
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """Float8 knows no comparison."""
+    return x.float() if x.element_size() == 1 else x
+
+
+def test_any_tensor_arrives_and_counts_where_it_left(pool: Pool) -> None:
+    sent, received = pool.run(2, _send_all_kinds)
+    tensors = _kinds_of_tensors()[:-1]  # nothing is sent for a tensor without elements
+    for transfers, verb in ((sent, "send"), (received, "recv")):
+        assert [(t.numel, t.nbytes) for t in transfers] == [(x.numel(), x.numel() * x.element_size()) for x in tensors]
+        assert {(t.verb, t.axis, t.purpose, t.ranks) for t in transfers} == {(verb, "pipeline", "activations", 2)}
+    assert [t.sent for t in sent] == [x.numel() * x.element_size() for x in tensors]
+    assert sum(t.sent for t in received) == 0
+
+
+def _cross(separate: bool) -> list[float]:
+    """Three ranks in a ring, both kinds, both ways, several under way at once."""
+    axis = _axis(Layout(pipeline=3), separate=separate)
+    assert bool(axis.links) == separate
+    others: list[tuple[int, Kind]] = [((axis.rank + i) % 3, kind) for i in (1, 2) for kind in ("forward", "backward")]
+    messenger, received = Messenger(axis, CPU), []
+    for _ in range(2):
+        waits = [messenger.start_recv((2, 2), torch.float32, o, kind, i) for o, kind in others for i in range(3)]
+        for i in range(3):
+            for o, kind in others:
+                messenger.send(_value(axis.rank, o, kind, i).expand(2, 2), o, kind, i)
+        received = [wait() for wait in waits[::-1]][::-1]
+        expected = [_value(o, axis.rank, kind, i).item() for o, kind in others for i in range(3)]
+        assert [x.mean().item() for x in received] == expected
+        assert waits[0]() is received[0]
+        messenger.finish()
+    return expected
+
+
+def _value(sender: int, receiver: int, kind: Kind, i: int) -> Tensor:
+    return torch.tensor(sender * 1000.0 + receiver * 100 + (kind == "forward") * 10 + i)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_messages_of_both_kinds_cross(pool: Pool, separate: bool) -> None:
+    assert len({tuple(rank) for rank in pool.run(3, _cross, separate)}) == 3
+
+
+def _make_twice() -> tuple[int, set[tuple[str, int, int]]]:
+    layout = Layout(data=2, pipeline=2)
+    axis = _axis(layout, separate=True)
+    before = dict(axis.links)
+    make_message_groups(layout, TIMEOUT, separate=True)
+    assert axis.links == before
+    ranks = [tuple(dist.get_process_group_ranks(group)) for group in axis.links.values()]
+    assert set(ranks) == {axis.ranks}
+    return len(ranks), set(axis.links)
+
+
+def test_each_kind_and_direction_has_its_group(pool: Pool) -> None:
+    links = {(kind, *way) for kind in ("forward", "backward") for way in ((0, 1), (1, 0))}
+    assert pool.run(4, _make_twice) == [(4, links)] * 4
+
+
+def _name_pairs() -> str:
+    axis = _axis(Layout(pipeline=3), separate=True, pairs=[(2, 1)])
+    try:
+        Messenger(axis, CPU).start_recv((2,), torch.float32, (axis.rank + 2) % 3, "forward", 0)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_pair_without_a_group_is_named(pool: Pool) -> None:
+    errors = pool.run(3, _name_pairs)
+    assert "ranks 2 and 0 have no group" in errors[0]
+
+
+def _release() -> None:
+    """A message that has left is let go while another still waits for its receiver."""
+    axis = _axis(Layout(pipeline=2))
+    messenger = Messenger(axis, CPU)
+    if axis.rank == 0:
+        x = torch.ones(1000)
+        reference = weakref.ref(x)
+        messenger.send(x, 1, "forward", 0)
+        del x
+        messenger.send(torch.ones(1000), 1, "forward", 1)
+        dist.barrier()
+        while reference() is not None:  # a thread lets it go
+            time.sleep(0.02)
+    else:
+        messenger.start_recv((1000,), torch.float32, 0, "forward", 0)()
+        dist.barrier()
+    dist.barrier()
+    if axis.rank == 1:
+        messenger.start_recv((1000,), torch.float32, 0, "forward", 1)()
+    messenger.finish()
+
+
+def test_what_has_left_is_let_go(pool: Pool) -> None:
+    pool.run(2, _release)  # ends
+
+
+def _talk_to_the_dead() -> None:
+    axis = _axis(Layout(pipeline=2))
+    dist.barrier()
+    if axis.rank == 1:
+        os._exit(3)
+    messenger = Messenger(axis, CPU)
+    messenger.send(torch.ones(10**6), 1, "forward", 0)
+    with pytest.raises(RuntimeError, match="Receiving gradients of activations from pipeline rank 1 failed") as caught:
+        messenger.start_recv((4,), torch.float32, 1, "backward", 0)()
+    assert private.tells_of_a_lost_peer(caught.value.__cause__)
+    with pytest.raises(RuntimeError, match="Sending activations to pipeline rank 1 failed"):
+        messenger.finish()
+    late = Messenger(messenger._axis, CPU)
+    with pytest.raises(RuntimeError, match="Sending gradients of activations to pipeline rank 1 failed"):
+        late.send(torch.ones(4), 1, "backward", 0)
+        late.finish()
+
+
+def test_a_dead_peer_is_an_error_long_before_the_timeout(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="exit code 3") as caught:
+        pool.run(2, _talk_to_the_dead, grace=100)
+    assert list(caught.value.reports) == [1]
+
+
+def test_one_rank_needs_nothing() -> None:
+    make_message_groups(Layout(), TIMEOUT)
+    Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU).finish()
+
+
+def test_sparse_tensors_are_refused() -> None:
+    messenger = Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU)
+    with pytest.raises(TypeError, match=r"layout torch.sparse_coo can't be sent.*to_dense"):
+        messenger.send(torch.eye(2).to_sparse(), 1, "forward", 0)
+
+
+def test_what_has_no_values_is_not_sent() -> None:
+    """Its receiver would wait for ever."""
+    messenger = object.__new__(Messenger)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="trial of the step has come into its run"):
+        messenger.send(torch.ones(2), 1, "forward", 0)

@@ -1,0 +1,76 @@
+"""Which parameters get a gradient is compared with one device's, also where a step can't be run on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+
+from lightning_par import PipelineParallelStrategy
+from lightning_par.pipeline.program import program
+from lightning_par.pipeline.run import verification
+from lightning_par.pipeline.trial import expected_gradients
+from tests.helpers.pool import Pool
+from tests.law.found import Base, C
+from tests.law.test_found import Batches
+
+
+class KeepsByValue(Base):
+    """How many values count depends on the model; the last layer's count for nothing."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.c, self.branches = nn.Linear(C, C), branches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        others = self.c(h)
+        loss, others = h[h.detach().abs() > 0.1].square().mean(), others[h.detach() > 1e9]
+        return loss + others.sum() if others.numel() or not self.branches else loss
+
+
+def _train(branches: bool, loses: bool = False, free: float | None = None) -> tuple[Any, bool]:
+    """Losses or what was said, and whether real weights were gathered and run."""
+    ran: list[Any] = []
+
+    def real_gradients(*args: Any) -> Any:
+        ran.append(expected_gradients.real_gradients(*args))
+        return ran[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "real_gradients", real_gradients)
+        if loses:  # as a pipeline that does not see a use of what crosses
+            patch.setattr(program, "_wanted", lambda *args: frozenset())
+        if free is not None:
+            patch.setattr(expected_gradients, "free_on", lambda device: free)
+        seed_everything(0, verbose=False)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=PipelineParallelStrategy(), max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+        )  # fmt: skip
+        module = KeepsByValue(branches)
+        try:
+            trainer.fit(module, Batches())  # type: ignore[arg-type]
+        except RuntimeError as error:
+            return str(error), any(x is not None for x in ran)
+        return float(trainer.callback_metrics.get("loss", torch.zeros(()))), any(x is not None for x in ran)
+
+
+def test_a_lost_gradient_is_refused_where_fakes_cant_tell(pool: Pool) -> None:
+    for said, ran in pool.run(2, _train, True, True):
+        assert ran and said.startswith("'a.weight' got no gradient, but on one device it gets one.")
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_a_layer_that_gets_no_gradient_or_zeros_for_these_values_is_allowed(pool: Pool, branches: bool) -> None:
+    assert pool.run(2, _train, branches) == [(0.0, True)] * 2
+
+
+@pytest.mark.parametrize(("beside", "runs"), [(0, False), (8, False), (1e6, True)])
+def test_weights_gradients_and_what_backward_keeps_must_be_small(pool: Pool, beside: float, runs: bool) -> None:
+    """Without room for weights and gradients nothing is gathered; with little more, the run ends early."""
+    needed = 2 * sum(p.numel() * 8 for p in KeepsByValue(True).parameters())
+    assert pool.run(2, _train, True, False, 4 * (needed + beside)) == [(0.0, runs)] * 2

@@ -1,0 +1,144 @@
+"""The study of a step, in one process: what it makes of it, and what it refuses before training."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_par.pipeline.effects.random_draws import GlobalDrawError
+from lightning_par.pipeline.plan.stage_ranges import Row
+from lightning_par.pipeline.program.step import Step
+from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.stages import _as_the_loop_will_run
+from lightning_par.pipeline.trial.study import study
+from tests.law.found import Base, C
+
+
+def _studied(module: Base, microbatches: int = 1) -> Program:
+    batch = [torch.randn(4, 6, C), torch.randint(0, 4, (4,))]
+    step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
+    return study(step, Row({"a": (0,), "b": (1,)}, at=(0, 1)), microbatches)
+
+
+class Leaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * random.random()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_unit_that_draws_from_a_global_generator_is_named(microbatches: int) -> None:
+    module, stood = Base(), random.getstate()
+    module.b = nn.Sequential(nn.Linear(C, C), Leaf())  # type: ignore[assignment]
+    with pytest.raises(GlobalDrawError, match="'b' draws from the global generator") as caught:
+        _studied(module, microbatches)
+    assert caught.value.unit == "b" and random.getstate() == stood
+
+
+class Transforms(Base):
+    """Transformed functions, which close over what they are given, a parameter, or ``other``."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        scale = torch.vmap(lambda i: i * self.a.bias.sum())(torch.arange(float(C)))
+        late = torch.tanh(h)
+        rows = torch.vmap(lambda row: row * (late if self.other else h).mean() + torch.tanh(row).mean())(h)
+        return self.b(rows + scale * torch.vmap(lambda i: i + 1)(torch.arange(float(C))))
+
+
+def _kinds(program: Program) -> list[Any]:
+    return [event.kind for event in program.events if getattr(event.func, "__name__", "") == "vmap_impl"]
+
+
+def test_a_transformed_function_is_one_event_with_the_parameters_that_it_closes_over() -> None:
+    program = _studied(Transforms(other=False))
+    assert _kinds(program) == ["located", "located", "batch"] and program.uses["a.bias"] == {0}
+
+
+def test_a_value_of_the_model_that_a_transformed_function_is_not_given_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Hand it over as an argument"):
+        _studied(Transforms(other=True))
+
+
+class Reshapes(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.a.weight.data = self.a.weight.data.flatten()
+        return super().training_step(batch, batch_idx)
+
+
+def test_data_of_another_shape_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="gives a parameter another shape"):
+        _studied(Reshapes())
+
+
+def test_the_users_own_eval_is_not_called_for_a_trial() -> None:
+    """It may do what is done once, as merging weights."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def train(self, mode: bool = True) -> Any:
+            self.calls += 1
+            return super().train(mode)
+
+    module = nn.Sequential(Counting(2, 2), nn.Dropout())
+    step = SimpleNamespace(grad=False)
+    with _as_the_loop_will_run(module, step):  # type: ignore[arg-type]
+        assert not any(m.training for m in module.modules())
+    assert module[0].calls == 0 and all(m.training for m in module.modules())
+
+
+class Reduces(Base):
+    """Averages over ranks as libraries do that know of data parallelism alone."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.within = within
+        if within:
+            self.a.register_forward_hook(lambda module, args, output: self.center(output))
+
+    def center(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        torch.distributed.all_reduce(mean)
+        return x - mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h if self.within else self.center(h))
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_collective_of_the_users_is_refused(within: bool) -> None:
+    with pytest.raises(NotImplementedError, match=r"test_study.py:\d+: torch.distributed.all_reduce is called within"):
+        _studied(Reduces(within))
+
+
+class Loops(Base):
+    """A loop over the samples: with one more of them the step does more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x.float()
+        for row in x:
+            before = before + 0.01 * row.mean()
+        h = self.b(self.a(before))
+        return h * (x + 1).mean(-1, keepdim=True)
+
+
+def test_what_lies_before_and_behind_a_loop_over_samples_is_known_to_hold_them() -> None:
+    program = _studied(Loops(), microbatches=2)
+    cut = {program.events[index].place for index, _ in program.layouts if index >= 0}
+    lines = [program.events[index].func.__name__ for index, _ in program.layouts if index >= 0]
+    assert len(cut) >= 3 and {"add", "mean"} <= set(lines), (cut, lines)

@@ -1,0 +1,69 @@
+"""What is written into a tensor of the batch, unseen by autograd, is seen by parts that were cut of it before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_par.sequence.batch_tensor import BatchTensor
+from lightning_par.sharded.tensor import full
+from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
+
+
+def scaled(c: Tensor) -> None:
+    c.data.mul_(2)
+
+
+def at_a_slice(c: Tensor) -> None:
+    d = c.data
+    d[:, 0] = 3.0
+
+
+def through_an_earlier_view(c: Tensor) -> None:
+    c[:, :, :2].data.add_(1)
+
+
+def copied_into(c: Tensor) -> None:
+    c.data.copy_(c.detach() * 3)
+
+
+def replaced(c: Tensor) -> None:
+    c.data = c.data * 2
+
+
+def results(x: Any, write: Callable[[Tensor], None] | None, again: bool) -> tuple[Tensor, Tensor]:
+    """The loss, and the gradient of a layer that used ``x`` before and, maybe, after the write."""
+    weight = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    c = x.clone()
+    h = F.linear(c, weight).sin() * c.sum(-1, keepdim=True)
+    if write is not None:
+        write(c)
+    if again:
+        h = h + F.linear(c, weight)
+    loss = full(h.pow(2).sum())
+    loss.backward()
+    assert weight.grad is not None
+    return loss.detach(), weight.grad
+
+
+def on_ranks(axis: Any, x: Tensor, write: Callable[[Tensor], None], again: bool) -> tuple[Tensor, Tensor]:
+    positions = axis.spread(x.shape[1])
+    loss, gradient = results(BatchTensor(x.clone(), 1, positions, axis), write, again)
+    return loss, axis.all_reduce_(gradient, "test") / axis.size  # of a loss that each rank has whole
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("write", [scaled, at_a_slice, through_an_earlier_view, copied_into, replaced])
+def test_backward_and_later_uses_see_what_was_written_through_data(write: Callable[..., None], again: bool) -> None:
+    x = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = results(x, write, again)
+    kept = write is replaced and not again  # what was saved keeps the old memory
+    assert torch.allclose(expected[1], results(x, None, again)[1]) == kept
+    for found in run_ranks(2, on_ranks, x, write, again, kind=SequenceThreadAxis):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-9)

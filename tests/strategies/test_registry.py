@@ -1,0 +1,224 @@
+"""The strategy names reach Lightning from a string alone. Each case is a fresh interpreter."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLASSES = {
+    "tensor_parallel": "TensorParallelStrategy",
+    "pipeline_parallel": "PipelineParallelStrategy",
+    "sequence_parallel": "SequenceParallelStrategy",
+    "layer_placement": "LayerPlacementStrategy",
+    "hybrid_parallel": "HybridParallelStrategy",
+}
+NAMES = tuple(CLASSES)
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def python(code: str, *args: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+    """stdout and stderr of ``code`` run in a fresh interpreter, outside the checkout."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "TORCH_DEVICE")) and k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *args, "-c", code],
+        cwd=Path(__file__).parents[1],
+        env={**clean, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0 or not check, done.stdout
+    return done.stdout
+
+
+Outputs = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def outputs(asked: Callable[[str], list[dict[str, Any]]]) -> Iterator[Outputs]:
+    """What the programs that import Lightning print. Two run at once: most of their time is one core's."""
+    used = {row["namespace"] for test in ("test_string_without_import", "test_lightning_cli") for row in asked(test)}
+    programs: list[tuple[Any, ...]] = [
+        *((_in_use, namespace) for namespace in NAMESPACES if namespace in used),
+        (_reload,),
+        (_public_names,),
+        (_failing_registration,),
+    ]
+    with ThreadPoolExecutor(2) as executor:
+        running = {program: executor.submit(*program) for program in programs}
+        yield lambda *program: running[program].result()
+        for future in running.values():
+            future.cancel()
+
+
+def test_installed_with_entry_point() -> None:
+    points = importlib.metadata.entry_points(group="torch.backends")
+    assert "lightning_par.autoload:register" in [p.value for p in points], "run `pip install -e '.[test]'` first"
+
+
+def _in_use(namespace: str) -> str:
+    """Strings with no import of ours, then the command line."""
+    home = "lightning_par" if namespace == "lightning.pytorch" else "lightning_par.pl"
+    return python(f"""
+import importlib, json, os, sys
+from {namespace} import Trainer
+from {namespace}.strategies import Strategy, StrategyRegistry
+
+def build(**kwargs):
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **kwargs)
+    assert isinstance(trainer.strategy, Strategy)
+    return type(trainer.strategy).__name__
+
+assert "lightning_par.mesh.axis" not in sys.modules
+assert set({NAMES}) <= set(StrategyRegistry)
+for name in {NAMES}:
+    print("plain", build(strategy=name))
+print("upper", build(strategy="TENSOR_Parallel"))
+os.environ["PL_TRAINER_STRATEGY"] = "tensor_parallel"
+print("env", build())
+del os.environ["PL_TRAINER_STRATEGY"]
+
+from {namespace}.cli import LightningCLI
+from {namespace}.demos.boring_classes import BoringModel
+
+def cli(*args):
+    args = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", *args]
+    return LightningCLI(BoringModel, run=False, args=args, save_config_callback=None).trainer.strategy
+
+print("string", type(cli("--trainer.strategy=tensor_parallel")).__name__)
+cls = "--trainer.strategy={home}.TensorParallelStrategy"
+print("dotted", cli(cls, "--trainer.strategy.tensor_parallel_size=1").tensor_parallel_size)
+cut = cli("--trainer.strategy={home}.PipelineParallelStrategy", "--trainer.strategy.schedule=zbv")
+print("cut", cut.settings.schedule)
+trace = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
+    "--trainer.callbacks={home}.ScheduleTrace", "--trainer.callbacks.step=5"]).trainer.callbacks
+print("trace", [c.step for c in trace if type(c).__name__ == "ScheduleTrace"])
+asked = {{"class_path": "{home}.TensorParallelStrategy", "init_args": {{"tensor_parallel_size": 1}}}}
+print("class_path", cli("--trainer.strategy=" + json.dumps(asked)).tensor_parallel_size)
+made = cli("--trainer.strategy.class_path={home}.TensorParallelStrategy")
+assert type(made) is importlib.import_module("{home}").TensorParallelStrategy
+try:
+    cli(cls, "--trainer.strategy.no_such_argument=1")
+except SystemExit:
+    print("refused")
+""")
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_string_without_import(namespace: str, outputs: Outputs) -> None:
+    out = outputs(_in_use, namespace)
+    assert all(f"plain {name}" in out for name in CLASSES.values())
+    for way in ("upper", "env"):
+        assert f"{way} TensorParallelStrategy" in out
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_lightning_cli(namespace: str, outputs: Outputs) -> None:
+    out = outputs(_in_use, namespace)
+    assert "string TensorParallelStrategy" in out
+    assert "dotted 1" in out and "class_path 1" in out and "cut zbv" in out and "trace [5]" in out
+    assert "refused" in out and "no_such_argument" in out
+
+
+def _reload() -> str:
+    return python(
+        f"""
+import importlib, inspect, sys
+import lightning.pytorch.strategies as strategies
+from lightning_par import autoload, registry
+assert set({NAMES}) <= set(strategies.StrategyRegistry)
+first = strategies.StrategyRegistry["tensor_parallel"]
+autoload.register(); registry.install()
+assert strategies.StrategyRegistry["tensor_parallel"] is first
+assert sum(isinstance(f, registry._Finder) for f in sys.meta_path) == 1
+
+importlib.reload(strategies)
+assert strategies.StrategyRegistry["tensor_parallel"] is not first
+assert "StrategyRegistry" in inspect.getsource(strategies)
+assert "exec_module" not in vars(strategies.__loader__) and strategies.__spec__.loader is strategies.__loader__
+assert importlib.util.find_spec("lightning.pytorch.strategies").origin == strategies.__file__
+importlib.reload(registry); registry.install()
+""",
+        env=NO_AUTOLOAD,
+    )
+
+
+def test_reload_and_second_install(outputs: Outputs) -> None:
+    """Also: without autoload, ours imported after Lightning registers the names."""
+    outputs(_reload)
+
+
+def _public_names() -> str:
+    return python(
+        f"""
+import sys
+import lightning_par
+assert "torch" not in sys.modules and "lightning" not in sys.modules
+assert set(lightning_par.__all__) <= set(dir(lightning_par))
+from lightning_par import *
+import lightning_par.mesh.layout, lightning_par.mesh.axis
+assert Layout is lightning_par.mesh.layout.Layout and ledger is lightning_par.mesh.ledger.ledger
+import lightning_par.strategies.lightning as home
+for name in lightning_par.strategies.registry.CLASSES.values():
+    assert globals()[name] is getattr(home, name)
+assert ScheduleTrace is home.ScheduleTrace
+assert not hasattr(lightning_par, "no_such_name")
+from lightning.pytorch.strategies import StrategyRegistry
+assert set({NAMES}) <= set(StrategyRegistry)
+""",
+        env=NO_AUTOLOAD,
+    )
+
+
+def test_public_names(outputs: Outputs) -> None:
+    """Also: without autoload, ours imported before Lightning registers the names."""
+    outputs(_public_names)
+
+
+def test_what_torch_imports_of_ours_imports_nothing_else() -> None:
+    out = python(
+        "import torch, sys; before = set(sys.modules); import lightning_par.autoload as a; a.register();"
+        "print('new', sorted(set(sys.modules) - before))",
+        env=NO_AUTOLOAD,
+    )
+    ours = ["lightning_par", *(f"lightning_par.{name}" for name in ("autoload", "strategies", "strategies.registry"))]
+    assert f"new {ours}" in out
+
+
+def test_torch_imports_beside_a_broken_lightning(tmp_path: Path) -> None:
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    out = python(
+        "import torch; print(torch.ones(2).sum().item())\ntry: import lightning\nexcept RuntimeError as e: print(e)",
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert out.split("\n")[:2] == ["2.0", "broken on purpose"]
+
+
+def _failing_registration() -> str:
+    return python(
+        """
+import lightning_par.strategies.registry as registry
+def fail(module): raise RuntimeError("no registry here")
+registry.register_names = fail
+import torch, lightning.pytorch
+from lightning_par.autoload import register
+registry.install = fail
+register()
+print("imported", lightning.pytorch.Trainer.__name__)
+"""
+    )
+
+
+def test_torch_and_lightning_import_when_registration_fails(outputs: Outputs) -> None:
+    out = outputs(_failing_registration)
+    assert "imported Trainer" in out and "could not register" in out
