@@ -83,14 +83,14 @@ def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | No
     found: dict[str, Unread] = {}
 
     def unread(name: str) -> Tensor:
-        found[name] = Unread(Stored(reader, metadata, name, scratch), like=found.get(name))
+        found[name] = Unread(StoredCheckpoint(reader, metadata, name, scratch), like=found.get(name))
         return found[name]
 
     with reads(name, weights_only, failure=ValueError):
         return put_together(rest, unread)
 
 
-class Stored:
+class StoredCheckpoint:
     """The source of one tensor of a directory.
 
     Args:

@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import private
 from lightning_par.optim import lost_writes
-from lightning_par.optim.function_facts import Function, Kind, function_of
+from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.gathered_parts import Wholes
 from lightning_par.sharded.rules import lookup
 from lightning_par.sharded.rules.gather_report import on_gather
 from lightning_par.sharded.tensor import ShardedTensor, moves
 
 _LISTS = (list, tuple)
-_BY_RULE = (Kind.BY_ELEMENT, Kind.LISTS, Kind.NEW)
+_BY_RULE = (Effect.BY_ELEMENT, Effect.LISTS, Effect.NEW)
 """Kinds whose rules need no communication."""
 
 _entered = threading.local()  # as torch's modes are
@@ -99,7 +99,7 @@ class Following(TorchFunctionMode):
         """Call ``func``, of which some arguments are sharded."""
         if function.name == "data":
             return lookup.dispatch(func, args, kwargs)
-        if function.kind is Kind.METADATA:
+        if function.kind is Effect.METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         lost_writes.refuse(func, args, kwargs)
@@ -113,17 +113,17 @@ class Following(TorchFunctionMode):
     def _run(self, func: Any, function: Function, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = function.kind
         result = NotImplemented
-        if kind is Kind.BY_ELEMENT:
+        if kind is Effect.BY_ELEMENT:
             result = _by_element(func, function, args, kwargs)
         elif function.name.startswith("_fused_"):
             result = _fused(func, args, kwargs)
-        if result is NotImplemented and (kind in _BY_RULE or kind is Kind.READS and not _is_stored(args)):
+        if result is NotImplemented and (kind in _BY_RULE or kind is Effect.READS and not _is_stored(args)):
             result = lookup.on_parts(func, args, dict(kwargs))
         if result is not NotImplemented:
             return result
         if (
-            kind in (Kind.READS, Kind.NUMBER)
-            or kind is Kind.BY_ELEMENT
+            kind in (Effect.READS, Effect.NUMBER)
+            or kind is Effect.BY_ELEMENT
             and not _writes_to_parts(function, args, kwargs)
         ):
             return lookup.run_whole(func, args, kwargs)
@@ -161,10 +161,10 @@ class Following(TorchFunctionMode):
 
     def _returned(self, function: Function, result: Any, given: dict[int, tuple[Tensor, ShardedTensor]]) -> Any:
         """The tensor that was given where a function has returned its whole."""
-        if function.kind is Kind.OTHER:
+        if function.kind is Effect.OTHER:
             self.wholes.expose(whole for whole, _ in given.values())
         result = tree_map(lambda x: given[id(x)][1] if id(x) in given else x, result)
-        if function.kind in (Kind.VIEWS, Kind.OTHER):
+        if function.kind in (Effect.VIEWS, Effect.OTHER):
             plain = (x for x in tree_leaves(result) if isinstance(x, Tensor) and not isinstance(x, ShardedTensor))
             self.wholes.note_views(function.name, plain)
         return result

@@ -26,7 +26,7 @@ _EACH = "contiguous detach detach_".split()
 _FUSED = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 
-class Kind(Enum):
+class Effect(Enum):
     """What a function does with tensors that it is given."""
 
     METADATA = auto()
@@ -57,7 +57,7 @@ class Function:
     """
 
     name: str
-    kind: Kind
+    kind: Effect
     writes: bool
 
 
@@ -78,20 +78,22 @@ def function_of(func: Any) -> Function:
     return found
 
 
-def _kind(func: Any, name: str) -> Kind:
+def _kind(func: Any, name: str) -> Effect:
     module = getattr(func, "__module__", None) or "torch"
     if getattr(func, "__name__", "") == "__get__":
-        return Kind.VIEWS if name in _VIEWS else Kind.OTHER if name in ("real", "imag", "_base") else Kind.METADATA
+        return (
+            Effect.VIEWS if name in _VIEWS else Effect.OTHER if name in ("real", "imag", "_base") else Effect.METADATA
+        )
     if module.startswith(("torch._ops", "torch.ops", "torch.fft", "torch.special")) or not module.startswith("torch"):
-        return Kind.OTHER
+        return Effect.OTHER
     rule = lookup.RULES.get(name)
     if rule in (lookup._metadata, lookup.is_contiguous, lookup.is_same_size) or name == "requires_grad_":
-        return Kind.METADATA
+        return Effect.METADATA
     if rule in (pointwise.pointwise, pointwise.to, pointwise.type_as, pointwise.copy_) or name in _EACH:
-        return Kind.BY_ELEMENT
+        return Effect.BY_ELEMENT
     if rule is pointwise.new:
-        return Kind.NEW
+        return Effect.NEW
     if name in _FUSED or name.startswith("_foreach_") and name != "_foreach_norm" and name in lookup.RULES:
-        return Kind.LISTS
-    kinds = ((_READS, Kind.READS), (_NUMBERS, Kind.NUMBER), (_VIEWS, Kind.VIEWS))
-    return next((kind for names, kind in kinds if name in names), Kind.OTHER)
+        return Effect.LISTS
+    kinds = ((_READS, Effect.READS), (_NUMBERS, Effect.NUMBER), (_VIEWS, Effect.VIEWS))
+    return next((kind for names, kind in kinds if name in names), Effect.OTHER)

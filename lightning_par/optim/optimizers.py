@@ -28,14 +28,14 @@ from lightning_par.optim.shared_memory import Shared
 from lightning_par.optim.staged_step import FollowingStages
 from lightning_par.optim.stand_ins import Copies, Parts, StandIns, own, sharded_parameters, with_inner
 from lightning_par.optim.torch_optimizers import BY_ELEMENT, BY_PARAMETER, runs_torchs_step
-from lightning_par.optim.value_places import Stages, unmarked
+from lightning_par.optim.value_places import StagePlaces, unmarked
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
 
-def adopt(optimizer: Optimizer, stages: Stages | None = None) -> None:
+def adopt(optimizer: Optimizer, stages: StagePlaces | None = None) -> None:
     """Make ``optimizer`` work on sharded parameters, whether they are in it now or are added later.
 
     Its `state_dict` shows the state of a sharded parameter sharded like it, and its `load_state_dict` takes whole or
@@ -75,7 +75,7 @@ class _Adopted:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.stages: Stages | None = None
+        self.stages: StagePlaces | None = None
         self._plain: Call = optimizer.step
         self._by_element = runs_torchs_step(optimizer, optimizer.step, BY_ELEMENT)
         self._by_parameter = runs_torchs_step(optimizer, optimizer.step, BY_PARAMETER)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_par.absent.elsewhere import Elsewhere
 from lightning_par.mesh.broadcast import kind_of
 from lightning_par.optim.stand_ins import with_inner
-from lightning_par.optim.value_places import Stages, mark, unmark
+from lightning_par.optim.value_places import StagePlaces, mark, unmark
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor, full
 
@@ -43,7 +43,7 @@ class StatesAway:
         self._states: list[dict[Tensor, Any]] = []  # of the optimizer and those that it wraps
         self._agreed = False
 
-    def show(self, optimizer: Optimizer, stages: Stages) -> None:
+    def show(self, optimizer: Optimizer, stages: StagePlaces) -> None:
         """Put it into ``optimizer``; all ranks must call it."""
         together = with_inner(optimizer)
         for one, states in zip(together, self._states):
@@ -61,7 +61,7 @@ class StatesAway:
             self._states.append({p: one.state.pop(p) for p in away})
 
 
-def _agree(optimizer: Any, stages: Stages) -> None:
+def _agree(optimizer: Any, stages: StagePlaces) -> None:
     """Let all ranks know what those before made of parameters that only they hold. All must call it.
 
     Afterwards the others have what stands for the state of these, and of what ``optimizer`` keeps in attributes it is
@@ -90,7 +90,7 @@ def _told(state: Any) -> Any:
     return {name: kind_of(x) if _is_large(x) else _Value(map_tensors(_plain, x)) for name, x in state.items()}
 
 
-def _stand_for(states: Any, p: Tensor, told: Any, stages: Stages) -> None:
+def _stand_for(states: Any, p: Tensor, told: Any, stages: StagePlaces) -> None:
     if not isinstance(p, Elsewhere):
         for x in states[p].values() if isinstance(states[p], dict) else ():
             map_tensors(unmark, x)

@@ -21,14 +21,14 @@ from lightning_par import private
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.broadcast import send_to_all
 from lightning_par.optim.following import Following
-from lightning_par.optim.function_facts import Function, Kind, function_of
+from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.remote_state import StatesAway
-from lightning_par.optim.value_places import Place, Stages, covers, find_places, innermost, mark, place_of, unmark
+from lightning_par.optim.value_places import Place, StagePlaces, covers, find_places, innermost, mark, place_of, unmark
 from lightning_par.sharded.rules.gather_report import on_send
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 _SMALL = 4096  # entries of tensors that travel together
-_STAY = (Kind.BY_ELEMENT, Kind.NEW, Kind.READS, Kind.VIEWS)
+_STAY = (Effect.BY_ELEMENT, Effect.NEW, Effect.READS, Effect.VIEWS)
 _CASTS = ("to", "cpu", "cuda", "type", "type_as")
 _AS_ANOTHER = ("to", "type_as", "view_as", "reshape_as", "expand_as")
 """What takes no values of its second argument, and may return the first."""
@@ -45,7 +45,7 @@ class FollowingStages(Following):
 
     brings_what_is_elsewhere = True
 
-    def __init__(self, stages: Stages, optimizer: Optimizer, away: StatesAway) -> None:
+    def __init__(self, stages: StagePlaces, optimizer: Optimizer, away: StatesAway) -> None:
         super().__init__()
         self.axis, self._stages, self._optimizer, self._away = stages.axis, stages, optimizer, away
         self._gradients_known = False
@@ -110,11 +110,11 @@ class FollowingStages(Following):
         if not places:
             return super().__torch_function__(func, types, args, kwargs)
         function = function_of(func)
-        if function.kind is Kind.METADATA:
+        if function.kind is Effect.METADATA:
             return self._metadata(func, function, args, kwargs)
         if function.name == "__set__":
             return self._set(func, *args)
-        if function.kind is Kind.LISTS or function.name.startswith("_foreach_"):
+        if function.kind is Effect.LISTS or function.name.startswith("_foreach_"):
             return self._lists(func, function, args, kwargs)
         like = function.name in _AS_ANOTHER
         if like and place_of(args[0]) is None:
@@ -165,13 +165,13 @@ class FollowingStages(Following):
         """Call ``func`` on all ranks, where the tensors that it needs have been sent to."""
         sent = self._sent(func, (args, kwargs), None)
         located = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and place_of(x) is not None}
-        for i, x in located.items() if function.kind is Kind.OTHER else ():
+        for i, x in located.items() if function.kind is Effect.OTHER else ():
             if i in sent:  # whose address may be taken
                 sent[i] = self._memory_for(x).copy_(sent[i])
         original = {id(sent.get(i, x)): x for i, x in located.items()}
         new_args, new_kwargs = tree_map(lambda x: sent.get(id(x), x), (args, kwargs))
         result = self._here(func, new_args, new_kwargs)
-        if function.kind in (Kind.READS, Kind.NUMBER):
+        if function.kind in (Effect.READS, Effect.NUMBER):
             return result
         memories = {private.memory_of(self._memory(sent.get(i, x))): x for i, x in located.items()}
 

@@ -19,7 +19,7 @@ _MARK = "_held_by_stages"
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagePlaces:
     """Which ranks hold a parameter.
 
     Args:

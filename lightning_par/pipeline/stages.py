@@ -22,7 +22,7 @@ from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import Call, ancestors, close, walk
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import OutsideWriteError
 from lightning_par.pipeline.program.step import Step, step_of
@@ -59,7 +59,7 @@ class Spread:
         self.reason: str | None = None
         self.coupled = False
 
-    def plan(self, module: nn.Module, root: Call, opened: Collection[str]) -> tuple[Any, Stages]:
+    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[Any, Stages]:
         """What is shown, and how steps are cut.
 
         Args:
@@ -317,7 +317,7 @@ class _Cut:
         unmixed: the cut before more was opened to see whether samples mix.
     """
 
-    root: Call
+    root: ModuleCall
     plan: Any
     stages: Stages
     program: Program | None
@@ -326,7 +326,9 @@ class _Cut:
     unmixed: _Cut | None = None
 
 
-def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Call, tuple[str, ...]]]:
+def _ways(
+    module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError
+) -> list[tuple[ModuleCall, tuple[str, ...]]]:
     """What may be done about the unit of a ``reason``: the calls, and what is opened of them."""
     assert reason.unit is not None
     root, opened = cut.root, cut.opened
@@ -401,12 +403,12 @@ def uncalled(module: nn.Module, homes: Collection[str], opened: Collection[str] 
     return found
 
 
-def _static(module: nn.Module) -> Call:
+def _static(module: nn.Module) -> ModuleCall:
     """Where there was no batch to look at: modules in the order in which they were made, parameters as their cost."""
 
-    def call(path: str, m: nn.Module) -> Call:
+    def call(path: str, m: nn.Module) -> ModuleCall:
         children = [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
         numel = sum(p.numel() for p in m.parameters())
-        return Call(path, float(numel), numel, tuple(call(*child) for child in children))
+        return ModuleCall(path, float(numel), numel, tuple(call(*child) for child in children))
 
     return call("", module)

@@ -39,7 +39,7 @@ class Hung:
         raise TypeError("it is a hook that goes by values of the model, or that other ranks do not make")
 
 
-class Holders:
+class HookHolders:
     """Where hooks hang that a step meets: on the modules within ``module``, its parameters, and on all modules."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -70,7 +70,7 @@ class HooksCell(Cell):
     NAME = "the hooks on modules"
     before: dict[str, _Held]
 
-    def __init__(self, holders: Holders) -> None:
+    def __init__(self, holders: HookHolders) -> None:
         super().__init__(self.NAME, self)
         self._modules, self._parameters = holders.modules, holders.parameters
         self._note()

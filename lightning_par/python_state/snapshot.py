@@ -16,7 +16,7 @@ from lightning_par.python_state.contents import LockedCell
 from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.mutable_objects import Cell, TupleCell, forget_write, is_written, overwrite, version_of
 from lightning_par.python_state.reachable import ATOMS, Reach
-from lightning_par.python_state.registered_hooks import Holders, HooksCell
+from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.user_code import packages_of
 
@@ -215,7 +215,7 @@ def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_c
     modules = [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()]
     state = Snapshot(modules, packages_of(module))
     state.add("batch", batch)
-    state.cells[HooksCell.NAME] = HooksCell(Holders(module))  # a closure removes the module's own
+    state.cells[HooksCell.NAME] = HooksCell(HookHolders(module))  # a closure removes the module's own
     state.lend(Spares(), as_is, modules=not is_copy)
     try:
         with reading(state.locked()):

@@ -137,7 +137,7 @@ def _own_mask(call: Arguments, grid: Grid) -> Tensor | None:
     return ulysses.to_heads((mask,), (inner,), grid.ulysses)[0]
 
 
-def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> blockwise.Carrier:
+def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> blockwise.BlockCarrier:
     if keys is None:
         return blockwise.Whole()
     return Gathered(ring, keys) if chosen.kind == "all_gather" else Ring(ring, keys)

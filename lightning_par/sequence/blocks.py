@@ -20,7 +20,7 @@ _MANY = 16  # calls; a staircase of more is one call under a mask instead
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One call of a kernel on local rows.
 
     Args:
@@ -68,7 +68,7 @@ def contiguous(size: int, ranks: int) -> Positions:
 
 
 @lru_cache(maxsize=4096)
-def plan(queries: Positions, keys: Positions, rank: int, source: int, is_causal: bool) -> tuple[Call, ...]:
+def plan(queries: Positions, keys: Positions, rank: int, source: int, is_causal: bool) -> tuple[KernelCall, ...]:
     """The calls that together compute each attended pair of one block once.
 
     Args:
@@ -89,7 +89,7 @@ def plan(queries: Positions, keys: Positions, rank: int, source: int, is_causal:
     if not n or not m:
         return ()
     if not is_causal:
-        return (Call(slice(0, n), slice(0, m), False),)
+        return (KernelCall(slice(0, n), slice(0, m), False),)
     seen = np.searchsorted(keys.indices(source), queries.indices(rank), side="right")
     calls = _joined([call for start, stop in _runs(seen) for call in _run_calls(seen, start, stop)])
     return calls if len(calls) <= _MANY else (_masked(seen),)
@@ -108,33 +108,33 @@ def _runs(seen: Array) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _run_calls(seen: Array, start: int, stop: int) -> list[Call]:
+def _run_calls(seen: Array, start: int, stop: int) -> list[KernelCall]:
     first, last = int(seen[start]), int(seen[stop - 1])
     if first == last:
-        return [Call(slice(start, stop), slice(0, last), False)] if last else []
+        return [KernelCall(slice(start, stop), slice(0, last), False)] if last else []
     if first == 0:  # a query that sees nothing stands before the triangle
         start, first = start + 1, 1
-    calls = [Call(slice(start, stop), slice(0, first - 1), False)] if first > 1 else []
-    return [*calls, Call(slice(start, stop), slice(first - 1, last), True)]
+    calls = [KernelCall(slice(start, stop), slice(0, first - 1), False)] if first > 1 else []
+    return [*calls, KernelCall(slice(start, stop), slice(first - 1, last), True)]
 
 
-def _joined(calls: list[Call]) -> tuple[Call, ...]:
+def _joined(calls: list[KernelCall]) -> tuple[KernelCall, ...]:
     """Rectangles of neighbouring queries and the same keys become one."""
-    joined: list[Call] = []
+    joined: list[KernelCall] = []
     for call in calls:
         for i, other in enumerate(joined):
             if not call.causal and not other.causal and other.keys == call.keys:
                 if other.queries.stop == call.queries.start:
-                    joined[i] = Call(slice(other.queries.start, call.queries.stop), call.keys, False)
+                    joined[i] = KernelCall(slice(other.queries.start, call.queries.stop), call.keys, False)
                     break
         else:
             joined.append(call)
     return tuple(joined)
 
 
-def _masked(seen: Array) -> Call:
+def _masked(seen: Array) -> KernelCall:
     start = int(np.searchsorted(seen, 0, side="right"))
-    return Call(slice(start, len(seen)), slice(0, int(seen[-1])), False, tuple(int(n) for n in seen[start:]))
+    return KernelCall(slice(start, len(seen)), slice(0, int(seen[-1])), False, tuple(int(n) for n in seen[start:]))
 
 
 def pairs(queries: Positions, keys: Positions, rank: int, is_causal: bool, ranks: int) -> int:

@@ -1,7 +1,7 @@
 """Attention of this rank's queries over the keys and values of all ranks, a block of them at a time.
 
 What is computed stands here; how the blocks come by, and how their gradients get back to where they belong, is a
-`Carrier`'s: a ring, a gather, or nothing where every rank holds all keys.
+`BlockCarrier`'s: a ring, a gather, or nothing where every rank holds all keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence import kernel
-from lightning_par.sequence.blocks import Call, plan
-from lightning_par.sequence.plain_kernel import Block, Draw, wide
+from lightning_par.sequence.blocks import KernelCall, plan
+from lightning_par.sequence.plain_kernel import Block, DropoutMask, wide
 from lightning_par.sharded.random_streams import mix
 
 _DEEP = 1e3  # a mask whose largest entry of a row is beyond costs its log-sum-exp digits
@@ -26,7 +26,7 @@ Meet = Callable[[int, Tensor, Tensor], None]
 MeetBack = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Carrier(Protocol):
+class BlockCarrier(Protocol):
     """Brings every rank's keys and values to the queries, and the gradients back."""
 
     def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
@@ -67,7 +67,7 @@ class Task:
     fused: bool = False
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: Carrier) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier) -> Tensor:
     """The exact attention of this rank's queries over all keys.
 
     Args:
@@ -95,7 +95,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, car
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: Carrier) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier
+    ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # it would round what is kept in float32
             rows = _Forward(q, v, mask, task)
             carrier.forward(k, v, rows.meet)
@@ -125,7 +127,7 @@ class _Rows:
         self.mask, self.task = mask, task
         self.shift = None if mask is None else shift(mask)
 
-    def _calls(self, source: int) -> Iterator[tuple[Call, Block]]:
+    def _calls(self, source: int) -> Iterator[tuple[KernelCall, Block]]:
         """The kernel calls for the keys of ``source``; what the mask hides altogether is left out."""
         task = self.task
         for number, call in enumerate(plan(task.queries, task.keys, task.rank, source, task.causal)):
@@ -135,10 +137,10 @@ class _Rows:
             shift = self.shift
             if shift is not None and shift.shape[2] > 1:
                 shift = shift[:, :, call.queries]
-            draw = Draw(task.dropout, mix(task.key, source, number)) if task.dropout else None
+            draw = DropoutMask(task.dropout, mix(task.key, source, number)) if task.dropout else None
             yield call, Block(call.causal, task.scale, bias, shift, draw)
 
-    def _bias(self, call: Call, source: int) -> Tensor | None:
+    def _bias(self, call: KernelCall, source: int) -> Tensor | None:
         if self.mask is None:
             return None if call.seen is None else _stairs(call, self.q.device)
         bias = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, call.queries]
@@ -149,7 +151,7 @@ class _Rows:
             return bias.narrow(3, int(columns[0]), len(columns))
         return bias.index_select(3, self._columns(call, source))
 
-    def _columns(self, call: Call, source: int) -> Tensor:
+    def _columns(self, call: KernelCall, source: int) -> Tensor:
         return self.task.keys.index(source, self.q.device)[call.keys]
 
 
@@ -210,7 +212,7 @@ class _Backward(_Rows):
                 self._add_mask_grad(parts[3], call, source)
         return _added(k_grad, None, k, slice(0)), _added(v_grad, None, v, slice(0))
 
-    def _add_mask_grad(self, part: Tensor, call: Call, source: int) -> None:
+    def _add_mask_grad(self, part: Tensor, call: KernelCall, source: int) -> None:
         assert self.mask_grad is not None
         total = self.mask_grad if self.mask_grad.shape[2] == 1 else self.mask_grad[:, :, call.queries]
         if total.shape[3] == 1:
@@ -251,7 +253,7 @@ def _hides_all(bias: Tensor) -> bool:
     return not bool(bias.any()) if bias.dtype == torch.bool else bool(torch.isneginf(bias).all())
 
 
-def _stairs(call: Call, device: torch.device) -> Tensor:
+def _stairs(call: KernelCall, device: torch.device) -> Tensor:
     """The mask (1, 1, T, S) of a call whose shape no kernel knows."""
     seen = torch.tensor(call.seen, device=device)
     keys = torch.arange(call.keys.stop - call.keys.start, device=device)

@@ -18,7 +18,7 @@ PURPOSE = "halo"
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """The ``length`` rows from ``source`` on of a rank's part, which are those from ``target`` on of what's fetched."""
 
     source: int
@@ -41,9 +41,9 @@ class Route:
 
     held: int
     fetched: int
-    kept: tuple[Run, ...]
-    sent: tuple[tuple[Run, ...], ...]
-    received: tuple[tuple[Run, ...], ...]
+    kept: tuple[RowRun, ...]
+    sent: tuple[tuple[RowRun, ...], ...]
+    received: tuple[tuple[RowRun, ...], ...]
     travels: bool
 
     @classmethod
@@ -73,16 +73,16 @@ class Route:
     @property
     def is_identity(self) -> bool:
         """Whether each rank fetches what it holds."""
-        return not self.travels and self.held == self.fetched and self.kept == (Run(0, 0, self.held),)
+        return not self.travels and self.held == self.fetched and self.kept == (RowRun(0, 0, self.held),)
 
 
-def _runs(positions: Positions, wanted: Array, rank: int) -> tuple[Run, ...]:
+def _runs(positions: Positions, wanted: Array, rank: int) -> tuple[RowRun, ...]:
     """The rows of ``rank`` among those that are wanted."""
     target = np.flatnonzero((wanted >= 0) & (positions.owner[wanted] == rank))
     source = np.searchsorted(positions.indices(rank), wanted[target])
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     starts = [0, *breaks.tolist(), len(target)] if len(target) else []
-    return tuple(Run(int(source[a]), int(target[a]), b - a) for a, b in zip(starts, starts[1:]))
+    return tuple(RowRun(int(source[a]), int(target[a]), b - a) for a, b in zip(starts, starts[1:]))
 
 
 def fetch(x: ShardedTensor, wanted: Sequence[Array], fill: float = 0.0) -> Tensor:

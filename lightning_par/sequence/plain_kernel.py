@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Draw:
+class DropoutMask:
     """A dropout mask that can be drawn again: ``p`` is the probability to drop, ``key`` seeds its stream."""
 
     p: float
@@ -44,7 +44,7 @@ class Block:
     scale: float
     bias: Tensor | None = None
     shift: Tensor | None = None
-    draw: Draw | None = None
+    draw: DropoutMask | None = None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.state_dicts import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
 from lightning_par.optim.optimizers import adopt
-from lightning_par.optim.value_places import Stages
+from lightning_par.optim.value_places import StagePlaces
 from lightning_par.pipeline.between_steps.gather_states import whole_where_held
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -202,6 +202,6 @@ class SavingMixin(RanksMixin):
         for optimizer in self.optimizers:
             adopt(optimizer, self._holding())
 
-    def _holding(self) -> Stages | None:
+    def _holding(self) -> StagePlaces | None:
         """Which ranks hold which parameters, where the layers are spread over them."""
         return None

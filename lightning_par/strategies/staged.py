@@ -17,7 +17,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.apply import unstore
 from lightning_par.fsdp.prefetch import use_throughout
 from lightning_par.mesh.handshake import Meeting
-from lightning_par.optim.value_places import Stages
+from lightning_par.optim.value_places import StagePlaces
 from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers, bring_back
@@ -116,13 +116,15 @@ class StagedMixin(StrategyMixin):
     def is_global_zero(self) -> bool:
         return super().is_global_zero if Run.current is None else self.global_rank == 0
 
-    def _holding(self) -> Stages | None:
+    def _holding(self) -> StagePlaces | None:
         if self._spread is None or self.groups.pipeline.size == 1:
             return None
         assert self.lightning_module is not None
         axis, placement = self.groups.pipeline, self._spread.placement
         places = {id(p): placement.of(name, axis.size) for name, p in self.lightning_module.named_parameters()}
-        return Stages(axis, lambda p: place if len(place := places.get(id(p), ())) in range(1, axis.size) else None)
+        return StagePlaces(
+            axis, lambda p: place if len(place := places.get(id(p), ())) in range(1, axis.size) else None
+        )
 
     def _adopt_optimizers(self) -> None:
         super()._adopt_optimizers()

@@ -33,7 +33,7 @@ class Found:
 
 
 @dataclass
-class Replay:
+class Propagation:
     """The sharded values and split parameters so far, with what it takes to go back to an earlier event."""
 
     recording: Recording

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_par.mesh.positions import Array
 from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.tensor.propagate import Found, Replay
+from lightning_par.tensor.propagate import Found, Propagation
 from lightning_par.tensor.symbolic_ranks import NeedsGather, count_units
 from lightning_par.trial.recording import Event
 
@@ -41,7 +41,7 @@ class Choice:
 
 
 @dataclass
-class Search(Replay):
+class Search(Propagation):
     """The walk and its choices.
 
     Attributes:

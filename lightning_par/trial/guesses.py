@@ -170,7 +170,7 @@ class Guesses:
             raise EndlessError(f"{place[0]}:{place[1]} asks for a value of the model again and again")
 
 
-class Repeated(Guesses):
+class RepeatedGuesses(Guesses):
     """Decides as another run did, whatever numbers it is told."""
 
     def __init__(self, run: Guesses) -> None:

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 from lightning_par.verdict.judge import judge
-from lightning_par.verdict.layouts import Asked
+from lightning_par.verdict.layouts import AskedLayout
 from lightning_par.verdict.report import Verdict
 from lightning_par.verdict.train import Job
 
 
-def judge_fresh(job: Job, layouts: tuple[Asked, ...], timeout: float) -> Verdict:
+def judge_fresh(job: Job, layouts: tuple[AskedLayout, ...], timeout: float) -> Verdict:
     """`judge` in a fresh interpreter; here, where something of the job exists in this process alone.
 
     Raises:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_par.verdict.compare import Finding, compare
-from lightning_par.verdict.layouts import Asked
+from lightning_par.verdict.layouts import AskedLayout
 from lightning_par.verdict.processes import RankFailedError, run_ranks
 from lightning_par.verdict.report import LayoutVerdict, Verdict
 from lightning_par.verdict.result import Result
 from lightning_par.verdict.train import Job, train
 
 
-def judge(job: Job, layouts: tuple[Asked, ...], timeout: float) -> Verdict:
+def judge(job: Job, layouts: tuple[AskedLayout, ...], timeout: float) -> Verdict:
     """The verdict on ``job`` under ``layouts``.
 
     Args:
@@ -43,13 +43,13 @@ def _on_one_device(job: Job, copies: int, timeout: float) -> Result:
     return reference
 
 
-def _run(job: Job, asked: Asked | None, devices: int, copies: int, timeout: float) -> list[Result]:
+def _run(job: Job, asked: AskedLayout | None, devices: int, copies: int, timeout: float) -> list[Result]:
     strategy = None if asked is None else asked.strategy
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(devices, partial(train, job, strategy, devices, copies, folder), folder, timeout)
 
 
-def _judge_one(job: Job, asked: Asked, references: dict[int, Result], timeout: float) -> LayoutVerdict:
+def _judge_one(job: Job, asked: AskedLayout, references: dict[int, Result], timeout: float) -> LayoutVerdict:
     try:
         if asked.refusal:
             raise RankFailedError(asked.refusal)
@@ -104,7 +104,7 @@ def _named(finding: Finding, names: dict[str, str]) -> Finding:
     return replace(finding, name=names[key]) if kind == "optimizer" and key in names else finding
 
 
-def _notes(job: Job, layouts: tuple[Asked, ...], references: Collection[Result]) -> list[str]:
+def _notes(job: Job, layouts: tuple[AskedLayout, ...], references: Collection[Result]) -> list[str]:
     notes = []
     undropped = sorted({name for one in references for name in one.undropped})
     if undropped:

@@ -14,7 +14,7 @@ from lightning_par.strategies.registry import CLASSES
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedLayout:
     """One layout.
 
     Args:
@@ -34,7 +34,7 @@ class Asked:
     refusal: str = ""
 
 
-def read_layouts(layouts: Any, devices: int | None, namespace: Namespace) -> tuple[Asked, ...]:
+def read_layouts(layouts: Any, devices: int | None, namespace: Namespace) -> tuple[AskedLayout, ...]:
     """The layouts of a list, or of one.
 
     Args:
@@ -53,7 +53,7 @@ def read_layouts(layouts: Any, devices: int | None, namespace: Namespace) -> tup
     return found
 
 
-def _read(layout: Any, devices: int | None, namespace: Namespace) -> Asked:
+def _read(layout: Any, devices: int | None, namespace: Namespace) -> AskedLayout:
     classes = import_module(namespace.ours)
     name = layout if isinstance(layout, str) else type(layout).__name__
     if isinstance(layout, str):
@@ -76,8 +76,8 @@ def _read(layout: Any, devices: int | None, namespace: Namespace) -> Asked:
     try:
         layout = strategy.resolve_layout(count)
     except ValueError as error:
-        return Asked(name, strategy, count, refusal=str(error))
-    return Asked(name, strategy, count, str(layout), layout.data)
+        return AskedLayout(name, strategy, count, refusal=str(error))
+    return AskedLayout(name, strategy, count, str(layout), layout.data)
 
 
 def _processes(strategy: Any) -> int:

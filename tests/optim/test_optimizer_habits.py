@@ -22,7 +22,7 @@ from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.optimizers import adopt
-from lightning_par.optim.value_places import Stages
+from lightning_par.optim.value_places import StagePlaces
 from lightning_par.sharded.rules import stored_weights as rules_of_stored
 from lightning_par.sharded.tensor import OutOfSightError, ShardedTensor, full, sharded_parameter
 from lightning_par.strategies.end_of_run import unshard_optimizer_state
@@ -447,7 +447,7 @@ def _gradient(name: str, call: int) -> Tensor:
 
 
 def train(
-    parameters: dict[str, Tensor], make: Callable[[list[Tensor]], Optimizer], stages: Stages | None = None
+    parameters: dict[str, Tensor], make: Callable[[list[Tensor]], Optimizer], stages: StagePlaces | None = None
 ) -> Any:
     """Steps with gradients that depend on the parameters; ends with the whole values and the whole state."""
     torch.manual_seed(0)
@@ -510,7 +510,7 @@ def staged(axis: ThreadAxis, make: Any) -> Any:
         origin = Origin(name, holders, axis)
         parameters[name] = Elsewhere(x.shape, x.dtype, x.device, origin, True) if away else nn.Parameter(x)
     places = {id(p): STAGES.get(name) for name, p in parameters.items()}
-    return train(parameters, make, Stages(axis, lambda p: places.get(id(p))))
+    return train(parameters, make, StagePlaces(axis, lambda p: places.get(id(p))))
 
 
 def staged_and_sharded(axis: ThreadAxis, make: Any) -> Any:
@@ -529,7 +529,7 @@ def staged_and_sharded(axis: ThreadAxis, make: Any) -> Any:
         else:
             parameters[name] = sharded_parameter(x, DIMS[name], positions, tensor) if name in DIMS else x
     places = {id(p): STAGES.get(name, (0, 1)) for name, p in parameters.items()}
-    return train(parameters, make, Stages(pipeline, lambda p: None if len(places[id(p)]) == 2 else places[id(p)]))
+    return train(parameters, make, StagePlaces(pipeline, lambda p: None if len(places[id(p)]) == 2 else places[id(p)]))
 
 
 WAYS = {

@@ -30,7 +30,7 @@ from lightning_par.private import hooks_on_all
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import SequenceCell
 from lightning_par.python_state.reachable import Reach
-from lightning_par.python_state.registered_hooks import Holders, HooksCell
+from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.snapshot import kept
 
 COUNT, SEEN = 0, []  # globals that steps change
@@ -436,7 +436,7 @@ def test_what_a_batch_makes_for_itself_need_not_be_sent() -> None:
 def test_hooks_are_put_back_and_hung_again() -> None:
     module, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)
     kept = module[0].register_forward_hook(print)
-    hooks = HooksCell(Holders(module))
+    hooks = HooksCell(HookHolders(module))
     assert not hooks.moved()
     other.register_forward_hook(print)
     assert not hooks.moved() and hooks.change() is None
@@ -462,7 +462,7 @@ def test_hooks_are_put_back_and_hung_again() -> None:
 def test_what_a_layer_removes_itself_stays_removed() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     handle = module[0].register_forward_hook(print)
-    hooks = HooksCell(Holders(module))
+    hooks = HooksCell(HookHolders(module))
     module.register_forward_hook(print)
     with hooks.within_unit("0"):
         handle.remove()
@@ -472,7 +472,7 @@ def test_what_a_layer_removes_itself_stays_removed() -> None:
 
 def test_what_a_layer_registers_itself_is_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    hooks = HooksCell(Holders(module))
+    hooks = HooksCell(HookHolders(module))
     with pytest.raises(RuntimeError, match="A hook on self.0 is registered as '0' runs"), hooks.within_unit("0"):
         module[0].register_forward_hook(print)
 
@@ -480,7 +480,7 @@ def test_what_a_layer_registers_itself_is_refused() -> None:
 def test_hooks_that_another_rank_removed_go_by_their_places() -> None:
     here, there = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
     handles = [module[0].register_forward_hook(hook) for module in (here, there) for hook in (print, repr)]
-    cells = [HooksCell(Holders(module)) for module in (here, there)]
+    cells = [HooksCell(HookHolders(module)) for module in (here, there)]
     handles[0].remove()
     cells[1].remove(cells[0].removed())
     assert [*there[0]._forward_hooks.values()] == [repr] == [*here[0]._forward_hooks.values()]

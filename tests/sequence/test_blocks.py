@@ -10,12 +10,12 @@ import pytest
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence import scheme
-from lightning_par.sequence.blocks import Call, contiguous, pairs, plan, zigzag
+from lightning_par.sequence.blocks import KernelCall, contiguous, pairs, plan, zigzag
 from lightning_par.sequence.scheme import Scheme, Shapes, check_asked, choose, describe, elements, grid_lines
 from tests.helpers.sequence_ranks import KINDS
 
 
-def _attended(call: Call, n: int, m: int) -> np.ndarray:
+def _attended(call: KernelCall, n: int, m: int) -> np.ndarray:
     """How often each pair is computed."""
     query, key = np.arange(n)[:, None], np.arange(m)
     rows, columns = call.queries, call.keys

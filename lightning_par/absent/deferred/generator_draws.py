@@ -63,7 +63,7 @@ class Draw:
         return f"Draw({self.device}, {hashlib.blake2b(self.state.numpy().tobytes(), digest_size=16).hexdigest()})"
 
 
-class Scratch:
+class ScratchDraws:
     """One piece of memory that is drawn into to move a generator on, as large as the largest tensor."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
-from lightning_par.absent.deferred.generator_draws import FILLS, Draw, Scratch, draws
+from lightning_par.absent.deferred.generator_draws import FILLS, Draw, ScratchDraws, draws
 from lightning_par.absent.deferred.history import Geometry, History, Op
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
@@ -66,7 +66,7 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Deferred:
     """Draw as many numbers as the tensor has entries."""
     x: Deferred = args[0]
     draw = Draw(x.device, kwargs.get("generator"))
-    scratch = Scratch() if Session.current is None else Session.current.scratch
+    scratch = ScratchDraws() if Session.current is None else Session.current.scratch
     func(scratch.like(x), *args[1:], **kwargs)
     _renew(func, args, [x])
     x.store.history.append(_op(func, args, kwargs, draw))

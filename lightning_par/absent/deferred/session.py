@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.absent.deferred.generator_draws import Scratch
+from lightning_par.absent.deferred.generator_draws import ScratchDraws
 from lightning_par.absent.deferred.history import Constant
 from lightning_par.private import TorchDispatchMode
 
@@ -33,7 +33,7 @@ class Session(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.constants: list[Constant] = []
-        self.scratch = Scratch()
+        self.scratch = ScratchDraws()
         self._tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._numbers = count()
 
@@ -55,7 +55,7 @@ class Session(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         Session.current = None
-        self.scratch = Scratch()
+        self.scratch = ScratchDraws()
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

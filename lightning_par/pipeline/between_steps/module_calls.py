@@ -24,7 +24,7 @@ from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
-from lightning_par.pipeline.run.located import UnitCall
+from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import version_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -114,10 +114,10 @@ class Outside:
         for call in self._calls():
             call.outside = None
 
-    def _calls(self) -> Iterator[UnitCall]:
+    def _calls(self) -> Iterator[LocatedCall]:
         for unit in self._module.modules():
             call = private.get_call(unit)
-            if isinstance(call, UnitCall):
+            if isinstance(call, LocatedCall):
                 yield call
 
     def __call__(self, path: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_par.absent.elsewhere import sharding_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.optim.function_facts import Kind, function_of
+from lightning_par.optim.function_facts import Effect, function_of
 from lightning_par.pipeline.run.located import is_metadata
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.in_place import targets
@@ -144,7 +144,7 @@ class Gradient(torch.Tensor):
 
 def _views(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> bool:
     """Whether ``func`` gives views of ``x``, each of which is written into and read as the gradient is."""
-    if x.sharding is not None or function_of(func).kind is not Kind.VIEWS:
+    if x.sharding is not None or function_of(func).kind is not Effect.VIEWS:
         return False
     return name.endswith("_as") or not tensors_in((rest, kwargs))
 

@@ -35,7 +35,7 @@ class Logged:
 
 
 @dataclass
-class Call:
+class SayingCall:
     """A call of something that hangs on one of the Trainer's loggers, as ``logger.experiment.add_image``.
 
     Attributes:
@@ -49,7 +49,7 @@ class Call:
     kwargs: dict[str, Any]
 
 
-Said = Printed | Logged | Call
+Said = Printed | Logged | SayingCall
 Hear = Callable[[Said], None]
 
 
@@ -85,16 +85,16 @@ class LoggerView:
         return LoggerView(value, own["_hear"], own["_number"], (*own["_path"], name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._hear(Call(self._number, (*self._path, "__setattr__"), (name, value), {}))
+        self._hear(SayingCall(self._number, (*self._path, "__setattr__"), (name, value), {}))
 
     def __getitem__(self, key: Any) -> Any:
         return self._real[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._hear(Call(self._number, (*self._path, "__setitem__"), (key, value), {}))
+        self._hear(SayingCall(self._number, (*self._path, "__setitem__"), (key, value), {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._hear(Call(self._number, self._path, args, kwargs))
+        self._hear(SayingCall(self._number, self._path, args, kwargs))
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def heard_of_module(hear: Hear, *args: Any, **kwargs: Any) -> None:
 
 def say(said: Said, module: Any) -> None:
     """Say what was heard in a step of ``module``."""
-    if isinstance(said, Call):
+    if isinstance(said, SayingCall):
         target = module.trainer.loggers[said.number]
         for name in said.path:
             target = getattr(target, name)

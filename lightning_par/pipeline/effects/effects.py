@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import Known, broadcast_batch, refusal
-from lightning_par.pipeline.effects.console import Call, Said, say
+from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
@@ -221,8 +221,8 @@ def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effe
 
 def _said(parts: Sequence[list[Said]], join: Callable[[list[Any]], Any]) -> list[Said]:
     """What loggers are given is joined; of the texts, which a library may say once alone, those of who said most."""
-    calls = iter(_joined([[x for x in part if isinstance(x, Call)] for part in parts], join))
-    return [next(calls) if isinstance(x, Call) else x for x in max(parts, key=len)]
+    calls = iter(_joined([[x for x in part if isinstance(x, SayingCall)] for part in parts], join))
+    return [next(calls) if isinstance(x, SayingCall) else x for x in max(parts, key=len)]
 
 
 def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_par.pipeline.effects.console import Call, Said, heard_of_module, hearing, hearing_loggers, hushed
+from lightning_par.pipeline.effects.console import Said, SayingCall, heard_of_module, hearing, hearing_loggers, hushed
 from lightning_par.pipeline.run.located import no_events
 from lightning_par.python_state.nested_tensors import map_tensors
 
@@ -33,7 +33,7 @@ class LogRecord:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class Recorder:
+class OutputRecorder:
     """Notes in ``logs`` and ``said`` what a run says.
 
     Args:
@@ -57,7 +57,7 @@ class Recorder:
 
     def hear(self, said: Said) -> None:
         """Something is said, with values as they are now."""
-        if isinstance(said, Call):
+        if isinstance(said, SayingCall):
             args, kwargs = map_tensors(_as_it_is, (said.args, said.kwargs))
             said = replace(said, args=args, kwargs=kwargs)
         self.said.append(said)
@@ -90,7 +90,7 @@ def silent(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+def recorded(module: nn.Module, recorder: OutputRecorder) -> Iterator[None]:
     """What ``module`` logs and what is said goes to the ``recorder``."""
     methods = {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)}
     heard = hearing(recorder.hear), hearing_loggers(_trainer(module), recorder.hear)

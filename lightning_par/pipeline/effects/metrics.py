@@ -62,7 +62,7 @@ def _outermost(
     return method
 
 
-class StandIns:
+class MetricStandIns:
     """Values of the structure that a metric would return, found by running a copy of it on zeros, once per shape."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
-from lightning_par.python_state.registered_hooks import Holders, HooksCell
+from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 
 _ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
 
@@ -38,7 +38,7 @@ class Hooks:
         self._modules = [(name, m, id(m) in within) for name, m in module.named_modules()]
         self._parameters = [*module.named_parameters()]
         self._first = True
-        self._cell = HooksCell(Holders(module))
+        self._cell = HooksCell(HookHolders(module))
 
     @property
     def on_parameters(self) -> bool:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from lightning_par import private
 from lightning_par.pipeline.effects.effects import Effects
-from lightning_par.pipeline.effects.logged_outputs import Recorder, recorded, silent
-from lightning_par.pipeline.effects.metrics import Around, StandIns, calling
+from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, recorded, silent
+from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.program.step import Step
-from lightning_par.pipeline.run.located import UnitCall
+from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
 from lightning_par.python_state.mutable_objects import Cell
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import ATOMS
-from lightning_par.python_state.registered_hooks import Holders, HooksCell
+from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.snapshot import Snapshot, kept, reading, too_large
 from lightning_par.python_state.spare_tensors import Spares
 from lightning_par.python_state.training_modes import ModesCell
@@ -68,12 +68,14 @@ class Watch:
         self._packages = packages_of(lightning_module)
         self._classes: dict[int, type] = {}  # of objects in batches
         self._snapshot: Snapshot | None = None
-        self._stand_ins = StandIns()
+        self._stand_ins = MetricStandIns()
         self._spares, self._spares_of_batch = Spares(), Spares()
-        self.units = [path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), UnitCall)]
+        self.units = [
+            path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), LocatedCall)
+        ]
         self._inner: list[tuple[str, nn.Module]] = []
         self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
-        self._holders = Holders(lightning_module)
+        self._holders = HookHolders(lightning_module)
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     @contextlib.contextmanager
@@ -103,7 +105,7 @@ class Watch:
             whole: whether what becomes of the batch counts; a part's does not.
         """
         state, effects = self.snapshot(), Effects()
-        recorder = Recorder(self.lightning_module, effects.logs, effects.said, state.names)
+        recorder = OutputRecorder(self.lightning_module, effects.logs, effects.said, state.names)
         with self._lent(state, batch, effects, whole) as refused:
             with recorded(self.lightning_module, recorder), calling(state.metrics, self.around, None):
                 yield effects

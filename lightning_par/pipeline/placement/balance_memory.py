@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_par.pipeline.placement.plan import in_bytes
-from lightning_par.pipeline.plan.units import Call, choose_units, unit_calls
+from lightning_par.pipeline.plan.units import ModuleCall, choose_units, unit_calls
 from lightning_par.strategies.startup_table import bytes_text
 
 
 def balance(
-    root: Call,
+    root: ModuleCall,
     sizes: Mapping[str, int],
     places: int,
     limits: Mapping[int, int],
@@ -82,7 +82,7 @@ def split_within(sizes: Sequence[float], limits: Sequence[float | None]) -> tupl
     return best[len(sizes)][2] if len(sizes) in best else None
 
 
-def _weighed(call: Call, sizes: Mapping[str, int], seen: set[str]) -> Call:
+def _weighed(call: ModuleCall, sizes: Mapping[str, int], seen: set[str]) -> ModuleCall:
     """The call with the bytes that it holds as its cost: parameters count at the first call."""
     first = call.path not in seen
     seen.add(call.path)
@@ -90,7 +90,7 @@ def _weighed(call: Call, sizes: Mapping[str, int], seen: set[str]) -> Call:
     return replace(call, flops=call.flops + (sizes.get(call.path, 0) if first else 0), children=children)
 
 
-def _held(root: Call, units: Collection[str]) -> dict[str, float]:
+def _held(root: ModuleCall, units: Collection[str]) -> dict[str, float]:
     held: dict[str, float] = {}
     for call in unit_calls(root, units):
         held[call.path] = held.get(call.path, 0.0) + call.flops

@@ -16,7 +16,7 @@ MOST_KEPT = 64  # schedules
 _BACKWARD = 2.0  # what a backward costs, in forwards
 
 
-class Part(Protocol):
+class OrderedPart(Protocol):
     """What of a microbatch's program the order depends on."""
 
     @property
@@ -32,7 +32,7 @@ class Part(Protocol):
         """The cost of each stage's forward."""
 
 
-def make_order(parts: Sequence[Part], ranks: int, trains: bool) -> Schedule:
+def make_order(parts: Sequence[OrderedPart], ranks: int, trains: bool) -> Schedule:
     """A schedule in which no device waits while it has something to do.
 
     Of what it can run it takes backwards before forwards, then the first microbatch, then what most comes after.
@@ -75,7 +75,7 @@ def make_order(parts: Sequence[Part], ranks: int, trains: bool) -> Schedule:
 class _Work:
     """All actions of a step, and which needs which."""
 
-    parts: Sequence[Part]
+    parts: Sequence[OrderedPart]
     trains: bool
 
     def rank_of(self, action: Action) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_par.pipeline.plan.units import Call, ClosedError, ancestors, choose_units, list_names, unit_calls
+from lightning_par.pipeline.plan.units import ClosedError, ModuleCall, ancestors, choose_units, list_names, unit_calls
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PlacementPlan:
 
 
 def make_placement_plan(
-    root: Call,
+    root: ModuleCall,
     wishes: Mapping[str, int],
     places: int,
     *,
@@ -106,7 +106,7 @@ def place_of(path: str, wishes: Mapping[str, int]) -> int | None:
     return next((wishes[one] for one in (path, *ancestors(path)) if one in wishes), None)
 
 
-def in_bytes(call: Call) -> Call:
+def in_bytes(call: ModuleCall) -> ModuleCall:
     """The call with the bytes of what it makes as its cost."""
     return replace(call, flops=call.nbytes, children=tuple(map(in_bytes, call.children)))
 
@@ -114,14 +114,14 @@ def in_bytes(call: Call) -> Call:
 class _Known:
     """The device of every called module, as far as the names say, and which ones must be called apart."""
 
-    def __init__(self, root: Call, wishes: Mapping[str, int], shared: Collection[str]) -> None:
+    def __init__(self, root: ModuleCall, wishes: Mapping[str, int], shared: Collection[str]) -> None:
         self.wishes, self.shared = wishes, shared
         self.places: dict[str, int | None] = {}
         self.apart: list[str] = []
         for child in root.children:
             self._visit(child, None, inside=False)
 
-    def _visit(self, call: Call, around: int | None, inside: bool) -> None:
+    def _visit(self, call: ModuleCall, around: int | None, inside: bool) -> None:
         place = place_of(call.path, self.wishes)
         if call.path in self.shared and call.path not in self.wishes and inside:
             place = around
@@ -131,7 +131,7 @@ class _Known:
         for child in call.children:
             self._visit(child, place, inside=True)
 
-    def units(self, root: Call, opened: Collection[str]) -> tuple[str, ...]:
+    def units(self, root: ModuleCall, opened: Collection[str]) -> tuple[str, ...]:
         """The modules that are called as a whole."""
         with_parameters = {call.path for call in _all(root) if call.numel}
         try:
@@ -142,12 +142,12 @@ class _Known:
                 f"which calls it and can't be taken apart: {error.reason}. Place {error.holder!r} as a whole."
             ) from error
 
-    def moved_without_parameters(self, root: Call, units: Collection[str]) -> set[str]:
+    def moved_without_parameters(self, root: ModuleCall, units: Collection[str]) -> set[str]:
         """Named modules without parameters that shall not run where the layer before them did."""
         moved: set[str] = set()
         here: int | None = None
 
-        def visit(call: Call, inside: int | None) -> None:
+        def visit(call: ModuleCall, inside: int | None) -> None:
             nonlocal here
             place = self.places.get(call.path)
             if call.path in units:
@@ -162,7 +162,7 @@ class _Known:
         return moved
 
 
-def _with_parameters(call: Call, paths: Collection[str]) -> Call:
+def _with_parameters(call: ModuleCall, paths: Collection[str]) -> ModuleCall:
     """The call with ``paths`` in it taken for modules with parameters, which can be called as a whole."""
     if not paths:
         return call
@@ -170,5 +170,5 @@ def _with_parameters(call: Call, paths: Collection[str]) -> Call:
     return replace(call, numel=call.numel or int(call.path in paths), children=children)
 
 
-def _all(call: Call) -> list[Call]:
+def _all(call: ModuleCall) -> list[ModuleCall]:
     return [call, *(inner for child in call.children for inner in _all(child))]

@@ -20,7 +20,7 @@ from lightning_par.pipeline.placement.plan import PlacementPlan, make_placement_
 from lightning_par.pipeline.placement.settings import PlacementSettings
 from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
-from lightning_par.pipeline.plan.units import Call, walk
+from lightning_par.pipeline.plan.units import ModuleCall, walk
 from lightning_par.pipeline.program.step import step_of
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.stages import Spread, uncalled
@@ -42,7 +42,7 @@ class PlacementSpread(Spread):
         super().__init__(groups, settings.microbatches, settings.allow_batch_coupling, timeout)
         self.settings = settings
 
-    def plan(self, module: nn.Module, root: Call, opened: Collection[str]) -> tuple[PlacementPlan, Places]:
+    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[PlacementPlan, Places]:
         places, shared = self.axis.size, _with_several_names(module)
         wishes = self._wishes(module, root, opened)
         plan = make_placement_plan(root, wishes, places, shared=shared, opened=opened)
@@ -53,7 +53,7 @@ class PlacementSpread(Spread):
             homes[path] = (last if place is None else place,)
         return plan, Places(homes, places, last)
 
-    def _wishes(self, module: nn.Module, root: Call, opened: Collection[str]) -> Mapping[str, int]:
+    def _wishes(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> Mapping[str, int]:
         placement = self.settings.placement
         if not isinstance(placement, str):
             return wishes_of(module, placement, self.axis.size)
@@ -68,7 +68,7 @@ class PlacementSpread(Spread):
             wishes_of(module, placement, 1)
         if self.settings.limits:
             batch = peek_batch(trainer, module)
-            root = Call("", 0.0, 0) if batch is None else survey(step_of(trainer, module, batch, device))
+            root = ModuleCall("", 0.0, 0) if batch is None else survey(step_of(trainer, module, batch, device))
             plan = PlacementPlan((("", 0),), 1, (root.nbytes,))
             self.check(plan, module, Placement({}))
 

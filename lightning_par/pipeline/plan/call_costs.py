@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_par import private
-from lightning_par.pipeline.plan.units import Call
+from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -41,7 +41,7 @@ class Frame:
     children: list[Frame] = field(default_factory=list)
     closing: Closing | None = None
 
-    def call(self, calls: int = 0) -> Call:
+    def call(self, calls: int = 0) -> ModuleCall:
         """It can't be opened where modules follow on what the reason is about.
 
         Args:
@@ -52,7 +52,7 @@ class Frame:
             follows = any(child.numel for child in self.children[reason.children :]) or calls > reason.calls
             closed = reason.why if follows else None
         children = tuple(child.call(calls) for child in self.children)
-        return Call(self.path, self.flops, self.numel, children, closed, self.nbytes)
+        return ModuleCall(self.path, self.flops, self.numel, children, closed, self.nbytes)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:

@@ -15,7 +15,7 @@ from lightning_par.pipeline.plan.stage_order import PipelineOrder
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
 from lightning_par.pipeline.plan.stage_ranges import Homes, Row
 from lightning_par.pipeline.plan.table import show_stages
-from lightning_par.pipeline.plan.units import Call
+from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
 from lightning_par.pipeline.stages import Spread, uncalled
@@ -40,7 +40,7 @@ class RowSpread(Spread):
         self.stages = settings.stage_count(self.axis.size)
         self.at = place_stages(settings.schedule, self.axis.size, self.stages)
 
-    def plan(self, module: nn.Module, root: Call, opened: Collection[str]) -> tuple[StagePlan, Row]:
+    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[StagePlan, Row]:
         asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
         name, wishes = type(module).__name__, self.settings.stages
         plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)

@@ -18,7 +18,7 @@ Value = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """One kind of schedule: its order, its usual count of stages a rank, and how it lays them out."""
 
     order: Callable[[int, int, int, int], list[Action]]
@@ -26,12 +26,12 @@ class Kind:
     shape: Literal["one", "loop", "v"]
 
 
-SCHEDULES: dict[str, Kind] = {
-    "gpipe": Kind(schedules.gpipe, 1, "one"),
-    "1f1b": Kind(schedules.one_f_one_b, 1, "one"),
-    "interleaved_1f1b": Kind(schedules.interleaved, 2, "loop"),
-    "interleaved_zero_bubble": Kind(schedules.interleaved_zero_bubble, 2, "loop"),
-    "zbv": Kind(schedules.zbv, 2, "v"),
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(schedules.gpipe, 1, "one"),
+    "1f1b": ScheduleKind(schedules.one_f_one_b, 1, "one"),
+    "interleaved_1f1b": ScheduleKind(schedules.interleaved, 2, "loop"),
+    "interleaved_zero_bubble": ScheduleKind(schedules.interleaved_zero_bubble, 2, "loop"),
+    "zbv": ScheduleKind(schedules.zbv, 2, "v"),
 }
 assert tuple(SCHEDULES) == get_args(Name)
 
@@ -277,7 +277,7 @@ def _check_messages(schedule: Schedule) -> None:
             )
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> ScheduleKind:
     if name not in SCHEDULES:
         raise ValueError(f"There is no schedule {name!r}; there are {', '.join(map(repr, SCHEDULES))}.")
     return SCHEDULES[name]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
-from lightning_par.pipeline.plan.units import Call, choose_units, list_names, unit_calls, walk
+from lightning_par.pipeline.plan.units import ModuleCall, choose_units, list_names, unit_calls, walk
 from lightning_par.pipeline.plan.user_stages import Asker, Wishes, check_wishes, cut_stages, glob_stages
 
 __all__ = ["Stage", "StagePlan", "Wishes", "check_wishes", "make_stage_plan"]
@@ -81,7 +81,7 @@ class StagePlan:
 
 
 def make_stage_plan(
-    root: Call,
+    root: ModuleCall,
     stages: int,
     wishes: Wishes | None = None,
     *,
@@ -142,7 +142,7 @@ def _stage(index: int, calls: Sequence[UnitCall], places: Sequence[int]) -> Stag
     )
 
 
-def _check_count(root: Call, calls: Sequence[UnitCall], who: Asker) -> None:
+def _check_count(root: ModuleCall, calls: Sequence[UnitCall], who: Asker) -> None:
     units = tuple(dict.fromkeys(call.path for call in calls))
     if len(units) >= who.stages:
         return

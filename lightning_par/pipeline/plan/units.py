@@ -11,7 +11,7 @@ UNEVEN, WORTH = 1.3, 0.95  # stages this far from even are worth opening a modul
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of a module in the recorded step, with the calls inside it, in order.
 
     Attributes:
@@ -26,7 +26,7 @@ class Call:
     path: str
     flops: float
     numel: int
-    children: tuple[Call, ...] = ()
+    children: tuple[ModuleCall, ...] = ()
     closed: str | None = None
     nbytes: float = 0.0
 
@@ -48,7 +48,7 @@ class ClosedError(ValueError):
         )
 
 
-def walk(root: Call) -> Iterator[Call]:
+def walk(root: ModuleCall) -> Iterator[ModuleCall]:
     """Every call, the outer before the inner."""
     yield root
     for child in root.children:
@@ -66,7 +66,7 @@ def ancestors(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def close(root: Call, paths: Collection[str], reason: str) -> Call:
+def close(root: ModuleCall, paths: Collection[str], reason: str) -> ModuleCall:
     """``root``, in which the modules ``paths`` can't be opened, for a ``reason``.
 
     Example::
@@ -77,7 +77,7 @@ def close(root: Call, paths: Collection[str], reason: str) -> Call:
     return replace(root, children=children, closed=root.closed or (reason if root.path in paths else None))
 
 
-def unit_calls(root: Call, units: Collection[str]) -> list[UnitCall]:
+def unit_calls(root: ModuleCall, units: Collection[str]) -> list[UnitCall]:
     """The calls of ``units`` in execution order.
 
     What a container computes itself, and a module without parameters, counts for the unit called before it.
@@ -85,7 +85,7 @@ def unit_calls(root: Call, units: Collection[str]) -> list[UnitCall]:
     found: list[UnitCall] = []
     early = 0.0
 
-    def visit(call: Call) -> None:
+    def visit(call: ModuleCall) -> None:
         nonlocal early
         if call.path in units:
             found.append(UnitCall(call.path, call.flops, call.numel))
@@ -105,7 +105,7 @@ def unit_calls(root: Call, units: Collection[str]) -> list[UnitCall]:
 
 
 def choose_units(
-    root: Call, stages: int, required: Collection[str] = (), opened: Collection[str] = ()
+    root: ModuleCall, stages: int, required: Collection[str] = (), opened: Collection[str] = ()
 ) -> tuple[str, ...]:
     """The modules to be called as a whole, in execution order.
 
@@ -145,7 +145,7 @@ def choose_units(
 class _Tree:
     """The calls of modules with parameters, by name."""
 
-    def __init__(self, root: Call) -> None:
+    def __init__(self, root: ModuleCall) -> None:
         self.root = root
         self.flops: dict[str, float] = {}
         self.closed: dict[str, str] = {}
@@ -165,7 +165,7 @@ class _Tree:
     def units(self, opened: Collection[str]) -> tuple[str, ...]:
         found: dict[str, None] = {}
 
-        def visit(call: Call) -> None:
+        def visit(call: ModuleCall) -> None:
             if call.numel and call.path not in opened:
                 found[call.path] = None
                 return
@@ -243,7 +243,7 @@ def _close_again(tree: _Tree, opened: frozenset[str], stages: int, kept: Collect
     starts = split(unit_calls(tree.root, units), stages)
     seen, stages_of = 0, {path: set[int]() for path in opened}
 
-    def visit(call: Call) -> None:
+    def visit(call: ModuleCall) -> None:
         nonlocal seen
         begin = seen
         if call.path in units:

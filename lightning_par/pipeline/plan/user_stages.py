@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NoReturn
 
 from lightning_par.pipeline.plan.balance_time import UnitCall
-from lightning_par.pipeline.plan.units import Call, ancestors, choose_units, list_names, unit_calls, walk
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, choose_units, list_names, unit_calls, walk
 
 Wishes = Mapping[str, int] | Sequence[str]
 Placed = tuple[list[UnitCall], list[int]]
@@ -61,7 +61,7 @@ def _check_name(where: str, name: object) -> None:
         raise TypeError(f"{where}: a module name must be a str, not {type(name).__name__}. {_FORMS}")
 
 
-def glob_stages(root: Call, wishes: Mapping[str, int], who: Asker, opened: Collection[str] = ()) -> Placed:
+def glob_stages(root: ModuleCall, wishes: Mapping[str, int], who: Asker, opened: Collection[str] = ()) -> Placed:
     """The calls, each in the stage of the pattern that matches its module or one around it.
 
     Raises:
@@ -129,7 +129,7 @@ def _check_order(calls: Sequence[UnitCall], places: Sequence[int], patterns: Map
         )
 
 
-def cut_stages(root: Call, cuts: Sequence[str], who: Asker, opened: Collection[str] = ()) -> Placed:
+def cut_stages(root: ModuleCall, cuts: Sequence[str], who: Asker, opened: Collection[str] = ()) -> Placed:
     """The calls, with a new stage from the first call of each of ``cuts`` on.
 
     Raises:
@@ -168,7 +168,7 @@ def _refuse_cut(cut: str, before: str | None, unit: str) -> NoReturn:
     )
 
 
-def _called(root: Call) -> dict[str, int]:
+def _called(root: ModuleCall) -> dict[str, int]:
     """The modules that the step calls, in its order, with the number of their parameters."""
     return {call.path: call.numel for call in walk(root) if call.path}
 

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.microbatch_values import written_into
-from lightning_par.pipeline.run.located import ChangedError, Event, Key, Program, RecordedRun, is_located, is_setting
+from lightning_par.pipeline.run.located import (
+    ChangedError,
+    Key,
+    Program,
+    RecordedRun,
+    StepEvent,
+    is_located,
+    is_setting,
+)
 from lightning_par.pipeline.trial.call_context import content_of, told_to
 from lightning_par.pipeline.trial.fake_step import sizing
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in, twin
@@ -28,7 +36,7 @@ class DryRun(RecordedRun):
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors
 
-    def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, Event]:
+    def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, StepEvent]:
         index, self.count = self.count, self.count + 1
         if index >= len(self.program.events) or self.program.events[index].func != func:
             raise ChangedError(f"{user_line()}: {func}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.plan.stage_ranges import Cut
 from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, stage_of
 from lightning_par.pipeline.program.step import Step, loss_in
-from lightning_par.pipeline.run.located import Event, Key, Program, is_metric_call, writes_into
+from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_metric_call, writes_into
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts
 from lightning_par.pipeline.trial.fake_step import HOOKED
@@ -191,7 +191,7 @@ def _costs(run: Analysis, starts: Sequence[int]) -> tuple[float, ...]:
     return tuple(costs)
 
 
-def _name(event: Event) -> str:
+def _name(event: StepEvent) -> str:
     return getattr(event.func, "__name__", "")
 
 
@@ -232,7 +232,7 @@ def _refuse_reads(run: Analysis, last: int) -> None:
             )
 
 
-def _has_metrics(events: list[Event]) -> bool:
+def _has_metrics(events: list[StepEvent]) -> bool:
     return any(is_metric_call(event) for event in events)
 
 

@@ -17,7 +17,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 
 
-class Memory(TorchDispatchMode):
+class SharedStorage(TorchDispatchMode):
     """On around a recorded run, it notes which events write into the memory of which values.
 
     Attributes:

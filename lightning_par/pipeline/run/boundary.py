@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
 from lightning_par.pipeline.run.backward import SplitBackward, backward
-from lightning_par.pipeline.run.located import ElsewhereError, Key, Program
+from lightning_par.pipeline.run.located import Key, OtherStageError, Program
 from lightning_par.pipeline.run.message_plan import Message, Traffic
 from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
@@ -171,7 +171,7 @@ class Crossing:
             expected = self.tokens.shape(local_shape(model, self.axes[microbatch]))
             if tuple(x.shape) != expected or x.dtype != model.dtype:
                 place = self.programs[microbatch].events[key[0]].place
-                raise ElsewhereError(
+                raise OtherStageError(
                     f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to another stage, where {expected}, "
                     f"{model.dtype} was expected from a trial run on this batch. What shape a value has must depend on "
                     "the batch's shapes alone."

@@ -35,7 +35,7 @@ class StageDoneError(BaseException):
     """The stage has all that it owes to the next one; no ``except Exception`` of the user's stops it."""
 
 
-class ElsewhereError(RuntimeError):
+class OtherStageError(RuntimeError):
     """The step asks for a value that lives on another stage."""
 
 
@@ -44,7 +44,7 @@ class ChangedError(Exception):
 
 
 @dataclass(eq=False)
-class Event:
+class StepEvent:
     """One torch function, or one call of a unit.
 
     Attributes:
@@ -94,7 +94,7 @@ class Event:
     handed: int = 0
 
 
-def is_metric_call(event: Event) -> bool:
+def is_metric_call(event: StepEvent) -> bool:
     return isinstance(event.func, tuple)
 
 
@@ -135,7 +135,7 @@ class Program:
             that object.
     """
 
-    events: list[Event]
+    events: list[StepEvent]
     starts: tuple[int, ...]
     at: tuple[int, ...]
     tail: int
@@ -350,7 +350,7 @@ def no_events() -> Iterator[Run | None]:
         run.depth -= 1
 
 
-class UnitCall:
+class LocatedCall:
     """Takes the place of a unit's call."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -379,12 +379,12 @@ def intercept_units(module: nn.Module, units: tuple[str, ...]) -> None:
     """Let calls of the ``units`` of ``module`` ask the run that is on."""
     for path in units:
         unit = module.get_submodule(path)
-        private.set_call(unit, UnitCall(path, unit))
+        private.set_call(unit, LocatedCall(path, unit))
 
 
 def release_units(module: nn.Module) -> None:
     """Undo `intercept_units`."""
     for unit in module.modules():
         call = private.get_call(unit)
-        if isinstance(call, UnitCall):
+        if isinstance(call, LocatedCall):
             private.reset_call(unit, call.original)

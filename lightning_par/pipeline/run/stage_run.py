@@ -16,12 +16,12 @@ from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of, written_into
 from lightning_par.pipeline.run.located import (
-    ElsewhereError,
-    Event,
     Key,
+    OtherStageError,
     Program,
     RecordedRun,
     StageDoneError,
+    StepEvent,
     is_located,
     is_setting,
     writes_into,
@@ -108,7 +108,7 @@ class StageRun(RecordedRun):
         """What other stages need, after the run."""
         return {key: self.got[key] for key in self.leaving}
 
-    def _next(self, func: Any) -> tuple[int, Event | None]:
+    def _next(self, func: Any) -> tuple[int, StepEvent | None]:
         index, self.count = self.count, self.count + 1
         if index == self.checked:
             self._check_draws()
@@ -132,8 +132,8 @@ class StageRun(RecordedRun):
         if self.ran and self.memo.standing is not None and not is_standing(self.memo.standing):
             raise GlobalDrawError(*self.ran)
 
-    def _changed(self) -> ElsewhereError:
-        return ElsewhereError(
+    def _changed(self) -> OtherStageError:
+        return OtherStageError(
             f"{user_line()}: this time the step did something else here than when it began, so that its stages "
             "can't go on together. What it does must depend on the batch, the module's attributes and random "
             "numbers of torch, numpy or `random` alone."
@@ -170,7 +170,7 @@ class StageRun(RecordedRun):
         result = given[0] if record.writes or record.sets else result
         return self._returned(func, args, self._made(index, result, record), record)
 
-    def _returned(self, func: Any, args: Any, value: Any, record: Event) -> Any:
+    def _returned(self, func: Any, args: Any, value: Any, record: StepEvent) -> Any:
         if record.writes:
             return written_into(self, args[0], value, func)
         if self.written and writes_into(getattr(func, "__name__", "")):  # on an earlier stage it is another object now
@@ -181,7 +181,7 @@ class StageRun(RecordedRun):
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         index, record = self._next(path)
         if record is None:
-            raise ElsewhereError(
+            raise OtherStageError(
                 f"{user_line()}: {path!r} is called where it was not when the step was recorded, as after a decision "
                 "by a value of the model, such as the loss: the stages that don't have the value can't know of it. "
                 "Call it in any case and choose by torch.where, or use TensorParallelStrategy."
@@ -235,7 +235,7 @@ class StageRun(RecordedRun):
             return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
         return original(*self._present(args), **self._present(kwargs))
 
-    def _from_before(self, index: int, record: Event) -> Any:
+    def _from_before(self, index: int, record: StepEvent) -> Any:
         """A value from before this stage: received where it is needed, else absent."""
         if record.kind == "read":
             return record.result
@@ -262,7 +262,7 @@ class StageRun(RecordedRun):
         if key is None:
             return x
         if key not in self.got:
-            raise ElsewhereError(
+            raise OtherStageError(
                 f"{user_line()}: the step uses a value here that was computed on an earlier stage and was not used "
                 "here when the step was recorded. Which values a step uses must not depend on values that it reads."
             )
@@ -287,7 +287,7 @@ class StageRun(RecordedRun):
 
         return map_tensors(take, value) if value else value
 
-    def _scaled(self, args: Any, record: Event) -> Any:
+    def _scaled(self, args: Any, record: StepEvent) -> Any:
         if not record.shares or self.axis is None:
             return args
         share = share_of(self.program, self.axis)
@@ -300,7 +300,7 @@ class StageRun(RecordedRun):
             items[place] = scaled(items[place])
         return tuple(items)
 
-    def _as_recorded(self, path: str, result: Any, record: Event) -> Any:
+    def _as_recorded(self, path: str, result: Any, record: StepEvent) -> Any:
         """A unit's result as the step sees it: samples of a microbatch stand for the whole batch's."""
         if self.axis is None:
             return result
@@ -313,12 +313,12 @@ class StageRun(RecordedRun):
                 return x
             expected = local_shape(model, axis)
             if tuple(x.shape) != expected:
-                raise ElsewhereError(f"{path!r} returned {tuple(x.shape)} where {expected} was expected.")
+                raise OtherStageError(f"{path!r} returned {tuple(x.shape)} where {expected} was expected.")
             return ShardedTensor(x, model.sharded_dim, model.positions, axis)
 
         return map_returned(wrap, result)
 
-    def _made(self, index: int, result: Any, record: Event) -> Any:
+    def _made(self, index: int, result: Any, record: StepEvent) -> Any:
         for n, x in enumerate(returned_tensors(result)):
             self.got[index, n] = x
         if self.names:  # user code may still hold the absent tensor that was written into

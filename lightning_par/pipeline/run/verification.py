@@ -40,7 +40,7 @@ Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CutVerdict:
     """What verification found, by name; None where nothing differs.
 
     Attributes:
@@ -54,7 +54,9 @@ class Verdict:
     unlike: str | None = None
 
 
-def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]) -> Verdict:
+def verify(
+    engine: Engine, step: Step, microbatches: int, named: Mapping[str, Tensor], key: tuple[int, ...]
+) -> CutVerdict:
     """Run ``step`` whole twice and, if it is to be cut, cut. All ranks of the pipeline must call it.
 
     Args:
@@ -76,7 +78,7 @@ def verify(engine: Engine, step: Step, microbatches: int, named: Mapping[str, Te
     tolerances = {name: _tolerance(engine, x) for name, x in whole.items()}
     moved = _first_difference(whole, runs[1], tolerances)
     mixed = None if moved or count == 1 else _first_difference(whole, runs[2], tolerances)
-    return Verdict(moved, mixed, _unlike(engine, step, whole, whole_batch))
+    return CutVerdict(moved, mixed, _unlike(engine, step, whole, whole_batch))
 
 
 def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str | None:
@@ -197,9 +199,9 @@ def _first_difference(one: Values, other: Values, tolerances: Mapping[str, float
     return None
 
 
-def agreed(verdicts: Sequence[Verdict]) -> Verdict:
+def agreed(verdicts: Sequence[CutVerdict]) -> CutVerdict:
     """One verdict of all ranks'."""
-    return Verdict(
+    return CutVerdict(
         next((v.moved for v in verdicts if v.moved), None),
         next((v.mixed for v in verdicts if v.mixed), None),
         next((v.unlike for v in verdicts if v.unlike), None),

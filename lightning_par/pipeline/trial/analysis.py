@@ -28,8 +28,8 @@ from lightning_par.pipeline.program.constants import constants_of, words_of
 from lightning_par.pipeline.program.microbatch_values import cut_to, written_into
 from lightning_par.pipeline.program.read_only_inputs import Lent
 from lightning_par.pipeline.program.routes import Use
-from lightning_par.pipeline.program.shared_storage import Memory
-from lightning_par.pipeline.run.located import Event, Key, is_located, is_metric_call, is_setting, writes_into
+from lightning_par.pipeline.program.shared_storage import SharedStorage
+from lightning_par.pipeline.run.located import Key, StepEvent, is_located, is_metric_call, is_setting, writes_into
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to, watched
 from lightning_par.pipeline.trial.code_attributes import TENSORS
@@ -94,13 +94,13 @@ class Analysis(FakeRun):
         self.keys: dict[int, Key] = {}
         self.handed = Handed(self.homes, self.keys, self.names)
         self.layouts = layouts
-        self.events: list[Event] = []
+        self.events: list[StepEvent] = []
         self.nodes: dict[Key, Any] = {}  # of the graph, before anything is written into the value
         self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
         self.tags: dict[int, str] = {}
         self.tail = 0
-        self.memory, self.relays = Memory(), stages.relays
+        self.memory, self.relays = SharedStorage(), stages.relays
         self.lent = Lent()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
@@ -312,7 +312,7 @@ class Analysis(FakeRun):
         if touches_state(func, args, kwargs, result, self.is_state):
             self.views.update(id(x) for x in tensors)
             self.changes_state |= writes_into(name)
-        self.events.append(Event(func, "batch", (), None, user_line()))
+        self.events.append(StepEvent(func, "batch", (), None, user_line()))
         self._note_constants(index, (args, kwargs, result))
         self.shapes[index] = [tuple(x.shape) for x in tensors]
         self.batch_keys.update((id(x), (index, n)) for n, x in enumerate(tensors))
@@ -344,14 +344,14 @@ class Analysis(FakeRun):
             self.reads.append((len(self.events), place))
         self.has_read = True
         result = read_placeholder(name, located[0], args)
-        self.events.append(Event(func, "read", self._keys_of(located), result, place))
+        self.events.append(StepEvent(func, "read", self._keys_of(located), result, place))
         self.kept.append((args, kwargs))
         return result
 
-    def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> Event:
+    def _keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> StepEvent:
         index = len(self.events)
         self.lent.about_to_take(x for x in inputs if id(x) in self.batch_keys)
-        event = Event(func, kind, self._keys_of(inputs), twin(result), user_line())  # user code may write into it
+        event = StepEvent(func, kind, self._keys_of(inputs), twin(result), user_line())  # user code may write into it
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         written = self.memory.settle(index)

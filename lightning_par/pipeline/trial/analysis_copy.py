@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred
-from lightning_par.pipeline.effects.console import Call, LoggerView, Said
+from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.program.step import Step
-from lightning_par.pipeline.run.located import UnitCall
+from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
@@ -91,7 +91,7 @@ def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[in
         if _is_metric(module):
             _listen_to_metric(module)
         elif path in homes:
-            private.set_call(module, UnitCall(path, module))
+            private.set_call(module, LocatedCall(path, module))
         elif traced and path:
             private.set_call(module, _Traced(path, module, run))
 
@@ -125,7 +125,7 @@ def listen(copy: nn.Module, run: Analysis) -> None:
         run.effects += tensors_in(run.followed(dict(values)))
 
     def hear(said: Said) -> None:
-        if isinstance(said, Call):
+        if isinstance(said, SayingCall):
             run.effects += tensors_in(run.followed((said.args, said.kwargs)))
 
     if hasattr(copy, "automatic_optimization"):

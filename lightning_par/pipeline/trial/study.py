@@ -21,7 +21,7 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
 from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.plan.stage_ranges import Row, Stages
-from lightning_par.pipeline.plan.units import Call
+from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.decisions import follow_decisions
 from lightning_par.pipeline.program.program import make_program
 from lightning_par.pipeline.program.read_only_inputs import memory_of
@@ -39,12 +39,12 @@ from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded.patches import intercept
 from lightning_par.sharded.random_streams import streams
 from lightning_par.strategies.entry_points import call_start_hooks
-from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Repeated, Trial, explore
+from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, RepeatedGuesses, Trial, explore
 from lightning_par.trial.module_copy import TrainerView, stand_in
 from lightning_par.trial.trial_run import quiet
 
 
-def survey(step: Step) -> Call:
+def survey(step: Step) -> ModuleCall:
     """The tree of module calls that ``step`` makes, with their costs."""
     run, _ = _analyse(step, Row({}, (0,)), None, {}, traced=True)
     return run.frames[0].call(run.calls)
@@ -130,7 +130,7 @@ def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run
 def _differing(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis, draw: int) -> list[int]:
     indices = [index for index, _ in run.constants]
     try:
-        guesses = Guesses(run.guesses.patterns) if axis is None else Repeated(run.guesses)
+        guesses = Guesses(run.guesses.patterns) if axis is None else RepeatedGuesses(run.guesses)
         other, _ = _run(step, stages, axis, run.layouts, guesses, draw=draw)
     except (Exception, EndlessError):  # user code that met another number
         return indices

@@ -26,7 +26,7 @@ from lightning_par.sharded.patches import module_hooks, transforms
 from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.gather_report import user_line
-from lightning_par.sharded.rules.gathered import Call
+from lightning_par.sharded.rules.gathered import GatheredCall
 from lightning_par.sharded.rules.lookup import announce_gather
 from lightning_par.sharded.rules.sample_trial import run_by_sample
 from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
@@ -102,7 +102,7 @@ def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         result = run_by_sample(cls.apply, args, kwargs)
         if result is not NotImplemented:
             return result
-    call, wholes = Call(cls.apply, args, kwargs, views), {}
+    call, wholes = GatheredCall(cls.apply, args, kwargs, views), {}
     if views:
         announce_gather(cls, views)
         wholes = {id(x): full(x) for x in views}

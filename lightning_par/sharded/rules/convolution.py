@@ -41,7 +41,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class WindowSpread:
     """Who computes which places of a window, and what each rank needs for that.
 
     Attributes:
@@ -56,7 +56,7 @@ class Spread:
 
 
 @lru_cache(maxsize=1024)
-def spread(rows: Positions, result: Positions, window: Window, ranks: int) -> Spread:
+def spread(rows: Positions, result: Positions, window: Window, ranks: int) -> WindowSpread:
     """What each rank needs to compute the places that ``result`` gives it of a window along ``rows``.
 
     Example::
@@ -65,7 +65,7 @@ def spread(rows: Positions, result: Positions, window: Window, ranks: int) -> Sp
         assert [list(rows) for rows in spread(halves, halves, window, 2).wanted] == [[-1, 0, 1, 2], [1, 2, 3, -1]]
     """
     runs = [_runs_of(result.indices(rank), window, rows.size) for rank in range(ranks)]
-    return Spread(
+    return WindowSpread(
         result, tuple(np.concatenate(of_rank) for of_rank in runs), tuple([len(run) for run in each] for each in runs)
     )
 

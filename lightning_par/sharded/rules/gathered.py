@@ -47,7 +47,7 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _write_back(func, target, wholes[id(target)])
     if into:
         return tree_map(lambda x: next((t for t in into if x is wholes[id(t)]), x), result)
-    call = Call(func, args, kwargs, views)
+    call = GatheredCall(func, args, kwargs, views)
     return call.cut(result, wholes)
 
 
@@ -56,7 +56,7 @@ def _version(x: Tensor) -> int | None:
 
 
 @dataclass(frozen=True)
-class Call:
+class GatheredCall:
     """A function that is called with whole tensors in place of sharded ones.
 
     Attributes:

@@ -42,7 +42,7 @@ class Out:
 
 
 @dataclass(frozen=True)
-class Call:
+class TrialCall:
     """A function, the leaves of its arguments, and how they are cut."""
 
     func: Any
@@ -77,7 +77,7 @@ class Refused(Exception):  # noqa: N818 (a signal within this file, not an error
 
 
 def trial(
-    call: Call, shapes: list[Any], high: int, seed: int, expected: tuple[Out | None, ...] | None = None
+    call: TrialCall, shapes: list[Any], high: int, seed: int, expected: tuple[Out | None, ...] | None = None
 ) -> tuple[tuple[tuple[Out | None, ...], ...], Any]:
     """What the parts' results may be of the whole results: of each all that fits, as where integers happen to be equal.
 
@@ -169,7 +169,7 @@ def _close(x: Tensor, y: Tensor, computed: torch.dtype, least: float) -> bool:
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(least, largest), equal_nan=True)
 
 
-def _outs(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> tuple[Out | None, ...]:
+def _outs(whole: Tensor, parts: list[Tensor], call: TrialCall, seed: int) -> tuple[Out | None, ...]:
     """The ways in which the parts may make the whole."""
     if whole.numel() == 0:
         raise Refused
@@ -199,7 +199,7 @@ def _outs(whole: Tensor, parts: list[Tensor], call: Call, seed: int) -> tuple[Ou
     return (None,)
 
 
-def _is_out(out: Out | None, whole: Tensor, parts: list[Tensor], call: Call) -> bool:
+def _is_out(out: Out | None, whole: Tensor, parts: list[Tensor], call: TrialCall) -> bool:
     if out is None:
         return call.close(torch.stack(parts).sum(0).to(whole.dtype), whole)
     positions = out.positions(call.placed[out.source][1])  # type: ignore[index]
@@ -207,7 +207,7 @@ def _is_out(out: Out | None, whole: Tensor, parts: list[Tensor], call: Call) -> 
 
 
 def _same_gradients(
-    call: Call, outs: Any, given: Any, results: Any, parts: Any, part_results: Any, generator: torch.Generator
+    call: TrialCall, outs: Any, given: Any, results: Any, parts: Any, part_results: Any, generator: torch.Generator
 ) -> None:
     """A function may act by sample and yet not have such gradients, as an embedding scaled by frequency has."""
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded.rules.lookup import enter, view, writes
-from lightning_par.sharded.rules.part_trial import CONSTANT, EXTREME, Call, Out, Place, Refused, trial
+from lightning_par.sharded.rules.part_trial import CONSTANT, EXTREME, Out, Place, Refused, TrialCall, trial
 from lightning_par.sharded.tensor import ShardedTensor
 
 _LARGEST = 1_000_000  # elements of a trial's arguments in all
@@ -31,7 +31,7 @@ _MODULAR = ("roll", "rot90")  # shifting by a multiple of every size tried shows
 
 
 @dataclass(frozen=True)
-class Found:
+class ActsBySample:
     """How a function acts by sample.
 
     Attributes:
@@ -47,7 +47,7 @@ class Found:
     shapes: tuple[tuple[int, ...], ...]
 
 
-_known: dict[Any, Found | None] = {}
+_known: dict[Any, ActsBySample | None] = {}
 
 
 def run_by_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,7 +84,7 @@ def _local(x: Any, cut: int | None, lead: ShardedTensor) -> Any:
     return enter(x, lead._axis)
 
 
-def acts_by_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+def acts_by_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActsBySample | None:
     """How ``func`` acts on the parts of its sharded arguments, each by itself; None where it needs them together.
 
     Args:
@@ -134,7 +134,7 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _tried(func: Any, leaves: list[Any], spec: Any, ranks: int) -> Found | None:
+def _tried(func: Any, leaves: list[Any], spec: Any, ranks: int) -> ActsBySample | None:
     lead = next(i for i, x in enumerate(leaves) if isinstance(x, ShardedTensor))
     for cuts in _ways_to_cut(leaves, leaves[lead]):
         placed: list[Place | None] = [
@@ -161,7 +161,7 @@ def _found(
     cuts: list[int | None],
     lead: int,
     high: int,
-) -> Found:
+) -> ActsBySample:
     """What all trials show with integers below ``high``.
 
     Raises:
@@ -169,7 +169,7 @@ def _found(
     """
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
     sizes = [_sized(shapes, placed, n) for n in _lengths(shapes, placed, getattr(func, "largest", None))]
-    calls = [(Call(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes]
+    calls = [(TrialCall(func, leaves, spec, place, 2 if short else ranks), shape) for shape, place, short in sizes]
     tried = [trial(call, shape, high, seed) for call, shape in calls for seed in _SEEDS]
     outs = _only_way([ways for ways, _ in tried])
     shown = {_unshortened(outs, some, leaves) for _, some in tried}
@@ -179,7 +179,7 @@ def _found(
     for call, shape in calls:
         for seed in (*(_SEEDS if in_doubt else ()), *EXTREME, *getattr(func, "seeds", ())):
             trial(call, shape, high, seed, outs)
-    return Found(tuple(cuts), lead, outs, shown.pop())
+    return ActsBySample(tuple(cuts), lead, outs, shown.pop())
 
 
 def _only_way(tried: list[Any]) -> tuple[Out | None, ...]:

@@ -3,7 +3,7 @@
 A tensor may be sharded twice, along the sequence and by heads: then the local part of the one is itself sharded over
 the other. A function runs by its rule for the outer axis, which calls it again on local parts, sharded over the inner
 axis or plain. To the outer rule an argument that has only the inner axis is as whole as a plain one: it is handed a
-`Carrier` of it.
+`InnerAxisTensor` of it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def allow() -> None:
     possible = True
 
 
-class Carrier(torch.Tensor):
+class InnerAxisTensor(torch.Tensor):
     """Stands for a tensor that is sharded over an inner axis alone, where the outer axis' rules run."""
 
     _held: ShardedTensor
 
     @staticmethod
-    def __new__(cls, held: ShardedTensor) -> Carrier:
+    def __new__(cls, held: ShardedTensor) -> InnerAxisTensor:
         with torch._C.DisableTorchFunctionSubclass():
             self = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
         self._held = held
@@ -53,12 +53,12 @@ class Carrier(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inner = next(x._held._axis for x in tree_leaves((args, kwargs)) if isinstance(x, Carrier))
+        inner = next(x._held._axis for x in tree_leaves((args, kwargs)) if isinstance(x, InnerAxisTensor))
         if any(isinstance(x, ShardedTensor) and x._axis is not inner for x in tree_leaves((args, kwargs))):
             from lightning_par.sharded.rules.lookup import dispatch
 
             return dispatch(func, args, kwargs)
-        args, kwargs = tree_map(lambda x: x._held if isinstance(x, Carrier) else x, (args, kwargs))
+        args, kwargs = tree_map(lambda x: x._held if isinstance(x, InnerAxisTensor) else x, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -74,7 +74,7 @@ def needed(args: Any, kwargs: Any) -> bool:
             if axis is not None and x._axis is not axis:
                 return True
             axis = x._axis
-        elif isinstance(x, Carrier) and (axis is None or x._held._axis is axis):
+        elif isinstance(x, InnerAxisTensor) and (axis is None or x._held._axis is axis):
             return True
     return False
 
@@ -84,7 +84,7 @@ def by_axis(func: Any, args: Any, kwargs: Any) -> Any:
     axes = {id(x._axis): x._axis for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)}
     if len(axes) == 1:  # what was carried past the outer axis has arrived
         args, kwargs = tree_map(
-            lambda x: x._held if isinstance(x, Carrier) and id(x._held._axis) in axes else x, (args, kwargs)
+            lambda x: x._held if isinstance(x, InnerAxisTensor) and id(x._held._axis) in axes else x, (args, kwargs)
         )
     residual = next((axis.residual for axis in axes.values() if axis.residual is not None), None)
     if residual is not None and id(residual) in axes:  # the same ranks: its tokens are gathered where an island begins
@@ -102,7 +102,7 @@ def _lies_on(x: Any, axis: Axis) -> bool:
 
 
 def _carried(x: Any, outer: Axis) -> Any:
-    return Carrier(x) if isinstance(x, ShardedTensor) and x._axis is not outer else x
+    return InnerAxisTensor(x) if isinstance(x, ShardedTensor) and x._axis is not outer else x
 
 
 def turned(x: Any) -> Any:

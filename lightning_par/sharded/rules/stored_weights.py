@@ -34,7 +34,7 @@ about_to_write: Callable[[Sequence[ShardedTensor]], None] | None = None
 
 
 @dataclass(frozen=True)
-class Call:
+class StoredCall:
     """A function that is called with whole weights in place of stored ones.
 
     Attributes:
@@ -67,7 +67,7 @@ class Call:
         )  # fmt: skip
 
 
-def with_whole(func: Any, args: Any, kwargs: Any) -> Call | None:
+def with_whole(func: Any, args: Any, kwargs: Any) -> StoredCall | None:
     """``func`` with stored weights whole; None where it is to run on parts, or there are none."""
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
     name = getattr(func, "__name__", "")
@@ -84,7 +84,7 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> Call | None:
     assert gather is not None
     wholes = {id(x): (x, gather(x, _low(name, x))) for x in found if not any(x is y for y in stays)}
     made: tuple[Any, Any] = tree_map(lambda x: wholes[id(x)][1] if id(x) in wholes else x, (args, kwargs))
-    return Call(func, made, list(wholes.values()))
+    return StoredCall(func, made, list(wholes.values()))
 
 
 def _low(name: str, x: Tensor) -> torch.dtype | None:

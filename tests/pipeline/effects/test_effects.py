@@ -23,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lightning_par.mesh.axis import Axis
 from lightning_par.pipeline.effects.console import hearing, say
 from lightning_par.pipeline.effects.effects import Effects, apply, merged
-from lightning_par.pipeline.effects.logged_outputs import Recorder
+from lightning_par.pipeline.effects.logged_outputs import OutputRecorder
 from lightning_par.pipeline.effects.watched_run import Watch
 from tests.helpers.pool import Pool, RanksFailedError
 
@@ -378,7 +378,7 @@ def test_text_goes_where_the_step_prints_it(capsys: pytest.CaptureFixture[str]) 
     module.print = print  # type: ignore[method-assign]  # as without a progress bar
     file, said = io.StringIO(), list[Any]()
     with hearing(said.append):
-        recorder = Recorder(module, [], said, {})
+        recorder = OutputRecorder(module, [], said, {})
         recorder.print("out", end="")
         recorder.print("error", file=sys.stderr)
         recorder.print("kept", file=file)

@@ -22,17 +22,17 @@ from lightning_par.pipeline.placement.settings import PlacementSettings
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.plan.stage_ranges import Cut
-from lightning_par.pipeline.plan.units import Call
+from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.routes import direct
-from lightning_par.pipeline.program.shared_storage import Memory
+from lightning_par.pipeline.program.shared_storage import SharedStorage
 
 
-def leaf(path: str, numel: int = 1, nbytes: float = 0.0) -> Call:
-    return Call(path, 1.0, numel, nbytes=nbytes)
+def leaf(path: str, numel: int = 1, nbytes: float = 0.0) -> ModuleCall:
+    return ModuleCall(path, 1.0, numel, nbytes=nbytes)
 
 
-def box(path: str, *children: Call, closed: str | None = None) -> Call:
-    return Call(
+def box(path: str, *children: ModuleCall, closed: str | None = None) -> ModuleCall:
+    return ModuleCall(
         path,
         sum(child.flops for child in children),
         sum({child.path: child.numel for child in children}.values()),
@@ -45,7 +45,7 @@ def box(path: str, *children: Call, closed: str | None = None) -> Call:
 NET = box("", *(leaf(f"fc{i}") for i in (1, 2, 3, 4)))
 
 
-def gpt(closed: str | None = None) -> Call:
+def gpt(closed: str | None = None) -> ModuleCall:
     blocks = [box(f"net.blocks.{i}", leaf(f"net.blocks.{i}.attn"), leaf(f"net.blocks.{i}.mlp")) for i in (0, 1)]
     return box("", box("net", leaf("net.tok"), *blocks, leaf("net.drop", 0), leaf("net.head"), closed=closed))
 
@@ -367,7 +367,7 @@ def test_what_a_stage_writes_into_comes_from_it() -> None:
 
 
 def test_writes_into_shared_memory_are_noticed() -> None:
-    memory = Memory()
+    memory = SharedStorage()
     with memory:
         x = torch.ones(3, 2)
         memory.made((0, 0), x)

@@ -15,25 +15,25 @@ from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
 from lightning_par.pipeline.plan.schedule import make_forward_schedule, make_schedule
 from lightning_par.pipeline.plan.stage_plan import StagePlan, check_wishes, make_stage_plan
 from lightning_par.pipeline.plan.table import show_stages, stage_footer, stage_rows
-from lightning_par.pipeline.plan.units import Call, choose_units, list_names
+from lightning_par.pipeline.plan.units import ModuleCall, choose_units, list_names
 from lightning_par.strategies import startup_table
 
 
-def leaf(path: str, flops: float = 1.0, numel: int = 1) -> Call:
-    return Call(path, flops, numel)
+def leaf(path: str, flops: float = 1.0, numel: int = 1) -> ModuleCall:
+    return ModuleCall(path, flops, numel)
 
 
-def box(path: str, *children: Call, own: float = 0.0, closed: str | None = None) -> Call:
+def box(path: str, *children: ModuleCall, own: float = 0.0, closed: str | None = None) -> ModuleCall:
     numel = sum({child.path: child.numel for child in children}.values())
-    return Call(path, own + sum(child.flops for child in children), numel, children, closed)
+    return ModuleCall(path, own + sum(child.flops for child in children), numel, children, closed)
 
 
-def block(path: str, closed: str | None = None) -> Call:
+def block(path: str, closed: str | None = None) -> ModuleCall:
     parts = (leaf(f"{path}.norm", 0.0), leaf(f"{path}.attn", 4.0, 4), leaf(f"{path}.drop", 0.0, 0))
     return box(path, *parts, leaf(f"{path}.mlp", 8.0, 8), closed=closed)
 
 
-def gpt(layers: int, head: float = 6.0, closed: str | None = None) -> Call:
+def gpt(layers: int, head: float = 6.0, closed: str | None = None) -> ModuleCall:
     blocks = [block(f"net.blocks.{i}", closed) for i in range(layers)]
     return box("", box("net", leaf("net.tok", 0.0, 6), *blocks, leaf("net.head", head, 6)), leaf("loss", 0.1, 0))
 
