@@ -93,6 +93,10 @@ class Axis:
         self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), x._version, entry)
         return entry
 
+    def forget_entries(self) -> None:
+        """A step has ended. The graph of what entered holds a leaf, as the input of a gradient penalty is, for ever."""
+        self._entries.clear()
+
     def spread(self, size: int) -> Any:
         """`Positions` for ``size`` indices that the batch or a gathered result has; None to leave them whole."""
         return None

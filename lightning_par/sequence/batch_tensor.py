@@ -68,13 +68,13 @@ class BatchTensor(ShardedTensor):
             self._cut = version, self._kept(self._part(whole))
         return self._cut[1]
 
-    def _part(self, whole: Tensor) -> Tensor:
-        return collectives.own_part(whole, self._dim, self._positions, self._axis)
+    @property
+    def _part(self) -> Callable[[Tensor], Tensor]:
+        """What a whole is cut by. It doesn't lead to this tensor: the memory of the whole holds it, see `_kept`."""
+        return partial(collectives.own_part, dim=self._dim, positions=self._positions, axis=self._axis)
 
     def _kept(self, part: Tensor) -> Tensor:
-        # Not `self._part`: the memory of the whole would hold the whole, and no batch would ever be let go.
-        cut = partial(collectives.own_part, dim=self._dim, positions=self._positions, axis=self._axis)
-        aliases.keep_cut(self._whole, part, cut)
+        aliases.keep_cut(self._whole, part, self._part)
         return part
 
     @property

@@ -432,7 +432,8 @@ def keep_cut(whole: Tensor, part: Tensor, cut: Callable[[Tensor], Tensor]) -> No
     Args:
         whole: what `renew_cuts` is told of when something was written into it.
         part: plain.
-        cut: makes it of what ``whole`` holds.
+        cut: makes it of what ``whole`` holds. It leads to no tensor of that memory, which keeps it, and which Python's
+            garbage collector does not see through.
     """
     storage, held = private.storage_of(whole), private.storage_of(part)
     if storage is None or held is None or held is storage or part.device.type == "meta" or isinstance(part, FakeTensor):

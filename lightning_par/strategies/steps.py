@@ -94,6 +94,7 @@ class StepsMixin(RanksMixin):
                 yield
         finally:
             streams.end_step()
+            self.groups.tensor.forget_entries()
 
     def _draws_of_evaluation(self) -> AbstractContextManager[None]:
         self._evaluated += 1
