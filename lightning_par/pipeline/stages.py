@@ -228,10 +228,7 @@ class Spread:
                 break
             met.append(cut.reason.unit)
             unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
-            try:
-                other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened, unmixed)
-            except (ValueError, NotImplementedError):  # what it reads or writes is only right within a unit
-                break
+            other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened, unmixed)
             if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
                 break
             if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):

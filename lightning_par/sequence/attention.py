@@ -89,7 +89,7 @@ def _attend(
         with sharded_draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
             if not call.fused and mask is not None and blockwise.shift(mask) is not None:
-                # Kernels differ there, see `rows`: of five dims torch, too, takes none that is fused.
+                # Kernels differ there, see `blockwise`: of five dims torch, too, takes none that is fused.
                 q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
             out = out.squeeze(0) if out.ndim > 4 else out

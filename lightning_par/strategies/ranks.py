@@ -117,13 +117,13 @@ class RanksMixin(_Base):
 
     @property
     def global_rank(self) -> int:
-        """This process's number; in hooks where it goes into results, see `callers.Count`."""
+        """This process's number; in hooks where it goes into results, see `rank_numbers.Count`."""
         rank = super().global_rank
         return Count(self.groups.data.rank, rank) if self._are_replicas_meant() else rank
 
     @property
     def world_size(self) -> int:
-        """How many processes there are; in hooks where it goes into results, see `callers.Count`."""
+        """How many processes there are; in hooks where it goes into results, see `rank_numbers.Count`."""
         size = super().world_size
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
@@ -202,7 +202,7 @@ class RanksMixin(_Base):
         return bool(self.groups.world.all_reduce_(flag, "decision", "min" if all else "max"))
 
     def _meet_after_exception(self) -> None:
-        """Before anything waits for the other ranks once the run was interrupted: see `state.meet_after_exception`."""
+        """Before anything waits for other ranks once a run was interrupted; see `end_of_run.meet_after_exception`."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
             return

@@ -106,7 +106,7 @@ class StagedMixin(StrategyMixin):
 
     @property
     def global_rank(self) -> int:
-        """This process's number; within a step see `callers.RankInStep`."""
+        """This process's number; within a step see `rank_numbers.RankInStep`."""
         rank = super().global_rank
         if Run.current is None or self._groups is None:
             return rank

@@ -2,7 +2,7 @@
 
 b sequences of s tokens, h features, kv features of keys, L layers, c ranks; C3 and C6 of the limits. Ring attention
 sends 6bs(kv)(c-1)/c elements a layer and step (Liu et al., arXiv 2310.01889), Ulysses 4bs(h + kv)(c-1)/c^2 (Jacobs et
-al., arXiv 2309.14509). What is in memory while attention runs: `test_sequence_kernel`.
+al., arXiv 2309.14509). What is in memory while attention runs: `test_kernel`.
 """
 
 from __future__ import annotations

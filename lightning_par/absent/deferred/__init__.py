@@ -3,6 +3,7 @@
 While a module is built, functions of torch run on ``meta`` tensors and are kept, with the state of the generator where
 they draw. Later each parameter is computed from the functions it depends on, bitwise as if they had run at once.
 
-`build` runs the user's code, `tensor` is what it gets for tensors, `recorder` keeps what it does in the terms of
-`history`, `draws` sees to generators, `replay` computes, and `materialise` gives a module its weights.
+`build` runs the user's code, `deferred_tensor` is what it gets for tensors, `op_recorder` keeps what it does in the
+terms of `history`, `generator_draws` sees to generators, `replay` computes, and `materialise` gives a module its
+weights.
 """

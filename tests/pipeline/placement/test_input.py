@@ -1,6 +1,6 @@
 """What a placement can't do is refused before training, on all ranks alike, with the user's own names and numbers.
 
-Without processes, in `test_placement_plan`: arguments, names, sizes, amounts of memory.
+Without processes, in `test_plan`: arguments, names, sizes, amounts of memory.
 """
 
 from __future__ import annotations
