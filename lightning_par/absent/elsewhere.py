@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
+from lightning_par.private.modes import innermost_mode
 from lightning_par.sharded.tensor import ShardedTensor
 
 _SAME_STORAGE = {"aten::detach", "aten::alias", "aten::lift_fresh"}
@@ -186,7 +186,7 @@ def is_elsewhere(x: Any) -> bool:
 
 def _is_followed() -> bool:
     """Whether a mode is on that brings what is read."""
-    return getattr(private.innermost_mode(), "brings_what_is_elsewhere", False)
+    return getattr(innermost_mode(), "brings_what_is_elsewhere", False)
 
 
 def _message(x: Elsewhere, function: str) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.checkpoint.buffers import Scratch
+from lightning_par.private.checkpoints import LateStorage, reduced_late
 from lightning_par.python_state.nested_tensors import map_tensors
 
 _CPU = torch.device("cpu")
@@ -39,14 +39,14 @@ class _Memory:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.kept: Tensor | None = None
-        self._storage: weakref.ref[private.LateStorage] | None = None
+        self._storage: weakref.ref[LateStorage] | None = None
 
-    def storage(self) -> private.LateStorage:
+    def storage(self) -> LateStorage:
         """The same one as long as something holds it: what shares memory shares it in a file, too."""
         storage = None if self._storage is None else self._storage()
         if storage is None:
             nbytes = self.source.shape.numel() * self.source.dtype.itemsize
-            storage = private.LateStorage(nbytes, self._written)
+            storage = LateStorage(nbytes, self._written)
             self._storage = weakref.ref(storage)
         return storage
 
@@ -160,7 +160,7 @@ class Unread(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._memory.kept is not None or protocol != torch.serialization.DEFAULT_PROTOCOL:  # not torch.save's
             return self.read().__reduce_ex__(protocol)
-        return private.reduced_late(self.shape, self.dtype, self._memory.storage())
+        return reduced_late(self.shape, self.dtype, self._memory.storage())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"

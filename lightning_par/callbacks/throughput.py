@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.trainer import throughputs
 from lightning_par.strategies.namespace import Namespace
 
 
@@ -18,7 +18,7 @@ def count_samples_once(callbacks: Iterable[Any], data: Axis, replica: Axis, name
     """
     kind = namespace.from_pytorch("callbacks", "ThroughputMonitor")
     for callback in callbacks:
-        for throughput in private.throughputs(callback) if isinstance(callback, kind) else ():
+        for throughput in throughputs(callback) if isinstance(callback, kind) else ():
             throughput.world_size = data.size
             if throughput.available_flops is not None:
                 throughput.available_flops *= replica.size

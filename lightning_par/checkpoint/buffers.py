@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_par import private
+from lightning_par.private.storage import trim_memory
 
 
 class Scratch:
@@ -60,5 +60,5 @@ class GivenUp:
         """So many bytes were given up."""
         self.nbytes += nbytes
         if self.nbytes >= self.LIMIT:
-            private.trim_memory()
+            trim_memory()
             self.nbytes = 0

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightning_par import private
 from lightning_par.checkpoint.chunks import Chunk
 from lightning_par.checkpoint.folder import COMING, REST, Folder
 from lightning_par.checkpoint.outline import Path
+from lightning_par.private.checkpoints import stored_at
 
 _SEPARATOR = "@"
 
@@ -94,7 +94,7 @@ class Writer(StorageWriter):
                 start = stream.tell()
                 _write(planner.resolve_data(item), stream)
                 length = stream.tell() - start
-                results.append(WriteResult(item.index, length, private.stored_at(plan.storage_data, start, length)))
+                results.append(WriteResult(item.index, length, stored_at(plan.storage_data, start, length)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -121,7 +121,7 @@ def write_rest(rest: Any, folder: Folder, save: str) -> WriteResult:
     with folder.writing(name) as file:
         torch.save(rest, file)
         length = file.tell()
-    return WriteResult(REST, length, private.stored_at(name, 0, length))
+    return WriteResult(REST, length, stored_at(name, 0, length))
 
 
 def _write(data: Any, stream: Any) -> None:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_par import private
 from lightning_par.checkpoint.pickles import Asked, described
+from lightning_par.private.checkpoints import stored_at
 
 _HOME = "torch.distributed.checkpoint.metadata"
 _DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
@@ -94,7 +94,7 @@ def _place(value: Any) -> Any:
         raise ValueError(f"it is garbled (a tensor lies at {offset} to {offset + length} of {name!r})")
     if fields.get("transform_descriptors"):
         raise ValueError("its tensors are packed in a way that is not this package's")
-    return private.stored_at(name, offset, length)
+    return stored_at(name, offset, length)
 
 
 def _size(value: Any) -> torch.Size:

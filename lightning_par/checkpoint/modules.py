@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par import private
+from lightning_par.private.checkpoints import parameter_of_pickle
 
 _KEY = "tensors of modules, by where they are"
 _DICTS = ("_parameters", "_buffers")
@@ -22,7 +22,7 @@ class _Parameter:
         self.tensor, self.requires_grad = tensor, requires_grad
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return private.parameter_of_pickle(), (self.tensor, self.requires_grad, OrderedDict())
+        return parameter_of_pickle(), (self.tensor, self.requires_grad, OrderedDict())
 
 
 def with_modules_apart(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from lightning_par import private
 from lightning_par.absent.unread import Unread, read_all
 from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.folder import METADATA, Folder, files_of, rest_of
@@ -21,6 +20,7 @@ from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN, names_in, put_together
 from lightning_par.checkpoint.owners import runs
 from lightning_par.checkpoint.safe_load import reads, without_advice
+from lightning_par.private.checkpoints import remote_reader
 
 
 def is_directory(path: str) -> bool:
@@ -77,7 +77,7 @@ def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | No
             "it as one file."
         )
     _refuse(path, _missing_tensors(wanted, metadata))
-    reader: Any = FileSystemReader(folder.place) if folder.is_local else private.remote_reader()(path)
+    reader: Any = FileSystemReader(folder.place) if folder.is_local else remote_reader()(path)
     reader.set_up_storage_reader(metadata, False)
     scratch = Scratch()
     found: dict[str, Unread] = {}

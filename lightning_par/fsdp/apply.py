@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.prefetch import about_to_write, gathered, keep_after_calls, let_go, let_go_after_calls
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.layout import Groups
+from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
@@ -113,7 +113,7 @@ def unstore(module: nn.Module) -> None:
 
 
 def _refuse_hooks(parameter: Tensor, name: str) -> None:
-    if any(private.hooks_of(parameter)):
+    if any(hooks_of(parameter)):
         raise ValueError(
             f"{name!r} has a hook of its gradient, which under data_parallel='fsdp' no rank has as one device has it. "
             "Do it in on_before_optimizer_step, or write data_parallel='ddp'."

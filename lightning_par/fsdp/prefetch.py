@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
@@ -65,7 +65,7 @@ def gathered(x: ShardedTensor, dtype: torch.dtype | None = None) -> Tensor:
         if known is not None:
             let_go([x])
         known = _keep(x, use, x.gathered(dtype))
-        _memories[private.memory_of(leaf(known.used))] = x, known.version, dtype
+        _memories[memory_of(leaf(known.used))] = x, known.version, dtype
     return known.used
 
 
@@ -124,9 +124,9 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
 
 def about_to_write(targets: Sequence[ShardedTensor]) -> None:
     """Forget what was gathered of weights that share memory with ``targets``."""
-    memories = {private.memory_of(x._local) for x in targets}
+    memories = {memory_of(x._local) for x in targets}
     known = (next(iter(uses.values())).weight for uses in _kept.values())
-    written = {id(x): x for x in known if private.memory_of(x._local) in memories}
+    written = {id(x): x for x in known if memory_of(x._local) in memories}
     if not _throughout.isdisjoint(written):
         _refuse_write()
     let_go(written.values())
@@ -148,7 +148,7 @@ def let_go(weights: Iterable[Tensor] | None = None) -> None:
         return
     for x in weights:
         for known in _kept.pop(id(x), {}).values():
-            _memories.pop(private.memory_of(leaf(known.used)), None)
+            _memories.pop(memory_of(leaf(known.used)), None)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _Again:
 
 
 def _packed(x: Tensor) -> Tensor | _Again:
-    known = _memories.get(private.memory_of(x))
+    known = _memories.get(memory_of(x))
     return x if known is None else _Again(*known, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.process_groups import default_store
 from lightning_par.sharded import tensor_names
 
 PATIENCE = timedelta(seconds=60)
@@ -102,7 +102,7 @@ class Meeting:
     def _meet(self, axis: Axis, doing: str, advice: str, about: str, patience: timedelta) -> None:
         ranks = axis.ranks
         self._met[ranks] += 1
-        store = private.default_store()
+        store = default_store()
         keys = {rank: self._key(ranks, rank) for rank in ranks}
         me = ranks[axis.rank]
         store.set(keys[me], f"{doing}\n{about}")
@@ -134,7 +134,7 @@ def _number_of(axis: Axis, name: str) -> int:
     if axis.size == 1:
         return 0
     me = axis.ranks[axis.rank]
-    return int(private.default_store().add(f"lightning_par/meetings/{axis.ranks}/{name}/{me}", 1))
+    return int(default_store().add(f"lightning_par/meetings/{axis.ranks}/{name}/{me}", 1))
 
 
 def _other_order(me: int, about: str, rank: int, of: str) -> str:

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.optim import lost_writes
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.gathered_parts import Wholes
+from lightning_par.private.compiler import uncompiled
+from lightning_par.private.modes import innermost_mode
 from lightning_par.sharded.rules import lookup
 from lightning_par.sharded.rules.gather_report import on_gather
 from lightning_par.sharded.tensor import ShardedTensor, moves
@@ -55,7 +56,7 @@ class Following(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._before, _entered.following = self.current(), self
-        self._eager = private.uncompiled()  # or functions would not come by
+        self._eager = uncompiled()  # or functions would not come by
         self._eager.__enter__()
         return super().__enter__()
 
@@ -74,7 +75,7 @@ class Following(TorchFunctionMode):
     def suspended(self) -> Iterator[None]:
         """Inside, tensors are what they are between steps."""
         self.wholes.cut()
-        alone = private.innermost_mode() is self
+        alone = innermost_mode() is self
         before = self.current(), self._paused
         if alone:
             super().__exit__(None, None, None)
@@ -84,7 +85,7 @@ class Following(TorchFunctionMode):
             yield
         finally:
             _entered.following, self._paused = before
-            self._eager = private.uncompiled()
+            self._eager = uncompiled()
             self._eager.__enter__()
             if alone:
                 super().__enter__()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.optim import lost_writes
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -47,7 +47,7 @@ class Wholes:
 
     def of(self, x: ShardedTensor) -> Tensor | None:
         """The whole that stands for ``x``, if one does."""
-        for made in self._made.get(private.memory_of(x.local), ()):
+        for made in self._made.get(memory_of(x.local), ()):
             if made.part.is_set_to(x.local):
                 return made.whole
             if _overlap(made.part, x.local):
@@ -66,19 +66,19 @@ class Wholes:
                 whole = whole.clone() if whole.is_set_to(x.local) else whole.detach()
                 part = x.local.detach()
             made = _Whole(x, part, whole.requires_grad_(x.requires_grad), whole._version)
-            self._made.setdefault(private.memory_of(part), []).append(made)
-            self._by_whole[private.memory_of(whole)] = made
+            self._made.setdefault(memory_of(part), []).append(made)
+            self._by_whole[memory_of(whole)] = made
         return whole
 
     def expose(self, wholes: Iterable[Tensor]) -> None:
         """What is given ``wholes`` may write into them unseen."""
         for whole in wholes:
-            self._by_whole[private.memory_of(whole)].exposed = True
+            self._by_whole[memory_of(whole)].exposed = True
 
     def note_views(self, name: str, result: Iterable[Tensor]) -> None:
         """Keep an eye on what the function ``name`` has returned: a view of a whole may outlive it."""
         for x in result:
-            made = self._by_whole.get(private.memory_of(x))
+            made = self._by_whole.get(memory_of(x))
             if made is not None and x is not made.whole:
                 made.views.append((name, weakref.ref(x)))
 

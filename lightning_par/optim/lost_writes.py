@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.rules.gather_report import name_of, user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -66,7 +66,7 @@ def written(source: Tensor, value: Any = None) -> str | None:
     """
     if not _copies or isinstance(source, FakeTensor):
         return None
-    memory, copies = _copies.get(private.memory_of(source), (None, []))
+    memory, copies = _copies.get(memory_of(source), (None, []))
     if memory is None or memory.expired():
         return None
     if value is not None:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.absent.unread import Unread
 from lightning_par.checkpoint.buffers import GivenUp
@@ -29,6 +28,7 @@ from lightning_par.optim.staged_step import FollowingStages
 from lightning_par.optim.stand_ins import Copies, Parts, StandIns, own, sharded_parameters, with_inner
 from lightning_par.optim.torch_optimizers import BY_ELEMENT, BY_PARAMETER, runs_torchs_step
 from lightning_par.optim.value_places import StagePlaces, unmarked
+from lightning_par.private.optimizers import has_step_hooks
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -128,7 +128,7 @@ class _Adopted:
 
     def _way(self, outer: Following | None) -> Callable[[Any, dict[str, Any]], Any] | None:
         """How to step; None for as it is."""
-        hooked = private.has_step_hooks(self.optimizer)
+        hooked = has_step_hooks(self.optimizer)
         if self.stages is not None and (hooked or outer is not None or not self._by_parameter):
             return self._plainly if outer else self._on_stages
         if self.stages is not None:

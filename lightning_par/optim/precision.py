@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.optim.clipping import Counting, clip_by_norm, clip_by_value
+from lightning_par.private.optimizers import found_infs, note_overflow_flag
 from lightning_par.sharded.tensor import leaf
 
 
@@ -56,7 +56,7 @@ def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
     """Make an overflow that one rank's part of the gradients met known to the ranks that hold the others."""
     if axis.size == 1:
         return
-    flags = private.found_infs(scaler, optimizer)
+    flags = found_infs(scaler, optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = flags[0].device if flags else leaf(parameters[0]).device
     met = torch.stack([flag.to(device).view(()) for flag in flags]).amax() if flags else torch.zeros((), device=device)
@@ -66,4 +66,4 @@ def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
     for flag in flags:
         flag.fill_(shared[0])
     if not flags and shared[1]:
-        private.note_overflow_flag(scaler, optimizer, shared[:1].clone())
+        note_overflow_flag(scaler, optimizer, shared[:1].clone())

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.broadcast import send_to_all
 from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.remote_state import StatesAway
 from lightning_par.optim.value_places import Place, StagePlaces, covers, find_places, innermost, mark, place_of, unmark
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.rules.gather_report import on_send
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
@@ -173,12 +173,12 @@ class FollowingStages(Following):
         result = self._here(func, new_args, new_kwargs)
         if function.kind in (Effect.READS, Effect.NUMBER):
             return result
-        memories = {private.memory_of(self._memory(sent.get(i, x))): x for i, x in located.items()}
+        memories = {memory_of(self._memory(sent.get(i, x))): x for i, x in located.items()}
 
         def returned(x: Any) -> Any:
             if not isinstance(x, Tensor) or id(x) in original:
                 return original.get(id(x), x)
-            source = memories.get(private.memory_of(leaf(x)))
+            source = memories.get(memory_of(leaf(x)))
             if isinstance(source, Elsewhere):
                 return Elsewhere(x.shape, x.dtype, x.device, replace(source.origin))
             mark(x, None if source is None else place_of(source))

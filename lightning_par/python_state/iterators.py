@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
+from lightning_par.private.modes import no_modes
 from lightning_par.python_state import generators
 from lightning_par.python_state.changes import ValueChange, as_it_is
 from lightning_par.python_state.mutable_objects import Cell
@@ -165,7 +165,7 @@ class _Given:
         self.after: tuple[Any, ...] | None = None
         self.early, self.first = early, True
         self.written: str | None = None  # a tensor
-        with private.no_modes():  # what it computes is no part of the step, and nothing in it is a fake
+        with no_modes():  # what it computes is no part of the step, and nothing in it is a fake
             self.look = None if look is None else look()
             before, cells = generators.global_state(), {} if self.look is None else self.look()
             try:
@@ -187,7 +187,7 @@ class _Given:
             RuntimeError: it would have been another one.
         """
         self.early = False
-        with private.no_modes():
+        with no_modes():
             same = self.before is None or generators.same_global_state(self.before)
         if not same:
             raise RuntimeError(
@@ -202,7 +202,7 @@ class _Given:
 
     def again(self, own: Own) -> Any:
         """The item, of which the run may change what ``own`` gives."""
-        with private.no_modes():
+        with no_modes():
             if self.after is not None and not self.first:
                 generators.set_global_state(self.after)
             if self.changes and not self.first and self.look is not None:  # they were taken back with the first run

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_par import private
+from lightning_par.private.module_hooks import hooks_on_all
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.contents import CacheCell, cell_of_value
 from lightning_par.python_state.iterators import IteratorCell, Replay, copied_by
@@ -141,7 +141,7 @@ class Reach:
         """Look into modules; their submodules are added by themselves."""
         for name, module in modules:
             self._module(name, module)
-        for n, hook in enumerate(private.hooks_on_all() if self.hooks else ()):
+        for n, hook in enumerate(hooks_on_all() if self.hooks else ()):
             self._waiting.append(_Found(f"hook {n} of all modules", hook))
         self._walk()
 

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from lightning_par import private
+from lightning_par.private.leaf_hooks import hooks_of, set_hooks
+from lightning_par.private.module_hooks import dicts_of_hooks, handles_made, hang, users_hooks
 from lightning_par.python_state.changes import MappingChange
 from lightning_par.python_state.mutable_objects import Cell
 
@@ -43,13 +44,11 @@ class HookHolders:
     """Where hooks hang that a step meets: on the modules within ``module``, its parameters, and on all modules."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        self.modules = {"all modules": private.dicts_of_hooks(None)}
+        self.modules = {"all modules": dicts_of_hooks(None)}
         self.parameters: dict[str, nn.Parameter] = {}
         if module is None:
             return
-        self.modules |= {
-            f"self.{name}" if name else "self": private.dicts_of_hooks(m) for name, m in module.named_modules()
-        }
+        self.modules |= {f"self.{name}" if name else "self": dicts_of_hooks(m) for name, m in module.named_modules()}
         self.parameters = {f"parameter {name}": p for name, p in module.named_parameters()}
 
 
@@ -78,24 +77,24 @@ class HooksCell(Cell):
     def _dicts(self, name: str) -> _Dicts:
         if name in self._modules:
             return self._modules[name]
-        return private.hooks_of(self._parameters[name])
+        return hooks_of(self._parameters[name])
 
     def _now(self) -> dict[str, _Held]:
         """What is the user's, where anything is."""
         dicts = {name: found for name, found in self._modules.items() if any(found)}
-        dicts |= {name: found for name, p in self._parameters.items() if any(found := private.hooks_of(p))}
-        held = {name: private.users_hooks(found) for name, found in dicts.items()}
+        dicts |= {name: found for name, p in self._parameters.items() if any(found := hooks_of(p))}
+        held = {name: users_hooks(found) for name, found in dicts.items()}
         return {name: found for name, found in held.items() if any(found)}
 
     def _note(self) -> None:
-        self.before, self._handles = self._now(), private.handles_made()
+        self.before, self._handles = self._now(), handles_made()
 
     def moved(self) -> bool:
-        if private.handles_made() == self._handles:  # at most something was removed
-            return any(private.users_hooks(self._dicts(name)) != held for name, held in self.before.items())
+        if handles_made() == self._handles:  # at most something was removed
+            return any(users_hooks(self._dicts(name)) != held for name, held in self.before.items())
         if self._now() != self.before:
             return True
-        self._handles = private.handles_made()
+        self._handles = handles_made()
         return False
 
     def renew(self, atoms: Collection[Any]) -> bool:
@@ -109,7 +108,7 @@ class HooksCell(Cell):
         now = self._now()
         changed = [name for name in {**self.before, **now} if now.get(name) != self.before.get(name)]
         return MappingChange(
-            {name: Hung(d, private.users_hooks(d)) for name, d in ((name, self._dicts(name)) for name in changed)}
+            {name: Hung(d, users_hooks(d)) for name, d in ((name, self._dicts(name)) for name in changed)}
         )
 
     def restore(self) -> None:
@@ -117,19 +116,19 @@ class HooksCell(Cell):
             return
         for name in {**self.before, **self._now()}:
             dicts = self._dicts(name)
-            private.hang(dicts, self.before.get(name, ({},) * len(dicts)))
+            hang(dicts, self.before.get(name, ({},) * len(dicts)))
 
     def apply(self, change: MappingChange) -> None:
         for name, hung in change.entries.items():
-            private.hang(hung.dicts, hung.held)
+            hang(hung.dicts, hung.held)
             if name in self._parameters:
-                private.set_hooks(self._parameters[name], hung.dicts)
+                set_hooks(self._parameters[name], hung.dicts)
 
     def removed(self) -> Removed:
         """What hung before and no longer does, by its place: each rank has handles of its own."""
         found: Removed = {}
         for name, before in self.before.items() if self.moved() else ():
-            now = private.users_hooks(self._dicts(name))
+            now = users_hooks(self._dicts(name))
             gone = tuple(tuple(n for n, key in enumerate(b) if key not in a) for b, a in zip(before, now, strict=True))
             if any(gone):
                 found[name] = gone
@@ -157,9 +156,9 @@ class HooksCell(Cell):
                 which ran for a part of the batch alone.
         """
         start = self._now() if self.moved() else self.before
-        count = private.handles_made()
+        count = handles_made()
         yield
-        if private.handles_made() == count and all(private.users_hooks(self._dicts(n)) == x for n, x in start.items()):
+        if handles_made() == count and all(users_hooks(self._dicts(n)) == x for n, x in start.items()):
             return
         now = self._now()
         for name in {**start, **now}:

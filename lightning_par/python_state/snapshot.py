@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_par import private
+from lightning_par.private.modes import no_modes
 from lightning_par.python_state.changes import Change
 from lightning_par.python_state.contents import LockedCell
 from lightning_par.python_state.iterators import IteratorCell
@@ -252,7 +252,7 @@ def too_large(places: list[str]) -> str:
 def plainly() -> Iterator[None]:
     """No mode sees what is done inside, and copies count their changes."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(private.no_modes())
+        stack.enter_context(no_modes())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         yield

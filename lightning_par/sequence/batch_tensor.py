@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.transforms import in_functorch
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.alias import kept
@@ -187,7 +187,7 @@ def _computed_whole(func: Any, args: Any, kwargs: Any) -> Any:
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, BatchTensor)]
     whole_args, whole_kwargs = tree_map(lambda x: x._whole if isinstance(x, BatchTensor) else x, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    if private.in_functorch() or not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size):
+    if in_functorch() or not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size):
         return result
     outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     known = {id(x._whole): x for x in given}

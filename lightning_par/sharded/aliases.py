@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_par import private
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.storage import storage_of
 
 Axes = tuple[Axis, ...]
 _ATTRIBUTE = "_lightning_par_memory"
@@ -60,12 +60,12 @@ class Memory:
     @staticmethod
     def of(x: Tensor) -> Memory | None:
         """What is known of the memory of the plain ``x``."""
-        return getattr(private.storage_of(x), _ATTRIBUTE, None)
+        return getattr(storage_of(x), _ATTRIBUTE, None)
 
     @staticmethod
     def made(x: Tensor) -> Memory:
         """The same, where there may be nothing yet."""
-        storage = private.storage_of(x)
+        storage = storage_of(x)
         assert storage is not None
         return getattr(storage, _ATTRIBUTE, None) or Memory(storage)
 
@@ -237,7 +237,7 @@ class Copy:
     def tensor(self) -> Tensor | None:
         """The plain tensor that holds it, or one that shares its memory alone; None where that is gone."""
         root, storage = self.root(), self.storage()
-        if storage is None or (root is not None and private.storage_of(root) is storage):
+        if storage is None or (root is not None and storage_of(root) is storage):
             return None if storage is None else root
         return _lies(storage, self.form)
 
@@ -334,7 +334,7 @@ def note(
     memory = Memory.made(held)
     if memory.copy is not None:
         return
-    storage = private.storage_of(held)
+    storage = storage_of(held)
     assert storage is not None
     form = _form(held)
     of = source if not isinstance(source, Tensor) else partial(_same, source)
@@ -366,7 +366,7 @@ def link(x: Any, value: Any) -> None:
         note("data", value.twin(), x, make, _put_parts, _axes(value), apart=True, talks=_axes(x))
         return
     plain = innermost(value)
-    storage = private.storage_of(plain)
+    storage = storage_of(plain)
     if storage is None or plain.device.type == "meta" or isinstance(plain, FakeTensor):
         return
     # Memory of numpy's, say, is there though no tensor holds it: this one does then.
@@ -421,7 +421,7 @@ def _axes(x: Any) -> Axes:
 def count_write(args: Any) -> None:
     """Called before a function writes in place into the first of ``args``."""
     x = innermost(args[0]) if args else None
-    storage = private.storage_of(x) if isinstance(x, Tensor) else None
+    storage = storage_of(x) if isinstance(x, Tensor) else None
     if storage is not None:
         setattr(storage, _WRITES, getattr(storage, _WRITES, 0) + 1)
 
@@ -435,7 +435,7 @@ def keep_cut(whole: Tensor, part: Tensor, cut: Callable[[Tensor], Tensor]) -> No
         cut: makes it of what ``whole`` holds. It leads to no tensor of that memory, which keeps it, and which Python's
             garbage collector does not see through.
     """
-    storage, held = private.storage_of(whole), private.storage_of(part)
+    storage, held = storage_of(whole), storage_of(part)
     if storage is None or held is None or held is storage or part.device.type == "meta" or isinstance(part, FakeTensor):
         return
     cuts = [one for one in getattr(storage, _CUTS, ()) if one[0]() is not None]
@@ -447,7 +447,7 @@ def renew_cuts(x: Tensor) -> None:
 
     Of a write that versions show a backward tells on one device; one through ``.data`` is seen by it.
     """
-    storage = private.storage_of(innermost(x))
+    storage = storage_of(innermost(x))
     for held, whole, part, cut in getattr(storage, _CUTS, ()):
         memory = held()
         if memory is not None and storage is not None:
@@ -465,7 +465,7 @@ def _lies(storage: torch.UntypedStorage, form: tuple[Any, ...]) -> Tensor:
 
 def writes_into(x: Tensor) -> int:
     """How often functions wrote into the memory of the plain ``x``, through ``.data`` too, which no version shows."""
-    return getattr(private.storage_of(x), _WRITES, 0)
+    return getattr(storage_of(x), _WRITES, 0)
 
 
 def _same(x: Any) -> Any:
@@ -495,11 +495,11 @@ def _framed(plain: Tensor, frames: Sequence[Any]) -> Any:
 def lies_in(x: Tensor, other: Tensor) -> bool:
     """Whether ``x`` shares the memory of ``other``, or is noted as a copy of what does."""
     memory: Memory | None
-    storage, at = private.storage_of(innermost(x)), private.storage_of(innermost(other))
+    storage, at = storage_of(innermost(x)), storage_of(innermost(other))
     memory = getattr(storage, _ATTRIBUTE, None)
     while storage is not at and memory is not None and memory.copy is not None:
         source = memory.copy.source()
-        storage = None if source is None else private.storage_of(innermost(source))
+        storage = None if source is None else storage_of(innermost(source))
         memory = getattr(storage, _ATTRIBUTE, None)
     return storage is at and at is not None
 

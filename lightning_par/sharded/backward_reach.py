@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_par import private
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.graph import accumulates, gathers, is_of_package
 from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.tensor import parts_along
 
@@ -62,15 +62,15 @@ def behind(roots: Sequence[Tensor]) -> Reached:
     uses: dict[int, tuple[Any, ...]] = {}
     while stack:
         node = stack.pop()
-        talks = talks or private.is_of_package(node)
-        part = private.gathers(node)
+        talks = talks or is_of_package(node)
+        part = gathers(node)
         if part is not None:
             uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, 0))
         for following, _ in node.next_functions:
             if following is None or following in seen:
                 continue
             seen.add(following)
-            if private.accumulates(following):
+            if accumulates(following):
                 leaves[id(following.variable)] = following.variable
             else:
                 stack.append(following)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.compiler import uncompiled
 from lightning_par.sharded import backward_reach
 from lightning_par.sharded.aliases import innermost
 from lightning_par.sharded.tensor import ShardedTensor, axes_of, full, parts_along
@@ -41,7 +41,7 @@ def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     before, _axes = _axes, _shared(axes)
     try:
         # Compiled submodules run as written: a graph would take in what ranks say to each other, hidden from rules.
-        with private.uncompiled() if _axes else contextlib.nullcontext():
+        with uncompiled() if _axes else contextlib.nullcontext():
             yield
     finally:
         _axes = before

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
+from lightning_par.private.modules import forget_weak_references, renew_weak_references, weight_norms
 
 _OWN = {
     "_local",
@@ -67,16 +67,16 @@ def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     modules = [*modules]
     rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-    norms = [(module, norm) for module in modules for norm in private.weight_norms(module)]
+    norms = [(module, norm) for module in modules for norm in weight_norms(module)]
     for rnn in rnns:
-        private.forget_weak_references(rnn)
+        forget_weak_references(rnn)
     for module, norm in norms:
         setattr(module, norm.name, getattr(module, norm.name).detach())
     try:
         yield
     finally:
         for rnn in rnns:
-            private.renew_weak_references(rnn)
+            renew_weak_references(rnn)
         for module, norm in norms:  # each call computes it anew
             if all(type(getattr(module, f"{norm.name}_{part}")) is nn.Parameter for part in "gv"):
                 with torch.no_grad():

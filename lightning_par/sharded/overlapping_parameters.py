@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 _DEPTH = 3  # of lists and dicts within each other that are looked at
@@ -61,7 +61,7 @@ def _run(x: Tensor) -> tuple[Any, int, int]:
     size, offset = x.element_size(), int(x.storage_offset())
     reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     if isinstance(x, Deferred) or x.device.type == "meta":
-        memory = private.memory_of(x.meta if isinstance(x, Deferred) else x)
+        memory = memory_of(x.meta if isinstance(x, Deferred) else x)
         return memory, offset * size, (offset + reach) * size
     return x.device, x.data_ptr(), x.data_ptr() + reach * size
 

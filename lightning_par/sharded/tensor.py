@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_par import private
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.storage import storage_of
 from lightning_par.sharded import aliases, tensor_names
 
 _dispatch: Callable[..., Any] | None = None
@@ -196,7 +196,7 @@ class ShardedTensor(torch.Tensor):
     def _own_part(self, value: Tensor) -> tuple[Tensor, bool]:
         """The part of ``value`` in memory that is sharded as it is; whether that is its own."""
         part = self.part_of(value).detach()
-        shares = private.storage_of(aliases.innermost(part)) is private.storage_of(aliases.innermost(value))
+        shares = storage_of(aliases.innermost(part)) is storage_of(aliases.innermost(value))
         alone = shares and not isinstance(value, ShardedTensor)
         return (part.clone() if alone else part), shares and not alone
 

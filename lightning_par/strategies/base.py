@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par import private
 from lightning_par.absent.deferred.materialise import materialise
 from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 from lightning_par.callbacks.throughput import count_samples_once
@@ -20,6 +19,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.optim import precision
 from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
+from lightning_par.private.optimizers import move_optimizers
 from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
 from lightning_par.strategies.building import BuildingMixin
 from lightning_par.strategies.experiments import read_with_the_logging_rank
@@ -64,7 +64,7 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
             self._adopt_optimizers()
         self.setup_precision_plugin()
         if fitting:
-            private.move_optimizers(self.namespace, self.optimizers, self.root_device)
+            move_optimizers(self.namespace, self.optimizers, self.root_device)
         self._share_metrics()
         if self.groups.data.size == 1:
             quiet_sync_advice()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch
+from lightning_par.private.loaders import note_fetched
 from lightning_par.python_state import generators
 
 
@@ -38,7 +38,7 @@ class Fetching(Iterator[tuple[Any, int, int]]):
                 generators.unpack_state(state)
         if isinstance(batch, str) and batch == _END:
             raise StopIteration
-        private.note_fetched(self._inner, batch)
+        note_fetched(self._inner, batch)
         return self._marked(batch), batch_idx, dataloader_idx
 
     def __getattr__(self, name: str) -> Any:

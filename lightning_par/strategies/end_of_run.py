@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.optim.stand_ins import with_inner
 from lightning_par.optim.value_places import unmark
 from lightning_par.pipeline.between_steps.gather_states import collect
+from lightning_par.private.process_groups import default_store
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.kept_tensors import make_held_whole
@@ -70,7 +70,7 @@ def meet_after_exception(world: Axis, run: str, progress: str) -> None:
     """
     if world.size == 1:
         return
-    store = private.default_store()
+    store = default_store()
     keys = [f"lightning_par/exception/{run}/{rank}" for rank in world.ranks]
     try:
         store.set(keys[world.rank], progress)

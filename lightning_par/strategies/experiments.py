@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
+from lightning_par.private.trainer import replace_dummy_experiments
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.strategies.namespace import Namespace
 
@@ -20,7 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def read_with_the_logging_rank(namespace: Namespace) -> Callable[[], None]:
     """From now on; returns what ends it."""
-    return private.replace_dummy_experiments(namespace, lambda *handed: map_tensors(_read, handed))
+    return replace_dummy_experiments(namespace, lambda *handed: map_tensors(_read, handed))
 
 
 def _read(x: Tensor) -> Tensor:

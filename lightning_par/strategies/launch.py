@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, get_args
 
-from lightning_par import private
+from lightning_par.private.launchers import forking_launcher, script_launcher
 from lightning_par.strategies.namespace import Namespace
 
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
@@ -28,8 +28,8 @@ def make_launcher(namespace: Namespace, strategy: Any, start_method: StartMethod
     if start_method == "auto":
         start_method = "fork" if is_interactive() else "popen"
     if environment.creates_processes_externally or start_method == "popen":
-        return private.script_launcher(namespace, environment, strategy.num_processes, strategy.num_nodes)
-    return private.forking_launcher(namespace, strategy, start_method)
+        return script_launcher(namespace, environment, strategy.num_processes, strategy.num_nodes)
+    return forking_launcher(namespace, strategy, start_method)
 
 
 def is_interactive() -> bool:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.fsdp.apply import Storing
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.optim.gradient_sync import GradientSync
+from lightning_par.private.process_groups import init_process_group
+from lightning_par.private.trainer import given_anew
 from lightning_par.python_state import generators
 from lightning_par.sequence.plan import SequenceDim
 from lightning_par.sequence.planning import Planning
@@ -36,7 +37,7 @@ else:
 T = TypeVar("T")
 
 
-@private.given_anew
+@given_anew
 class RanksMixin(_Base):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
@@ -162,7 +163,7 @@ class RanksMixin(_Base):
         assert self.layout is not None
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
-        private.init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
+        init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
         self._groups = make_groups(self.layout, self.timeout or timedelta(minutes=30))
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)

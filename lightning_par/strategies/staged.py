@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.apply import unstore
 from lightning_par.fsdp.prefetch import use_throughout
@@ -26,6 +25,7 @@ from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
+from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.base import StrategyMixin
 from lightning_par.strategies.entry_points import STEPS, fetches_itself
@@ -286,7 +286,7 @@ def _refuse_pruning(callbacks: Iterable[Any], namespace: Namespace, strategy: st
 
 def _refuse_compiled(module: nn.Module) -> None:
     for name, child in module.named_modules():
-        if private.is_compiled_wrapper(child):
+        if is_compiled_wrapper(child):
             raise ValueError(
                 f"{name!r} is a wrapper that torch.compile made of a submodule. It holds on to weights, which can't go "
                 f"to the ranks of other layers then. Compile in place: `self.{name}.compile()`."

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.leaf_hooks import hooks_of, set_hooks
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
 from lightning_par.tensor.plan import TensorPlan
@@ -52,7 +52,7 @@ def unshard_module(module: nn.Module) -> None:
 
 def _hang_on_part(parameter: Any) -> None:
     """The object kept the user's hooks, but its part knows none yet; those that are removed do nothing."""
-    before, after = private.hooks_of(parameter)
+    before, after = hooks_of(parameter)
     trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen parameter's hooks run once it is thawed
     for key in before:
@@ -60,20 +60,20 @@ def _hang_on_part(parameter: Any) -> None:
     for key in after:
         parameter.register_post_accumulate_grad_hook(_while_in(after, key))
     parameter.requires_grad_(trained)
-    parameter._hung_on_part = [set(hooks) for hooks in private.hooks_of(parameter.local)]  # type: ignore[attr-defined]
+    parameter._hung_on_part = [set(hooks) for hooks in hooks_of(parameter.local)]  # type: ignore[attr-defined]
 
 
 def _hang_on_whole(parameter: Tensor, part: Tensor) -> None:
     """The object has the user's hooks still; those that were hung while it was sharded are added to them."""
     known = vars(parameter).pop("_hung_on_part", (set(), set()))
-    hooks = private.hooks_of(parameter)
-    for mine, of_part, before in zip(hooks, private.hooks_of(part), known, strict=True):
+    hooks = hooks_of(parameter)
+    for mine, of_part, before in zip(hooks, hooks_of(part), known, strict=True):
         for key, hook in of_part.items():
             if key not in before and hasattr(
                 hook, "of_user"
             ):  # ours, as those that sync gradients, stay where they are
                 mine[key] = _while_in(of_part, key)
-    private.set_hooks(parameter, hooks)
+    set_hooks(parameter, hooks)
 
 
 def _while_in(hooks: dict[int, Any], key: int) -> Callable[[Tensor], Any]:

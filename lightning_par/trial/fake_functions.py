@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
+from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import ShardedTensor
 
 UNRUN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -125,7 +125,7 @@ def all_fake(mode: FakeTensorMode, args: Any, kwargs: Any, result: Any) -> Any:
             x = torch.empty(3)
         assert is_fake(all_fake(mode, (x,), {}, torch.zeros(3)))
     """
-    if isinstance(result, FakeTensor) or private.in_functorch():  # what is seen within a transform wraps a fake
+    if isinstance(result, FakeTensor) or in_functorch():  # what is seen within a transform wraps a fake
         return result
     made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and not is_fake(x) and not is_sharded(x)]
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)] if made else []

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_par import private
 from lightning_par.mesh.batch_broadcast import broadcast_batch
+from lightning_par.private.loaders import data_source, mode_of, request_loader
+from lightning_par.private.trainer import before_batch_transfer, resumes
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import Snapshot, kept
 from lightning_par.python_state.user_code import is_library, packages_of
@@ -45,7 +46,7 @@ def peek_batch(trainer: Any, module: Any) -> Any:
     """
     step = getattr(module, STEPS[trainer.state.fn.value])
     strategy = trainer.strategy
-    source = private.data_source(trainer)
+    source = data_source(trainer)
     vars(source).pop("dataloader", None)  # of a run that ended before it came to its data
     with generators.kept():
         peeked = _request(trainer, module, source, strategy.namespace)
@@ -67,7 +68,7 @@ def _prepared(trainer: Any, module: Any, batch: Any) -> Any:
         return strategy.batch_to_device(batch, dataloader_idx=0)
     weights = {id(p) for p in module.parameters()}  # too much to be copied for hooks that are about batches
     with kept(module, theirs, weights, is_copy=False):
-        batch = private.before_batch_transfer(module, copied(batch))
+        batch = before_batch_transfer(module, copied(batch))
         return strategy.batch_to_device(batch, dataloader_idx=0)
 
 
@@ -79,7 +80,7 @@ def _is_users(owner: Any, hook: str) -> bool:
 
 def count_loaders(trainer: Any) -> int:
     """How many loaders the running entry point goes through one after another; asked after `peek_batch`."""
-    again = vars(private.data_source(trainer)).get("dataloader")
+    again = vars(data_source(trainer)).get("dataloader")
     return again.loaders if isinstance(again, _Again) else 1
 
 
@@ -89,11 +90,11 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _P
         return None
     before, state = generators.global_state(), _state(module, source)
     try:
-        loader = private.request_loader(namespace, source)
+        loader = request_loader(namespace, source)
     except Exception:
         state.restore()
         return None  # a hook may need what exists only once the run has begun; there it raises again, or not
-    fixed = generators.same_global_state(before) and not private.resumes(trainer)
+    fixed = generators.same_global_state(before) and not resumes(trainer)
     if not fixed:
         state.restore()
     read = read_by(source)
@@ -135,7 +136,7 @@ class _Again:
 
 
 def _count(combined: Any) -> int:
-    return len(combined.flattened) if private.mode_of(combined) == "sequential" else 1
+    return len(combined.flattened) if mode_of(combined) == "sequential" else 1
 
 
 def _combined(loaders: Any, entry: str, namespace: Namespace) -> Any:
@@ -186,7 +187,7 @@ def _peek(loader: Any, entry: str, namespace: Namespace) -> _Peeked:
 
     peeked = _Peeked(combine=lambda loaders: _combined(loaders, entry, namespace))
     combined = _combined(loader, entry, namespace)
-    sequential = private.mode_of(combined) == "sequential"
+    sequential = mode_of(combined) == "sequential"
     may_begin = entry != "predict"  # there Lightning makes DataLoaders anew, from the arguments they were made with
     batches = []
     for one in combined.flattened:

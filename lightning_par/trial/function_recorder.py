@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
+from lightning_par.private.transforms import in_functorch, is_wrapped
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
@@ -65,8 +65,8 @@ class Recorder(TorchFunctionMode):
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
         result, func = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
-        if private.in_functorch():  # its own tensors are none outside
-            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not private.is_wrapped(x)]
+        if in_functorch():  # its own tensors are none outside
+            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not is_wrapped(x)]
             self.took_by(in_transform, taken)
         else:
             self._keep(func, args, kwargs, result)

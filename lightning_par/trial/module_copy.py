@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
+from lightning_par.private.loaders import data_source
 from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
@@ -153,7 +153,7 @@ class TrainerView:
         value = _without_loading(real) if name == "estimated_stepping_batches" else getattr(real, name)
         if value is None and name in _LOADERS and _LOADERS[name] == real.state.fn.value:
             # Lightning fills it only when its loops start.
-            return getattr(vars(private.data_source(real)).get("dataloader"), "given", None)
+            return getattr(vars(data_source(real)).get("dataloader"), "given", None)
         return value
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
+from lightning_par.private.modes import no_modes
 
 _PLAIN = (bool, int, float, str)
 
@@ -100,7 +100,7 @@ class Optimizers:
 
     def _stands(self) -> tuple[list[Any], list[Any]]:
         if self._found is None:
-            with private.no_modes():
+            with no_modes():
                 optimizers, schedules = self._real()
                 if not optimizers:
                     optimizers, schedules = self._configured()

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
+from lightning_par.private.compiler import uncompiled
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import kept
 from lightning_par.sharded.tensor import OutOfSightError
@@ -133,7 +133,7 @@ def _record(
             call_start_hooks(copy, step, own_batch)
     result, stopped, refused = None, None, None
     # Compiled code would read the memory that fake tensors don't have.
-    with generators.kept(), quiet(), private.uncompiled(), recorder, context():
+    with generators.kept(), quiet(), uncompiled(), recorder, context():
         try:
             function = getattr(copy, step)
             given = own_batch if prepare is None else prepare(own_batch)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from lightning_par import private
+from lightning_par.private.process_groups import tells_of_a_lost_peer
 
 GRACE = 5.0
 """Seconds that the other ranks get to end once one has failed."""
@@ -187,9 +187,9 @@ def _failure(error: BaseException) -> _Failure:
     chain = [error]  # what led to it last
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
         chain.append(before)
-    of_another = private.tells_of_a_lost_peer(chain[-1])
+    of_another = tells_of_a_lost_peer(chain[-1])
     # A rank that fails may meet, as it cleans up, peers that have gone because of it.
-    own = error if of_another else next(one for one in chain if not private.tells_of_a_lost_peer(one))
+    own = error if of_another else next(one for one in chain if not tells_of_a_lost_peer(one))
     message = str(own) or type(own).__name__
     return _Failure(
         message if isinstance(own, ValueError) else f"{type(own).__name__}: {message}",

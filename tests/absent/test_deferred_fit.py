@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_par
-from lightning_par import private
 from lightning_par.absent.deferred import op_recorder
 from lightning_par.absent.deferred.deferred_tensor import is_deferred
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.private.storage import trim_memory
 from lightning_par.sharded import aliases
 from lightning_par.sharded.tensor import leaf
 from tests.helpers import equality
@@ -311,7 +311,7 @@ def _measured(width: int, layers: int, layout: str) -> tuple[int, ...]:
     if width > 16:
         _measured(16, 2, layout)  # imports what planning needs
         gc.collect()
-        private.trim_memory()
+        trim_memory()
     measuring = Measuring()
     strategy = _strategy(MEMORY[layout])
     trainer = Trainer(devices=max(2, SHARES[layout]), strategy=strategy, callbacks=[measuring], **QUIET)

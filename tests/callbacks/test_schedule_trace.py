@@ -19,10 +19,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import PipelineParallelStrategy, ScheduleTrace, pl, private
+from lightning_par import PipelineParallelStrategy, ScheduleTrace, pl
 from lightning_par.pipeline.plan.schedule import gives, make_schedule, needs
 from lightning_par.pipeline.run import messages
 from lightning_par.pipeline.simulate import Span, bubble, predicted_bubble, replay, simulate
+from lightning_par.private.process_groups import default_store
 from tests.helpers.pool import Pool
 
 MICROBATCHES = 4
@@ -39,7 +40,7 @@ class Clock:
     @staticmethod
     def advance(by: int = 0) -> int:
         """What it shows then."""
-        return int(private.default_store().add(f"clock of rank {dist.get_rank()}", by))
+        return int(default_store().add(f"clock of rank {dist.get_rank()}", by))
 
 
 class Layer(nn.Module):
@@ -85,7 +86,7 @@ class Clocked(messages.Messenger):
     def _store(self, way: str, *message: Any) -> tuple[Any, Any]:
         """What keeps the time of the next message with this sign, and what gives it."""
         self.count[(way, *message)] += 1
-        store, key = private.default_store(), f"{message} {self.count[(way, *message)]}"
+        store, key = default_store(), f"{message} {self.count[(way, *message)]}"
         return partial(store.set, key), partial(store.get, key)
 
 

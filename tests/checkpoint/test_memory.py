@@ -20,9 +20,9 @@ from lightning_par import (
     PipelineParallelStrategy,
     SequenceParallelStrategy,
     TensorParallelStrategy,
-    private,
 )
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.private.storage import trim_memory
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import leaf
 from tests.checkpoint.test_checkpoints import quiet
@@ -97,7 +97,7 @@ class Measuring(Callback):
         strategy: Any = trainer.strategy
         trainer.optimizers[0].zero_grad()
         gc.collect()
-        private.trim_memory()
+        trim_memory()
         for how, kind in ((False, "file"), (True, "folder")):
             strategy.save_distributed_checkpoint = how
             with watched() as peaks:
@@ -135,7 +135,7 @@ def _measured(layout: str, optimizer: str, width: int, folder: Path, kind: str |
     for name in ("file", "folder"):
         _run(layout, optimizer, 16, 2, small, name)
     gc.collect()
-    private.trim_memory()
+    trim_memory()
     return _run(layout, optimizer, width, BLOCKS[optimizer] * SHARES[layout], folder, kind)
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.pipeline.effects.effects import apply
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.private import hooks_on_all
+from lightning_par.private.module_hooks import hooks_on_all
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import SequenceCell
 from lightning_par.python_state.reachable import Reach

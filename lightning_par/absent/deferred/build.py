@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError, is_deferred
 from lightning_par.absent.deferred.materialise import make_real
 from lightning_par.absent.deferred.session import Session
+from lightning_par.private.storage import is_held
 from lightning_par.python_state import generators
 from lightning_par.sharded.identity import swappable
 
@@ -100,7 +100,7 @@ def _settle(module: nn.Module, session: Session) -> list[tuple[str, int]]:
             if len(tensors) > 1 or id(tensors[0]) not in names:
                 told.append((name, tensors[0].store.history.nbytes))
                 make_real(tensors, name)
-            elif private.is_held(tensors[0]):
+            elif is_held(tensors[0]):
                 raise UndeferrableError(f"something holds {name}, such as an autograd graph or compiled code")
     return [(name, nbytes) for name, nbytes in told if nbytes >= _TOLD]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.deferred.replay import values
+from lightning_par.private.storage import trim_memory
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.tensor import leaf
 
@@ -32,11 +32,11 @@ def materialise(module: nn.Module) -> None:
     with swappable(module.modules()):
         for name, x in _deferred_in(module):
             if freed >= _TRIM:
-                private.trim_memory()
+                trim_memory()
                 freed = 0
             freed += x.store.history.nbytes
             make_real([x], name)
-    private.trim_memory()
+    trim_memory()
 
 
 def make_real(tensors: Sequence[Deferred], name: str) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
 from lightning_par.absent.deferred.generator_draws import FILLS, Draw, ScratchDraws, draws
 from lightning_par.absent.deferred.history import Geometry, History, Op
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
 from lightning_par.absent.deferred.session import Session
+from lightning_par.private.storage import memory_of
 
 SMALL = 1 << 16  # bytes: what functions without deferred arguments make of this size is real at once
 _WRITE_WHOLE = FILLS | {"aten::fill_", "aten::zero_", "aten::copy_"}
@@ -80,9 +80,9 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     given = tree_map(lambda x: real.get(id(x), x), (args, kwargs))
     draw = Draw(inputs[0].device, kwargs.get("generator")) if draws(func) else None
     out = func(*given[0], **given[1])
-    known = {private.memory_of(real[id(x)]): x.meta for x in inputs}
+    known = {memory_of(real[id(x)]): x.meta for x in inputs}
     outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-    new = all(x.nbytes <= SMALL and private.memory_of(x) not in known for x in outputs)
+    new = all(x.nbytes <= SMALL and memory_of(x) not in known for x in outputs)
     if new and not written_by(func, args, kwargs):
         return out
     op = _op(func, args, kwargs, draw)
@@ -100,7 +100,7 @@ def _twin(x: Any, known: dict[int, Tensor]) -> Any:
         return x
     if x.layout != torch.strided or x.is_quantized:
         raise UndeferrableError(f"a tensor of layout {x.layout} is made")
-    key = private.memory_of(x)
+    key = memory_of(x)
     if key not in known:
         known[key] = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
     storage: Any = known[key].untyped_storage()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.absent.deferred.history import Constant, Geometry, Op, Ref
+from lightning_par.private.modes import no_modes
 
 
 def values(refs: Sequence[Ref]) -> list[Tensor]:
@@ -26,7 +26,7 @@ def values(refs: Sequence[Ref]) -> list[Tensor]:
     kept = {id(ref.history) for ref in refs}
     memory = _Memory()
     before = torch.get_default_dtype()
-    with torch.no_grad(), private.no_modes():
+    with torch.no_grad(), no_modes():
         try:
             for place, op in enumerate(ops):
                 if op.dtype != torch.get_default_dtype():

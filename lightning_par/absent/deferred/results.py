@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
 from lightning_par.absent.deferred.history import Constant, Geometry, History, Op, Store
 from lightning_par.absent.deferred.session import Session
 from lightning_par.mesh.digest import digest
+from lightning_par.private.storage import memory_of
 
 _COPIED = 1 << 20  # bytes: real tensors up to this size are copied, since their owner may write to them
 
@@ -94,16 +94,16 @@ def results(func: Any, op: Op, out: Any, args: Any, kwargs: Any) -> Any:
     if written and all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns):
         count = len(func._schema.returns)
         return written[0] if count == 1 else tuple(written[:count]) or None
-    stores = {private.memory_of(x.meta): x.store for x in inputs}
+    stores = {memory_of(x.meta): x.store for x in inputs}
     device = torch.device(kwargs.get("device") or (inputs[0].device if inputs else "cpu"))
     outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
     for index, x in enumerate(outputs):
-        key = private.memory_of(x)
+        key = memory_of(x)
         if key not in stores:
             history = History(x.untyped_storage().nbytes(), device, (op, index))
             op.made.append((index, history, Geometry.of(x)))
             stores[key] = Store(history)
-    return tree_map(lambda x: Deferred(stores[private.memory_of(x)], x) if isinstance(x, Tensor) else x, out)
+    return tree_map(lambda x: Deferred(stores[memory_of(x)], x) if isinstance(x, Tensor) else x, out)
 
 
 def follow_meta(x: Deferred) -> Deferred:

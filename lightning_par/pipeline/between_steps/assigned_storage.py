@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of, send_to_all
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import Weight, copied, sent
 from lightning_par.pipeline.between_steps.send_away import away_of
+from lightning_par.private.storage import is_shared, memory_of
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.rules.gather_report import user_line
 
@@ -129,8 +129,8 @@ class Replicas:
     def _note(self, key: tuple[str, object], name: str, current: Callable[[], Tensor | None], given: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             here, plain = current(), None if is_elsewhere(given) else given.data
-            memory = private.memory_of(here if here is not None and plain is None else given)
-            own = here is not None and private.memory_of(here) == memory
+            memory = memory_of(here if here is not None and plain is None else given)
+            own = here is not None and memory_of(here) == memory
             place = None if plain is None else _place(plain)
         for other in self._noted.values() if key[0] == "data" else ():
             if other.name != name and _overlap(place, other.place):
@@ -154,7 +154,7 @@ class Replicas:
         """
         of_parts, self._of_parts = self._of_parts, {}
         for name in of_parts:
-            if private.is_shared(of_parts[name]):
+            if is_shared(of_parts[name]):
                 raise NotImplementedError(
                     f"The `data` of {name!r} was set to a tensor that is kept, which has its values from then on. They "
                     f"are on another stage of the pipeline, split there over the {self._owner.in_parts[name]} axis: no "
@@ -162,7 +162,7 @@ class Replicas:
                 )
         if not self._noted:
             return
-        mine = [(self._has_memory(x), x.given is not None and private.is_shared(x.given)) for x in self._noted.values()]
+        mine = [(self._has_memory(x), x.given is not None and is_shared(x.given)) for x in self._noted.values()]
         told = self._axis.all_gather_object(mine, "weights")
         for i, (key, x) in enumerate([*self._noted.items()]):
             if told[x.source][i][0] and any(answers[i][1] for answers in told):
@@ -172,7 +172,7 @@ class Replicas:
 
     def _has_memory(self, x: _Replica) -> bool:
         here = x.current()
-        return x.given is None and here is not None and private.memory_of(here) == x.memory
+        return x.given is None and here is not None and memory_of(here) == x.memory
 
     def _send(self, x: _Replica) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -184,7 +184,7 @@ class Replicas:
 def _place(x: Tensor) -> _Place:
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) if x.numel() else -1
     start = int(x.storage_offset())
-    return private.memory_of(x), start, start + int(last)
+    return memory_of(x), start, start + int(last)
 
 
 def _overlap(a: _Place | None, b: _Place | None) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch
 from lightning_par.mesh.handshake import Meeting
@@ -25,6 +24,7 @@ from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.run.located import LocatedCall
+from lightning_par.private.module_calls import get_call
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import version_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -116,7 +116,7 @@ class Outside:
 
     def _calls(self) -> Iterator[LocatedCall]:
         for unit in self._module.modules():
-            call = private.get_call(unit)
+            call = get_call(unit)
             if isinstance(call, LocatedCall):
                 yield call
 

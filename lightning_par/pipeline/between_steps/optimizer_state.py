@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of
 from lightning_par.pipeline.between_steps.remote_weight import user_of
+from lightning_par.private.graph import in_backward
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -114,7 +114,7 @@ class JointState(MutableMapping[Any, Any]):
 
     def _states(self) -> Any:
         """Those of all stages for user code, else this rank's."""
-        shows = self.owner.shows and not private.in_backward()
+        shows = self.owner.shows and not in_backward()
         if not shows or user_of(sys._getframe(2)) is None:
             return self.own
         if self._all is None:

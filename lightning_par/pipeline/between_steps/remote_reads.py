@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
@@ -33,6 +32,7 @@ from lightning_par.pipeline.between_steps.optimizer_state import JointState
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, present
 from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.private.graph import in_backward
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -208,7 +208,7 @@ class JointGradients:
         if _for_user(frame):
             return self.of(parameter, held)
         own = frame.f_globals.get("__name__", "").startswith(_INNER)
-        if not own and is_elsewhere(parameter) and parameter.requires_grad and private.in_backward():
+        if not own and is_elsewhere(parameter) and parameter.requires_grad and in_backward():
             raise NotImplementedError(
                 f"{user_line()}: a hook that runs within backward looks at the gradient of "
                 f"{self._names[id(parameter)]!r}, which is on another stage of the pipeline. Do it in "
@@ -337,7 +337,7 @@ def _be_plain(x: Tensor) -> None:
 
 def _for_user(frame: types.FrameType) -> bool:
     """Whether the code that runs in ``frame`` is to see the gradients of all stages."""
-    if private.in_backward():  # hooks of a parameter run where it is
+    if in_backward():  # hooks of a parameter run where it is
         return False
     module = frame.f_globals.get("__name__", "")
     if not module.startswith(_INNER):

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import Elsewhere, ElsewhereError, is_elsewhere
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.run.located import is_metadata
+from lightning_par.private.graph import in_backward
+from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import user_line
@@ -77,7 +78,7 @@ class Weight:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         known = is_metadata(func, name) or name in _AS_IT_IS or name == "__format__" and args[0].ndim
-        shows = not known and cls._owner.shows and not private.in_backward()
+        shows = not known and cls._owner.shows and not in_backward()
         user = user_of(sys._getframe(1)) if shows else None
         if user is None:
             return _as_it_is(func, args, kwargs)
@@ -91,14 +92,14 @@ class Weight:
 
     @data.setter
     def data(self, value: Any) -> None:
-        if self._owner.shows and not private.in_backward() and user_of(sys._getframe(1)) is not None:
+        if self._owner.shows and not in_backward() and user_of(sys._getframe(1)) is not None:
             self._owner.replicas.set_data(self, value)
         else:
             self._plain.data.__set__(self, value)
 
     def lend_data(self, x: Tensor) -> bool:
         """``x.data = self`` of a plain ``x``, by `private.replace_data_setter`; whether that is done."""
-        lends = self._owner.shows and not private.in_backward() and user_of(sys._getframe(3)) is not None
+        lends = self._owner.shows and not in_backward() and user_of(sys._getframe(3)) is not None
         if lends:
             self._owner.replicas.lend(x, self)
         return lends or (isinstance(self, Elsewhere) and Elsewhere.lend_data(self, x))
@@ -258,7 +259,7 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         if not isinstance(x, Weight):
             return x
         values = sent(owner, name, x)
-        wholes[private.memory_of(values)] = x, values
+        wholes[memory_of(values)] = x, values
         return values
 
     stays = _stays_in_parts(owner, func, args, kwargs)
@@ -270,7 +271,7 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # what is written into a copy would be lost
     strided = [x for x in tensors_in(result) if x.layout == torch.strided]
-    memories = {private.memory_of(x) for x in strided}
+    memories = {memory_of(x) for x in strided}
     if len(memories) != 1 or not memories <= wholes.keys():  # no view, or views of several
         return map_tensors(_unlinked, result) if links else result
     base, values = wholes[memories.pop()]

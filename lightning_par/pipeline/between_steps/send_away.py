@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.absent.elsewhere import Elsewhere, Origin, sharding_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, kinds_at, send_to_all, wanted_of
+from lightning_par.private.modules import is_persistent, weight_norms
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
@@ -97,7 +97,7 @@ def send_away(module: nn.Module, placement: Placement, axis: Axis) -> None:
                 origin = Origin(name, placement.holders[name], axis, sharding_of(x))
                 become(x, away_of(x, origin), name)
     for m in module.modules():
-        for norm in private.weight_norms(m):
+        for norm in weight_norms(m):
             if isinstance(getattr(m, f"{norm.name}_v"), Elsewhere):  # nor what was computed of it
                 setattr(m, norm.name, torch.empty_like(getattr(m, norm.name), device="meta"))
 
@@ -157,7 +157,7 @@ def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
 def _described(module: nn.Module, name: str, x: Tensor) -> tuple[Any, ...]:
     owner, _, own = name.rpartition(".")
     kind = None if isinstance(x, ShardedTensor) else kind_of(x)
-    return kind, x.device.type, private.is_persistent(module.get_submodule(owner), own)
+    return kind, x.device.type, is_persistent(module.get_submodule(owner), own)
 
 
 def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:

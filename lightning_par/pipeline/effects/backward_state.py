@@ -14,12 +14,12 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.mesh.batch_broadcast import Known
 from lightning_par.mesh.broadcast import kinds_at, send_to_all, wanted_of
 from lightning_par.pipeline.effects.unit_python_state import Changed, InnerState, Told
 from lightning_par.pipeline.run.delivery import Turn, called_before, deliver_in_turn
 from lightning_par.pipeline.run.located import Program
+from lightning_par.private.graph import at_end_of_backward
 from lightning_par.python_state.changes import MappingChange, as_it_is
 from lightning_par.python_state.snapshot import Snapshot
 
@@ -155,7 +155,7 @@ class InBackward:
         self._look()
         self._turn = self._due = self._program.stages - 1
         self._own = self._told_any = False
-        private.at_end_of_backward(self._end_turns)
+        at_end_of_backward(self._end_turns)
 
     def _take_turn(self, stage: int) -> None:
         self._end_turn()

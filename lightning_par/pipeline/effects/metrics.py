@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_par import private
 from lightning_par.pipeline.run.located import Run
+from lightning_par.private.modes import no_modes
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 Around = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -78,7 +78,7 @@ class MetricStandIns:
             key = (id(metric), method, tuple((tuple(x.shape), x.dtype) for x in tensors))
             # Disabled, the located values of a step are not asked for and the run counts no events.
             trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            with private.no_modes():
+            with no_modes():
                 if key not in self._known:
                     self._known[key] = value_like(metric, method, args, kwargs)
                 value = map_tensors(lambda x: x.detach().clone(), self._known[key])
@@ -92,7 +92,7 @@ def value_like(metric: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
 
     It requires a gradient where the metric's own value would.
     """
-    with private.no_modes():
+    with no_modes():
         return None if method == "update" else _found(metric, method, args, kwargs)
 
 

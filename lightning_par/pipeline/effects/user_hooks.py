@@ -6,9 +6,16 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
+from lightning_par.private.leaf_hooks import number_of_leaf_hooks
+from lightning_par.private.module_hooks import (
+    backward_hooks_on_all,
+    has_hooks,
+    hooks_on_all,
+    number_of_backward_hooks,
+    number_of_hooks,
+)
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 
 _ADVICE = "Register and remove hooks on all ranks alike, and let one rank alone use what they keep."
@@ -96,16 +103,10 @@ class Hooks:
 
     def now(self) -> tuple[tuple[str, int], ...]:
         """The modules that have some now, with their number."""
-        found = [
-            (name, private.number_of_hooks(m)) for name, m, within in self._modules if within and private.has_hooks(m)
-        ]
-        found += [
-            (f"the backward of {name}", n) for name, m, _ in self._modules if (n := private.number_of_backward_hooks(m))
-        ]
-        found += [
-            (f"the parameter {name}", n) for name, p in self._parameters if (n := private.number_of_leaf_hooks(p))
-        ]
-        everywhere, backwards = len(private.hooks_on_all()), len(private.backward_hooks_on_all())
+        found = [(name, number_of_hooks(m)) for name, m, within in self._modules if within and has_hooks(m)]
+        found += [(f"the backward of {name}", n) for name, m, _ in self._modules if (n := number_of_backward_hooks(m))]
+        found += [(f"the parameter {name}", n) for name, p in self._parameters if (n := number_of_leaf_hooks(p))]
+        everywhere, backwards = len(hooks_on_all()), len(backward_hooks_on_all())
         found += [("all modules", everywhere)] * (everywhere > backwards)
         return (*found, *[("the backward of all modules", backwards)] * bool(backwards))
 

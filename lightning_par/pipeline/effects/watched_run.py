@@ -14,12 +14,14 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from lightning_par import private
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.located import LocatedCall
+from lightning_par.private.leaf_hooks import hooks_of
+from lightning_par.private.module_calls import get_call
+from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
 from lightning_par.python_state.mutable_objects import Cell
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -70,9 +72,7 @@ class Watch:
         self._snapshot: Snapshot | None = None
         self._stand_ins = MetricStandIns()
         self._spares, self._spares_of_batch = Spares(), Spares()
-        self.units = [
-            path for path, m in lightning_module.named_modules() if isinstance(private.get_call(m), LocatedCall)
-        ]
+        self.units = [path for path, m in lightning_module.named_modules() if isinstance(get_call(m), LocatedCall)]
         self._inner: list[tuple[str, nn.Module]] = []
         self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
         self._holders = HookHolders(lightning_module)
@@ -141,7 +141,7 @@ class Watch:
     def widen(self, units: Collection[str]) -> None:
         """Look at what the code of these units and their hooks reaches, too; it is the same for all runs of a step."""
         inner = [m for path in sorted(units) for m in self._within(path)]
-        found = (*units, *private.hooks_on_all(), *(hook for _, m in inner for hook in private.hooks_on(m)))
+        found = (*units, *hooks_on_all(), *(hook for _, m in inner for hook in hooks_on(m)))
         if len(found) != len(self._widened) or any(a is not b and a != b for a, b in zip(found, self._widened)):
             self._widened, self._inner, self._snapshot = found, inner, None
 
@@ -170,7 +170,7 @@ class Watch:
         snapshot = self._walked({key: name for key, name in self._units.items() if key not in within}, hooks)
         own = set(snapshot.add_units(inner))
         for name, p in self.lightning_module.named_parameters() if parameters else ():
-            for n, hook in enumerate(hook for hooks in private.hooks_of(p) for hook in hooks.values()):
+            for n, hook in enumerate(hook for hooks in hooks_of(p) for hook in hooks.values()):
                 snapshot.add(f"hook {n} of {name}", hook)
         return snapshot, own
 
@@ -207,7 +207,7 @@ class Watch:
         for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
             snapshot.add(kind.__qualname__, kind)
         for name, m in self._inner:
-            for n, hook in enumerate(private.hooks_on(m)):
+            for n, hook in enumerate(hooks_on(m)):
                 snapshot.add(f"hook {n} of {name}", hook)
         within = {name: m for name, m in self.lightning_module.named_modules() if id(m) in self._units}
         snapshot.cells[ModesCell.NAME] = ModesCell(within)
@@ -253,7 +253,7 @@ class Watch:
 def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
     """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
     named = unit.named_modules(prefix=path)
-    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or private.hooks_on(m)]
+    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or hooks_on(m)]
 
 
 LENT = "argument "
@@ -263,11 +263,11 @@ LENT = "argument "
 def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequence[nn.Module] = ()) -> Snapshot | None:
     """All that code which runs in a unit reaches, modules ``lent`` to it too; None if none of it is the user's."""
     inner = users_within(unit, path, packages)
-    if not inner and not private.hooks_on_all():
+    if not inner and not hooks_on_all():
         return None
     state = Snapshot([], packages)
     for name, m in inner:
-        for n, hook in enumerate(private.hooks_on(m)):
+        for n, hook in enumerate(hooks_on(m)):
             state.add(f"hook {n} of {name}", hook)
     state.add_units(inner)
     state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.pipeline.plan.units import ModuleCall
+from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -88,6 +88,6 @@ def nbytes_of(args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _memory(x: Tensor) -> Any:
-    if x.layout != torch.strided or private.in_functorch():  # a transform's tensors don't tell
+    if x.layout != torch.strided or in_functorch():  # a transform's tensors don't tell
         return id(x)
     return StorageWeakRef(x.untyped_storage())

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.transforms import in_functorch
 
 _MUCH = 4096  # elements
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -41,7 +41,7 @@ def words_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any, ...
 
     def word(x: Any) -> Any:
         large = isinstance(x, (Tensor, np.ndarray)) and math.prod(x.shape) > _MUCH
-        hidden = isinstance(x, Tensor) and private.in_functorch()  # what a transform wraps has no storage
+        hidden = isinstance(x, Tensor) and in_functorch()  # what a transform wraps has no storage
         return tuple(x.shape) if large or hidden else _content(x, is_located)
 
     return tuple(map(word, tree_leaves(value)))

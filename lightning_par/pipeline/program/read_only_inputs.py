@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_par import private
 from lightning_par.pipeline.run.located import writes_into
+from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
@@ -72,6 +72,6 @@ class Lent:
 def memory_of(x: Tensor) -> StorageWeakRef | None:
     """What says whether two tensors share memory; None for tensors that are not strided, or a transform's."""
     x = x.local if isinstance(x, ShardedTensor) else x
-    if x.layout != torch.strided or private.in_functorch():
+    if x.layout != torch.strided or in_functorch():
         return None
     return StorageWeakRef(x.untyped_storage())

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.located import Key
-from lightning_par.private import TorchDispatchMode
+from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 

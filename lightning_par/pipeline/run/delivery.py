@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import private
+from lightning_par.private.leaf_hooks import put_hooks, take_hooks
 
 
 class _Deliver(torch.autograd.Function):
@@ -104,7 +104,7 @@ def gradients_apart(parameters: Sequence[Tensor], order: list[int] | None = None
         parameters: leaves.
         order: gets the ids of the parameters as they get the last of their gradients.
     """
-    kept = [(p, p.grad, private.take_hooks(p)) for p in parameters]
+    kept = [(p, p.grad, take_hooks(p)) for p in parameters]
     noted = [] if order is None else [p.register_post_accumulate_grad_hook(partial(_note, order)) for p in parameters]
     for p in parameters:
         p.grad = None
@@ -115,4 +115,4 @@ def gradients_apart(parameters: Sequence[Tensor], order: list[int] | None = None
             handle.remove()
         for p, grad, hooks in kept:
             p.grad = grad
-            private.put_hooks(hooks)
+            put_hooks(hooks)

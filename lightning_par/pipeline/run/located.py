@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_par import private
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
+from lightning_par.private.modes import innermost_mode
+from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.in_place import writes
 from lightning_par.sharded.tensor import ShardedTensor
@@ -266,7 +267,7 @@ class Run(TorchFunctionMode):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Functions inside, which are no events, do not even meet the run; under a mode of the user's they still do."""
-        alone = private.innermost_mode() is self
+        alone = innermost_mode() is self
         if alone:
             super().__exit__(None, None, None)
         try:
@@ -356,7 +357,7 @@ class LocatedCall:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = module
-        self.original = private.plain_call(module)
+        self.original = plain_call(module)
         self.outside: Callable[..., Any] | None = None
         """Takes calls while no run is on; see `lightning_par.pipeline.between_steps.module_calls`."""
 
@@ -379,12 +380,12 @@ def intercept_units(module: nn.Module, units: tuple[str, ...]) -> None:
     """Let calls of the ``units`` of ``module`` ask the run that is on."""
     for path in units:
         unit = module.get_submodule(path)
-        private.set_call(unit, LocatedCall(path, unit))
+        set_call(unit, LocatedCall(path, unit))
 
 
 def release_units(module: nn.Module) -> None:
     """Undo `intercept_units`."""
     for unit in module.modules():
-        call = private.get_call(unit)
+        call = get_call(unit)
         if isinstance(call, LocatedCall):
-            private.reset_call(unit, call.original)
+            reset_call(unit, call.original)

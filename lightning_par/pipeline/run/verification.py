@@ -20,7 +20,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.trial.analysis_copy import cloned
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
-from lightning_par.private import TorchDispatchMode
+from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot

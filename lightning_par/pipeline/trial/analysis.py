@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.metrics import value_like
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
@@ -38,6 +37,8 @@ from lightning_par.pipeline.trial.placeholders import read_placeholder
 from lightning_par.pipeline.trial.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import Handed, UnitError, maker_of
 from lightning_par.pipeline.trial.unit_trial import acts_plainly
+from lightning_par.private.module_hooks import number_of_backward_hooks
+from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.changes import as_it_is, stored_by
 from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.python_state.snapshot import Snapshot, plainly
@@ -211,7 +212,7 @@ class Analysis(FakeRun):
         return None if sets else result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.closure is not None and private.in_functorch():
+        if self.closure is not None and in_functorch():
             for x in tensors_in((args, kwargs)):
                 self._close_over(x, self.closure)
         return super()._run(func, args, kwargs)
@@ -480,7 +481,7 @@ class Analysis(FakeRun):
     def refuse_backward_hooks(self, modules: Iterable[nn.Module]) -> None:
         """Raises NotImplementedError where the step has registered hooks on the gradients of ``modules``."""
         for m in modules:
-            if private.number_of_backward_hooks(m) > self.hooks_on_gradients.get(m, 0):
+            if number_of_backward_hooks(m) > self.hooks_on_gradients.get(m, 0):
                 raise NotImplementedError(
                     f"The step registers a hook on the gradients of a {type(m).__name__}. The ranks of a pipeline "
                     "have to know of it before: register it in on_fit_start or __init__, or use TensorParallelStrategy."

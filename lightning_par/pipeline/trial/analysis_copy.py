@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_par import private
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.private.module_calls import plain_call, set_call
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
@@ -72,7 +72,7 @@ class _Traced:
 
     def __init__(self, path: str, module: nn.Module, run: Analysis) -> None:
         self.path, self.run = path, run
-        self.original = private.plain_call(module)
+        self.original = plain_call(module)
         self.numel = sum(p.numel() for p in module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,9 +91,9 @@ def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[in
         if _is_metric(module):
             _listen_to_metric(module)
         elif path in homes:
-            private.set_call(module, LocatedCall(path, module))
+            set_call(module, LocatedCall(path, module))
         elif traced and path:
-            private.set_call(module, _Traced(path, module, run))
+            set_call(module, _Traced(path, module, run))
 
 
 def _listen_to_metric(metric: nn.Module) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.pipeline.trial.fake_step import FakeRun
-from lightning_par.private import TorchDispatchMode
+from lightning_par.private.modes import TorchDispatchMode
+from lightning_par.private.module_hooks import has_hooks, hooks_on_all
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.rules.part_trial import LOUD, MISSING, REPEATED, Refused
@@ -49,8 +49,8 @@ def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: A
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if (
         not given  # in an object of its own, or by the module itself
-        or any(map(private.has_hooks, inner))
-        or private.hooks_on_all()
+        or any(map(has_hooks, inner))
+        or hooks_on_all()
         or not all(x.is_floating_point() or x.dtype == torch.bool for x in given)  # whole numbers would be 0 and 1
         or sum(p.numel() for p in module.parameters()) > _MOST
     ):

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_par import private
 from lightning_par.mesh.digest import digest
 from lightning_par.pipeline.trial.code_attributes import FEW, Number
+from lightning_par.private.modes import no_modes
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.pointwise import BY_ENTRY
 
@@ -51,7 +51,7 @@ def told_to(
 
 def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """What plain tensors say that a unit may decide by: few numbers, in words since NaN equals no NaN, or a hash."""
-    with private.no_modes():
+    with no_modes():
         plain = [x for x in tensors if type(x) is Tensor and not x.is_meta]  # weights may be on another rank
         return tuple(repr(x.tolist()) if x.numel() <= FEW else int(digest(x)) for x in plain)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_par import private
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.method_calls import UnitState
@@ -32,6 +31,7 @@ from lightning_par.pipeline.trial.analysis import Analysis, Layouts
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import DRAWS, standing_in
+from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
@@ -67,7 +67,7 @@ def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | 
         refuse_aftereffects(run, partial(_run_apart, step, stages, run), microbatches)
         _follow_numbers(step, stages, None, run)
         hooked = run.hooked or run.recomputes and bool(run.keeping or run.regions)
-        backwards = any(map(private.number_of_backward_hooks, step.module.modules())) or private.backward_hooks_on_all()
+        backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
         return replace(  # what units keep, the next ones go by
             make_program(step, run, result, 1, {}, in_order=bool(run.keeping or hooked or backwards)),
             patterns=run.guesses.patterns,
@@ -78,13 +78,13 @@ def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | 
             made=run.made,
         )
     for name, module in step.module.named_modules() if step.grad else ():
-        if private.number_of_backward_hooks(module) or private.backward_hooks_on_all():
+        if number_of_backward_hooks(module) or backward_hooks_on_all():
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = axis or MicrobatchAxis(microbatches, 0)
     whole, _ = _analyse(step, stages, None, {}, keeps=True)
     refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
     for path, place in whole.keeping.items():
-        if any(map(private.has_hooks, step.module.get_submodule(path).modules())) or private.hooks_on_all():
+        if any(map(has_hooks, step.module.get_submodule(path).modules())) or hooks_on_all():
             error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
             error.unit = path
             raise error
@@ -224,7 +224,7 @@ def _run(
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
     intercept_calls(copy, run, stages.homes, traced)
-    run.hooks_on_gradients = {m: n for m in copy.modules() if (n := private.number_of_backward_hooks(m))}
+    run.hooks_on_gradients = {m: n for m in copy.modules() if (n := number_of_backward_hooks(m))}
     listen(copy, run)
     units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps and sight is None else None
     if units is not None:

@@ -19,8 +19,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.graph import node_of
+from lightning_par.private.module_hooks import marks_module_ends
+from lightning_par.private.storage import replace_data_setter
+from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
 from lightning_par.sharded.patches import module_hooks, transforms
 from lightning_par.sharded.random_streams import streams
@@ -44,7 +47,7 @@ def install() -> None:
         _intercept_functions()
         _intercept_checkpoint()
         transforms.install()
-        private.replace_data_setter(_take_data)
+        replace_data_setter(_take_data)
         module_hooks.install()
 
 
@@ -78,7 +81,7 @@ def _loses_gradient(x: Any) -> bool:
 
     Autograd then knows the tensor that stands for all parts; what is computed with this rank's part is lost to it.
     """
-    return type(x) is ShardedTensor and x.grad_fn is None and private.node_of(x) is not None
+    return type(x) is ShardedTensor and x.grad_fn is None and node_of(x) is not None
 
 
 class _Whole(torch.autograd.Function):
@@ -95,7 +98,7 @@ class _Whole(torch.autograd.Function):
 
 def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``cls.apply(*args)``, of which no torch function tells."""
-    if private.marks_module_ends(cls):
+    if marks_module_ends(cls):
         return module_hooks.on_parts(functools.partial(apply, cls), args)
     views = [x for x in tree_leaves(args) if isinstance(x, ShardedTensor)]
     if views and views[0].axis.by_sample:
@@ -112,7 +115,7 @@ def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if cls.__module__.startswith(_LINEAR):
         result = apply(cls, *args, **kwargs)
     else:
-        axes = gradient_shares.active() if torch.is_grad_enabled() and not private.in_functorch() else ()
+        axes = gradient_shares.active() if torch.is_grad_enabled() and not in_functorch() else ()
         result = _watched(apply, cls, args, kwargs, axes) if axes or views else apply(cls, *args, **kwargs)
     return call.cut(result, wholes) if views else result
 

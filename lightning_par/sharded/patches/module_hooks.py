@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par import private
+from lightning_par.private.module_hooks import BackwardHook, replace_backward_hook
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sharded import backward_reach, gradient_shares
 from lightning_par.sharded.tensor import ShardedTensor
@@ -20,7 +20,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 
 def install() -> None:
     """Let modules make their backward hooks here, once per process. Nothing changes for plain tensors elsewhere."""
-    private.replace_backward_hook(_Hook)
+    replace_backward_hook(_Hook)
 
 
 def refuse_partial_hooks(module: nn.Module) -> None:
@@ -70,7 +70,7 @@ class _Seen:
         )
 
 
-class _Hook(private.BackwardHook):  # type: ignore[misc]
+class _Hook(BackwardHook):  # type: ignore[misc]
     """Torch's, whose user hooks are given what the user knows."""
 
     def __init__(self, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par import private
+from lightning_par.private.modes import innermost_mode
+from lightning_par.private.transforms import in_functorch, outside_transforms, transforms, without_saved_tensors_hooks
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.aliases import innermost
 from lightning_par.sharded.rules.alias import Alias
@@ -28,7 +29,7 @@ TRANSFORMS: set[Callable[..., Any]] = set()
 
 def install() -> None:
     """Install the interceptions; to be called once per process."""
-    for module, name, public in private.transforms():
+    for module, name, public in transforms():
         wrap = _unshared if public is torch.autograd.grad else _handed_whole
         setattr(module, name, wrap(getattr(module, name), public))
 
@@ -45,7 +46,7 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
 
         if ends and Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
             return Run.current.__torch_function__(call, (), args, kwargs)
-        recorder = private.innermost_mode()
+        recorder = innermost_mode()
         if isinstance(recorder, Recorder):
             recorder.took_by(public, (args, kwargs))
         given = tree_leaves((args, kwargs))
@@ -55,11 +56,11 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
         if not views:
             return run(*args, **kwargs)
         announce_gather(public, views)
-        with private.outside_transforms():
+        with outside_transforms():
             wholes = {id(x): x.full_tensor() for x in views}
         args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
         result = run(*args, **kwargs)
-        again = ends and any(map(moves, views)) and not private.in_functorch()
+        again = ends and any(map(moves, views)) and not in_functorch()
         # A function that vjp returns takes whole gradients of the whole result.
         return sharded_again(result, views) if again and not any(map(callable, tree_leaves(result))) else result
 
@@ -72,7 +73,7 @@ def _unhooked(entry: Callable[..., Any]) -> Callable[..., Any]:
     """``entry``, which refuses to run where something is done to what is saved for backward."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with private.without_saved_tensors_hooks():
+        with without_saved_tensors_hooks():
             return entry(*args, **kwargs)
 
     return run

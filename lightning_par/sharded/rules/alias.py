@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lightning_par import private
+from lightning_par.private.storage import memory_of
+from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.aliases import Memory, innermost
 from lightning_par.sharded.rules.gather_report import name_of, user_line
 from lightning_par.sharded.rules.in_place import targets
@@ -56,7 +57,7 @@ def kept(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given = {id(x._innermost): x for x in tensors if type(x) is Alias}
     if given:
         args, kwargs = tree_map(lambda x: x._innermost if type(x) is Alias else x, (args, kwargs))
-    if private.in_functorch():
+    if in_functorch():
         return run(func, args, kwargs)
     known = {id(x): (x, memory) for x in map(innermost, tensors) if (memory := Memory.of(x)) is not None}
     for _, memory in known.values():
@@ -77,8 +78,8 @@ def kept(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _as_viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """``result``, of which what is a copy on one device is one."""
     leaves, spec = tree_flatten(result)
-    memory = private.memory_of(args[0])
-    views = [number for number, x in enumerate(leaves) if type(x) is Tensor and private.memory_of(x) == memory]
+    memory = memory_of(args[0])
+    views = [number for number, x in enumerate(leaves) if type(x) is Tensor and memory_of(x) == memory]
     strides = viewed(func, args[0], args[1:], kwargs) if views else None
     if strides is None or len(strides) != len(leaves):
         return result

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_par import private
 from lightning_par.mesh import collectives
+from lightning_par.private.storage import memory_of
+from lightning_par.private.transforms import outside_transforms
 from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.gather_report import name_of, on_gather, user_line
 from lightning_par.sharded.rules.in_place import targets
@@ -73,12 +74,12 @@ class GatheredCall:
 
     def cut(self, result: Any, wholes: dict[int, Tensor]) -> Any:
         """Its ``result``, sharded again where it can be; views of the ``wholes``, by their ids, are noted as copies."""
-        memories = {private.memory_of(wholes[id(x)]): x for x in self.views if x.axis.size > 1}
+        memories = {memory_of(wholes[id(x)]): x for x in self.views if x.axis.size > 1}
         given = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
         leaves, spec = tree_flatten(result)
         for number, x in enumerate(leaves):
             if isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and all(x is not other for other in given):
-                source = memories.get(private.memory_of(x))
+                source = memories.get(memory_of(x))
                 leaves[number] = again = sharded_again(x, self.views)
                 if source is not None and self._is_view(number, source, again):
                     self._note(number, source, wholes[id(source)], again)
@@ -132,7 +133,7 @@ def run_in_transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         )
     views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
     announce_gather(func, views)
-    with private.outside_transforms():
+    with outside_transforms():
         wholes = {id(x): full(x) for x in views}
     whole_args, whole_kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
     return func(*whole_args, **whole_kwargs)
@@ -166,7 +167,7 @@ def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:
         return x
     part = collectives.scatter(x, dim, positions, lead.axis)
     # What lies in one piece is cut as a view, which nobody could write into.
-    shares = private.memory_of(aliases.innermost(part)) == private.memory_of(aliases.innermost(x))
+    shares = memory_of(aliases.innermost(part)) == memory_of(aliases.innermost(x))
     return ShardedTensor(part.clone() if shares else part, dim, positions, lead.axis)
 
 

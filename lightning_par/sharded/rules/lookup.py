@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par import private
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases, tensor_names
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.rules import several_axes, stored_weights
@@ -85,7 +85,7 @@ def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if stored_weights.gather is not None and not private.in_functorch():
+    if stored_weights.gather is not None and not in_functorch():
         call = stored_weights.with_whole(func, args, kwargs)
         if call is not None:
             return call.run()
@@ -96,7 +96,7 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `dispatch`, where the arguments are sharded over one axis alone."""
-    if _rule_of(func) is not _metadata and private.in_functorch():
+    if _rule_of(func) is not _metadata and in_functorch():
         return run_in_transform(func, args, kwargs)
     result = on_parts(func, args, kwargs)
     return run_whole(func, args, kwargs) if result is NotImplemented else result

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from lightning_par import private
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 Strides = tuple[int, ...]
@@ -77,7 +77,7 @@ def follows_or_copies(rule: Callable[..., Any]) -> Callable[..., Any]:
         found = viewed(func, x, args, kwargs)
         if found is None or len(found) != 1:
             return out
-        if found[0] is None and private.memory_of(out._innermost) == private.memory_of(x._innermost):
+        if found[0] is None and memory_of(out._innermost) == memory_of(x._innermost):
             return out.with_local(out._local.clone())
         out._strides = found[0]
         return out
@@ -117,4 +117,4 @@ def _tried(func: Any, shape: Any, strides: Strides, args: Any, kwargs: Any) -> t
         x = torch.empty_strided(shape, strides, device="meta")
         out = func(x, *args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        return tuple(tuple(y.stride()) if private.memory_of(y) == private.memory_of(x) else None for y in outs)
+        return tuple(tuple(y.stride()) if memory_of(y) == memory_of(x) else None for y in outs)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_par import PipelineParallelStrategy, ScheduleTrace, ledger, private
+from lightning_par import PipelineParallelStrategy, ScheduleTrace, ledger
 from lightning_par.pipeline.simulate import bubble, replay
+from lightning_par.private.process_groups import default_store
 from tests.helpers.pool import Pool
 from tests.tensor.test_counts import Counted
 from tests.tensor.test_counts import V as V_EXAMPLE
@@ -42,7 +43,7 @@ alive: weakref.WeakSet[Saved] = weakref.WeakSet()
 
 def peak(now: int) -> int:
     """The most so far; it is in the store where ranks meet: what a step changes elsewhere in Python counts once."""
-    store, key = private.default_store(), f"most saved on rank {dist.get_rank()}"
+    store, key = default_store(), f"most saved on rank {dist.get_rank()}"
     so_far = store.add(key, 0)
     return store.add(key, max(0, now - so_far))
 
@@ -103,7 +104,7 @@ class Books(L.Callback):
         self.moved = self.context.__enter__()
         gc.collect()
         peak(0)
-        private.default_store().delete_key(f"most saved on rank {dist.get_rank()}")
+        default_store().delete_key(f"most saved on rank {dist.get_rank()}")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         self.context.__exit__(None, None, None)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_par import private
 from lightning_par.mesh.axis import Axis, Kind
 from lightning_par.mesh.layout import Layout, make_groups, make_message_groups
 from lightning_par.mesh.ledger import Transfer, ledger
 from lightning_par.pipeline.run.messages import Messenger
+from lightning_par.private.process_groups import tells_of_a_lost_peer
 from tests.helpers.pool import Pool, RanksFailedError
 
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def _talk_to_the_dead() -> None:
     messenger.send(torch.ones(10**6), 1, "forward", 0)
     with pytest.raises(RuntimeError, match="Receiving gradients of activations from pipeline rank 1 failed") as caught:
         messenger.start_recv((4,), torch.float32, 1, "backward", 0)()
-    assert private.tells_of_a_lost_peer(caught.value.__cause__)
+    assert tells_of_a_lost_peer(caught.value.__cause__)
     with pytest.raises(RuntimeError, match="Sending activations to pipeline rank 1 failed"):
         messenger.finish()
     late = Messenger(messenger._axis, CPU)

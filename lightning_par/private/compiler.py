@@ -1,0 +1,40 @@
+"""What ``torch.compile`` made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_uncompiled: list[Any] = []  # one for each context that is entered, of whatever thread
+
+
+_stance = threading.Lock()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what the user has compiled runs as it is written. Nothing has been compiled where torch's compiler was
+    never imported, which takes seconds; that can be seen by its private name alone."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _stance:
+        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _stance:
+            stance = _uncompiled.pop()
+            if not _uncompiled:
+                stance.__exit__(None, None, None)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` made of another; its class has no public name."""
+    return type(module).__module__ == "torch._dynamo.eval_frame"

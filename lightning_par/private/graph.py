@@ -1,0 +1,51 @@
+"""Autograd's graph: its nodes, and the backward that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that is running now has ended; must be called from within one of its hooks.
+
+    A ``loss.backward()`` of the user's own passes no hook of Lightning. FSDP2 and DDP use the same call.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def accumulates(node: Any) -> bool:
+    """Whether a node of a graph is the end of it, which adds to the gradient of a leaf, its ``variable``.
+
+    No public function says which leaves a backward will reach.
+    """
+    return type(node) is torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def is_of_package(node: Any) -> bool:
+    """Whether a node of a graph belongs to an autograd function of this package; a node hides whose it is."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.startswith("lightning_par.")
+
+
+def gathers(node: Any) -> Tensor | None:
+    """The part of a stored weight of which a node of a graph is the gathered whole, or None."""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None or not getattr(function, "gathers_a_weight", False):
+        return None
+    part: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return part
+
+
+def node_of(x: Tensor) -> Any:
+    """The node of autograd's graph that made ``x`` itself, whatever its class says of ``grad_fn``."""
+    attribute: Any = torch._C.TensorBase.grad_fn
+    return attribute.__get__(x)
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread, as in a hook of a tensor."""
+    return torch._C._current_graph_task_id() != -1

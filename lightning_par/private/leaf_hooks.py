@@ -1,0 +1,44 @@
+"""Hooks on the gradient of a leaf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.private.module_hooks import users_of
+
+
+def hooks_of(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The user's hooks of a leaf: those that see its gradient, those that run once it is in ``.grad``.
+
+    The dicts are the leaf's own, from which the handles that the user was given remove them.
+    """
+    before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    return {} if before is None else before, {} if after is None else after
+
+
+def set_hooks(leaf: Tensor, hooks: tuple[dict[int, Any], dict[int, Any]]) -> None:
+    """Let ``leaf`` run the hooks in these dicts: ``swap_tensors`` leaves them with the object, which no longer asks."""
+    leaf._backward_hooks, leaf._post_accumulate_grad_hooks = (each or None for each in hooks)  # type: ignore[assignment]
+
+
+def take_hooks(leaf: Tensor) -> list[tuple[Any, Any]]:
+    """Take the user's hooks off a leaf, for a while; torch can only remove a hook by the handle it gave away."""
+    taken = []
+    for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+        if hooks:
+            taken.append((hooks, hooks.copy()))
+            hooks.clear()
+    return taken
+
+
+def put_hooks(taken: list[tuple[Any, Any]]) -> None:
+    """Put back what `take_hooks` took."""
+    for hooks, content in taken:
+        hooks.update(content)
+
+
+def number_of_leaf_hooks(leaf: Tensor) -> int:
+    """How many hooks of the user's see the gradient of ``leaf``."""
+    return len(users_of(leaf._backward_hooks)) + len(users_of(leaf._post_accumulate_grad_hooks))

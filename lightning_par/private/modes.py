@@ -1,0 +1,29 @@
+"""Modes, which see each torch function or each operation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # has no public home
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def innermost_mode() -> Any:
+    """The mode that torch functions meet first, if there is one; torch has no public way to look at it."""
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode()
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """No mode sees what is done inside: neither those of torch functions nor those that make tensors fake."""
+    with torch._C.DisableTorchFunction():
+        if not torch._C._len_torch_dispatch_stack():  # the next line costs some time
+            yield
+            return
+        with _disable_current_modes():
+            yield

@@ -1,0 +1,32 @@
+"""What the call of a module runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What ``module(...)`` runs now: the user's compiled call, or forward with its hooks."""
+    compiled = module._compiled_call_impl
+    return module._call_impl if compiled is None else compiled  # type: ignore[return-value]
+
+
+def set_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call``, hooks and all left to it. `nn.Module.compile` uses the same attribute, which
+    copies and pickles of the module leave behind; a replaced ``forward`` would be in them, and run the user's hooks."""
+    module.__dict__["_compiled_call_impl"] = call
+
+
+def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What `set_call` set."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def reset_call(module: torch.nn.Module, before: Callable[..., Any]) -> None:
+    """Undo `set_call`; ``before`` is what `plain_call` gave."""
+    module.__dict__.pop("_compiled_call_impl", None)
+    if before != module._call_impl:
+        module.__dict__["_compiled_call_impl"] = before

@@ -1,0 +1,96 @@
+"""Hooks on the calls of modules and on the gradients there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.utils.hooks
+from torch import nn
+
+BackwardHook = torch.utils.hooks.BackwardHook
+"""What a module makes of its full backward hooks at each call."""
+
+
+def replace_backward_hook(kind: type) -> None:
+    """Let modules make a ``kind`` of `BackwardHook`; torch offers no other place to see what their hooks are given."""
+    torch.nn.modules.module.BackwardHook = kind  # type: ignore[misc,assignment]
+
+
+def marks_module_ends(function: Any) -> bool:
+    """Whether an autograd function is the one by which `BackwardHook` finds a module's inputs and outputs again."""
+    return function is torch.nn.modules._functions.BackwardHookFunction
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether user code runs when ``module`` is called, beside its forward; torch has no public word for it."""
+    return number_of_hooks(module) > 0
+
+
+def hooks_on_all() -> list[Callable[..., Any]]:
+    """The user's hooks on the calls of all modules there are, and on gradients there; torch can only register them."""
+    from torch.nn.modules import module
+
+    forward = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
+    return [*forward, *backward_hooks_on_all()]
+
+
+def number_of_hooks(module: nn.Module) -> int:
+    """How many hooks of the user's see calls of ``module``."""
+    return len(users_of(module._forward_hooks)) + len(users_of(module._forward_pre_hooks))
+
+
+def users_of(hooks: dict[int, Any] | None) -> list[Any]:
+    """Those that are not ours, which sync or gather; what we wrap around a user's has it as ``of_user``."""
+    found = [*hooks.values()] if hooks else []
+    names = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in found]
+    return [x for x, name in zip(found, names) if not name.startswith("lightning_par.") or hasattr(x, "of_user")]
+
+
+def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:
+    """The user's hooks on ``module``, of its calls and of gradients."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in kinds for hook in users_of(hooks)]
+
+
+def handles_made() -> int:
+    """How many handles of hooks there were so far; torch counts them by no public name."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
+def dicts_of_hooks(module: nn.Module | None) -> tuple[MutableMapping[int, Any], ...]:
+    """Where a module keeps hooks on its calls and gradients, and what it knows of them; all modules' without one."""
+    from torch.nn.modules import module as everywhere
+
+    kinds = ("_global_forward", "_global_backward") if module is None else ("_forward", "_backward")
+    held = vars(everywhere if module is None else module)
+    return tuple(x for name, x in held.items() if name.startswith(kinds) and "hooks" in name and isinstance(x, dict))
+
+
+def users_hooks(dicts: tuple[MutableMapping[int, Any], ...]) -> tuple[dict[int, Any], ...]:
+    """What of the ``dicts`` of one module is of hooks of the user's."""
+    hooks = {key: x for held in dicts for key, x in held.items() if not isinstance(x, bool)}
+    users = {id(x) for x in users_of(hooks)}
+    ours = {key for key, x in hooks.items() if id(x) not in users}
+    return tuple({key: x for key, x in held.items() if key not in ours} for held in dicts)
+
+
+def hang(dicts: tuple[MutableMapping[int, Any], ...], held: tuple[Mapping[int, Any], ...]) -> None:
+    """Let the ``dicts`` of one module hold these hooks of the user's, and of ours those that they hold."""
+    for into, users, new in zip(dicts, users_hooks(dicts), held, strict=True):
+        ours = {key: x for key, x in into.items() if key not in users}
+        into.clear()
+        into.update({**new, **ours})
+
+
+def number_of_backward_hooks(module: nn.Module) -> int:
+    """How many hooks of the user's meet the gradients of the inputs or outputs of ``module``."""
+    return len(users_of(module._backward_hooks)) + len(users_of(module._backward_pre_hooks))
+
+
+def backward_hooks_on_all() -> list[Callable[..., Any]]:
+    """As `hooks_on_all`, of those that meet gradients."""
+    from torch.nn.modules import module
+
+    return [*module._global_backward_pre_hooks.values(), *module._global_backward_hooks.values()]

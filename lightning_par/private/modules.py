@@ -1,0 +1,29 @@
+"""What modules keep of their weights and buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def weight_norms(module: nn.Module) -> list[Any]:
+    """Those of the deprecated ``torch.nn.utils.weight_norm`` on ``module``, which keeps what they computed last."""
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+
+
+def forget_weak_references(rnn: nn.RNNBase) -> None:
+    """Drop an RNN's weak references to its weights, which forbid to swap them."""
+    rnn._flat_weight_refs = []
+
+
+def renew_weak_references(rnn: nn.RNNBase) -> None:
+    """Undo `forget_weak_references`, and lay out the weights anew for cuDNN, as the RNN does when it moves."""
+    rnn._init_flat_weights()
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether the buffer ``name`` is in state dicts; torch says so in no public way that runs no hook of the user's."""
+    return name not in module._non_persistent_buffers_set

@@ -1,0 +1,47 @@
+"""How ranks are connected, and what their connection says."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_par.strategies.namespace import Namespace
+
+
+def init_process_group(
+    namespace: Namespace, environment: Any, backend: str, timeout: timedelta | None, device: torch.device
+) -> None:
+    """Connect the ranks as Lightning's own strategies do: with its log line, its reuse of a group that an earlier
+    Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it."""
+    connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
+    kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
+    if backend != "nccl":  # Lightning sees to NCCL alone
+        atexit.unregister(_close_process_group)
+        atexit.register(_close_process_group)
+
+
+def _close_process_group() -> None:
+    """Gloo's worker threads let go of the last message's tensors some time after it has arrived, for which they need
+    the interpreter. One that is about to end kills the thread that asks for it, and C++ then aborts the process."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    time.sleep(0.1)
+
+
+def default_store() -> Any:
+    """The key-value store that the ranks met at; torch gives no public way to it, and a second one needs a port."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def tells_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` says only that another rank does not answer, or no longer: gloo's have no class of their own,
+    but the file that they come from, all but one."""
+    gloo = type(error) is RuntimeError and any(mark in str(error) for mark in ("gloo/", "caused pair closure"))
+    return gloo or isinstance(error, torch.distributed.DistError)

@@ -1,0 +1,50 @@
+"""What is written into checkpoint files, and read from them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_par.private.checkpoints import LateStorage, parameter_of_pickle, reduced_late
+
+
+def test_bytes_are_fetched_when_they_are_written() -> None:
+    values = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.uint16)}  # the second has no typed storage
+    log: list[str] = []
+
+    class File(io.BytesIO):
+        def write(self, data: Any) -> int:
+            log.extend(name for name, x in values.items() if bytes(data) == x.numpy().tobytes())
+            return super().write(data)
+
+    class Late:
+        def __init__(self, name: str) -> None:
+            self.name, x = name, values[name]
+            self.storage = LateStorage(x.nbytes, self.fetch)
+
+        def fetch(self) -> Any:
+            log.append(f"fetch {self.name}")
+            return values[self.name].untyped_storage()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return reduced_late(values[self.name].shape, values[self.name].dtype, self.storage)
+
+    file, plain = File(), io.BytesIO()
+    torch.save({name: Late(name) for name in values}, file)
+    assert log == ["fetch a", "a", "fetch b", "b"]
+    file.seek(0)
+    for name, x in torch.load(file, weights_only=True).items():
+        assert torch.equal(x, values[name]) and x.device.type == "cpu"
+    torch.save({"a": values["a"]}, plain)
+    torch.save({"a": Late("a")}, late := io.BytesIO())
+    assert late.getvalue() == plain.getvalue()
+
+
+def test_a_parameter_is_pickled_by_a_function_of_tensor_flag_and_hooks() -> None:
+    made, given, *_ = nn.Parameter(torch.ones(2), requires_grad=False).__reduce_ex__(2)
+    assert made is parameter_of_pickle()
+    again = made(*given)
+    assert type(again) is nn.Parameter and again.sum() == 2 and not again.requires_grad

@@ -1,0 +1,47 @@
+"""Autograd's graph: its nodes, and the backward that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_par.private.graph import at_end_of_backward, gathers, node_of
+
+
+def test_a_callback_runs_at_the_end_of_the_backward() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    y = torch.ones(1, requires_grad=True)
+
+    def hook(_: Any) -> None:
+        order.append("hook")
+        at_end_of_backward(lambda: order.append("end"))
+
+    y.register_post_accumulate_grad_hook(hook)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("other"))
+    (x * y).sum().backward()
+    assert sorted(order[:2]) == ["hook", "other"] and order[2:] == ["end"]
+
+
+def test_a_node_that_gathered_a_weight_leads_to_its_part() -> None:
+    class Gathers(torch.autograd.Function):
+        gathers_a_weight = True
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x * 2
+
+    part = torch.ones(2, requires_grad=True)
+    assert gathers(Gathers.apply(part).grad_fn) is part
+    assert gathers(part.sin().grad_fn) is None
+
+
+def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
+    class Silent(torch.Tensor):
+        grad_fn = None  # type: ignore[assignment]
+
+    made = (torch.ones(2, requires_grad=True) * 2).as_subclass(Silent)  # type: ignore[arg-type]
+    assert made.grad_fn is None
+    assert node_of(made) is not None
+    assert node_of(torch.ones(2)) is None

@@ -1,0 +1,46 @@
+"""How ranks are connected, and what their connection says."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_par.private.process_groups import init_process_group, tells_of_a_lost_peer
+from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+
+both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
+
+
+@both
+def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> None:
+    environment = namespace.from_fabric("plugins.environments", "LightningEnvironment")()
+    environment.set_world_size(1)
+    try:
+        init_process_group(namespace, environment, "gloo", timedelta(seconds=5), torch.device("cpu"))
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_errors_of_lost_peers_are_known() -> None:
+    store, groups = dist.HashStore(), {}
+    connect = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=1))})  # noqa: E731
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(2):  # who does not answer first, later has closed the connection
+        with pytest.raises(RuntimeError) as caught:
+            groups[0].recv([torch.ones(1)], 1, 0).wait(timedelta(milliseconds=10))
+        assert tells_of_a_lost_peer(caught.value)
+    with pytest.raises(dist.DistStoreError) as caught:
+        store.wait(["nothing"], timedelta(milliseconds=10))
+    assert tells_of_a_lost_peer(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2) + torch.ones(3)
+    assert not tells_of_a_lost_peer(caught.value)

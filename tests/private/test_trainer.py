@@ -1,0 +1,54 @@
+"""What a Trainer and its callbacks keep to themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
+from lightning_par.private.trainer import resumes, throughputs
+from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+
+both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
+
+
+@both
+def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    told: list[bool] = []
+
+    class Telling(boring):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:  # called when the model is set up
+            told.append(resumes(self.trainer))
+            return super().configure_optimizers()
+
+    options = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    options["default_root_dir"] = tmp_path  # other tests may write to the current folder
+    for epochs, path in ((1, None), (2, str(tmp_path / "last.ckpt"))):
+        trainer = trainer_class(max_epochs=epochs, limit_train_batches=1, limit_val_batches=0, **options)
+        trainer.fit(Telling(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert told == [False, True]
+
+
+@pytest.mark.parametrize("kind", [TensorParallelStrategy, PipelineParallelStrategy])
+def test_a_strategy_is_given_to_one_trainer_after_another(kind: Any) -> None:
+    strategy, trainers = kind(), []
+    for _ in range(2):
+        trainers.append(Trainer(accelerator="cpu", devices=1, precision="64-true", strategy=strategy, logger=False))
+        assert trainers[-1].strategy is strategy and trainers[-1].accelerator is strategy.accelerator
+        assert strategy.precision_plugin is trainers[-1].precision_plugin
+
+
+@both
+def test_a_throughput_monitor_counts_by_ranks_and_flops(namespace: Namespace) -> None:
+    monitor = namespace.from_pytorch("callbacks", "ThroughputMonitor")(batch_size_fn=len)
+    trainer = namespace.from_pytorch("trainer", "Trainer")(accelerator="cpu", devices=1, logger=False)
+    trainer.state.stage = namespace.from_pytorch("trainer.states", "RunningStage").VALIDATING
+    monitor.setup(trainer, None, "validate")
+    (throughput,) = throughputs(monitor)
+    assert throughput.world_size == 1 and throughput.available_flops is None

@@ -1,0 +1,85 @@
+"""torch's transforms of functions, such as ``vmap``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.private.transforms import in_functorch, outside_transforms, transforms
+
+
+def _calls() -> dict[str, Callable[[], Any]]:
+    """Public calls, by the private function at which each begins."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x, q = torch.ones(3), torch.ones(1, 1, 2, 16)
+    return {
+        "vmap_impl": lambda: torch.vmap(torch.sin)(x),
+        "grad_impl": lambda: torch.func.grad(torch.sum)(x),
+        "grad_and_value_impl": lambda: torch.func.grad_and_value(torch.sum)(x),
+        "_vjp_with_argnums": lambda: torch.func.vjp(torch.sin, x)[1](x),
+        "_jvp_with_argnums": lambda: torch.func.jvp(torch.sin, (x,), (x,)),
+        "_autograd_grad": lambda: torch.func.jacrev(torch.sin)(x),
+        "_enforce_mem_layouts": lambda: flex_attention(q, q, q),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_transforms_begin_in_functions_that_are_given_their_tensors() -> None:
+    begins = {name: module for module, name, _ in transforms()}
+    assert begins.keys() == _calls().keys()
+    for name, call in _calls().items():
+        with mock.patch.object(begins[name], name, wraps=getattr(begins[name], name)) as entry:
+            call()
+        assert any(isinstance(x, torch.Tensor) for x in tree_leaves(list(entry.call_args.args))), name
+
+
+def test_outside_transforms_what_is_closed_over_is_plain() -> None:
+    inside, outside = [], []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        inside.append(in_functorch())
+        with outside_transforms():
+            outside.append(in_functorch())
+        return x * in_functorch()
+
+    assert torch.vmap(torch.vmap(function))(torch.ones(2, 2)).tolist() == [[1, 1], [1, 1]]
+    assert (inside, outside) == ([True], [False])
+
+
+_TRANSFORM = """
+import torch
+from lightning_par.private.transforms import is_wrapped, without_saved_tensors_hooks
+
+met = []
+
+def function(x):
+    met.append(is_wrapped(x))
+    return x.sin().sum()
+
+def is_refused():
+    try:
+        torch.func.grad(function)(x)
+    except RuntimeError as error:
+        return "saved tensor hooks" in str(error)
+
+x = torch.ones(3)
+with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+    assert is_refused()
+    with without_saved_tensors_hooks():
+        assert not is_refused()
+    assert is_refused(), "they are not back"
+assert all(met) and met and not is_wrapped(x)
+"""
+
+
+def test_tensors_of_a_transform_are_known_and_it_runs_where_what_is_saved_passes_hooks() -> None:
+    # In a process of its own: where a run has begun before, ours stand in the transforms' place.
+    subprocess.run([sys.executable, "-c", _TRANSFORM], check=True, timeout=200)
