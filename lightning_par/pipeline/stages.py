@@ -1,4 +1,4 @@
-"""From a module to its stages: peek a batch, survey a step, plan, study, send away; and back."""
+"""From a module to its stages: survey a step, plan, study, send away; and back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lightning_par.fsdp.prefetch import in_use, parts_of_gradients
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.mesh.agree import agree
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups, make_message_groups
 from lightning_par.pipeline.between_steps.send_away import Placement, agree_on_buffers, bring_back, copies_of, send_away
@@ -25,7 +25,6 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import OutsideWriteError
-from lightning_par.pipeline.program.step import Step, step_of
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.located import Program, Run, intercept_units, release_units
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -33,7 +32,8 @@ from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.strategies.entry_points import has_start_hooks
-from lightning_par.trial.first_batch import peek_batch
+from lightning_par.trial.first_step import FirstStep
+from lightning_par.trial.step import Step
 
 
 class Spread:
@@ -94,7 +94,10 @@ class Spread:
 
     # ----------------------------------------------------------------------------------------------------- at the start
 
-    def apply(self, trainer: Any, module: nn.Module, device: torch.device) -> Engine:
+    def check_alone(self, first: FirstStep) -> None:
+        """Where a copy of the model has one device: refuse what would be refused elsewhere. All ranks must call it."""
+
+    def apply(self, first: FirstStep) -> Engine:
         """Plan on all ranks, keep what is this rank's. All ranks must call it.
 
         Raises:
@@ -102,16 +105,15 @@ class Spread:
         """
         started = time.monotonic()
         make_message_groups(self.groups.layout, self.timeout, self.pairs())
-        batch = peek_batch(trainer, module)
-        step = step_of(trainer, module, batch, device)
+        module, step = first.module, first.step()
         with _as_the_loop_will_run(module, step):
-            plan, stages, program, alike = self._agree(lambda: self._decide_as_started(step, batch is not None))
+            plan, stages, program, alike = self._agreed(lambda: self._decide_as_started(step, step.batch is not None))
         self.placement = _place(module, stages, program)
         self.check(plan, module, self.placement)
         if self.groups.world.rank == 0:
             self.show(plan, module, program, step.grad, time.monotonic() - started)
         axes = make_holder_axes(self.placement, self.groups, self.timeout)
-        for copied in (module, *copies_of(module, trainer.callbacks)):
+        for copied in (module, *copies_of(module, first.trainer.callbacks)):
             send_away(copied, self.placement, self.axis)
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
@@ -137,7 +139,7 @@ class Spread:
         programs = Programs(module, stages, watch, lambda name: self.placement.of(name, self.axis.size), hooks)
         if program is not None and alike:
             programs.foresee(step, program)
-        engine = Engine(module, self.axis, device, self.order(), programs, finish)
+        engine = Engine(module, self.axis, first.device, self.order(), programs, finish)
         engine.coupled = self.coupled
         return engine
 
@@ -147,30 +149,18 @@ class Spread:
         agree_on_buffers(module, self.axis)
         bring_back(module, self.axis, also)
 
-    def _agree(
+    def _agreed(
         self, decide: Callable[[], tuple[Any, Stages, Program | None]]
     ) -> tuple[Any, Stages, Program | None, bool]:
-        """What is decided, on all ranks, and whether all would cut a batch alike; all decide, since the user's step
-        may wait for its peers."""
-        outcome: Any = None
-        failure: Exception | None = None
-        try:
-            outcome = decide()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        told = None if failure is None else f"{failure}" or repr(failure)
-        mine = None if outcome is None else self.fingerprint(outcome[0])
-        answers = self.groups.world.all_gather_object((told, mine, self.microbatches), "plan")
-        if failure is not None:
-            raise failure
-        if any(text for text, *_ in answers):
-            raise ValueError(next(text for text, *_ in answers if text))
-        counts = {count for *_, count in answers}  # hooks may go by the rank
+        """What is decided, on all ranks, and whether all would cut a batch alike."""
+        world = self.groups.world
+        outcome, answers = agree(world, decide, lambda outcome: (self.fingerprint(outcome[0]), self.microbatches))
+        counts = {count for _, count in answers}  # hooks may go by the rank
         self.microbatches = min(counts)
-        for rank, (_, theirs, _) in enumerate(answers):
-            if theirs != answers[0][1]:
+        for rank, (theirs, _) in enumerate(answers):
+            if theirs != answers[0][0]:
                 raise ValueError(
-                    f"The layers are placed in another way on rank {rank} than on rank 0. On rank 0:\n{answers[0][1]}\n"
+                    f"The layers are placed in another way on rank {rank} than on rank 0. On rank 0:\n{answers[0][0]}\n"
                     f"On rank {rank}:\n{theirs}\nThe placement must not depend on the rank."
                 )
         return *outcome, len(counts) == 1

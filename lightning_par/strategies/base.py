@@ -2,12 +2,13 @@
 
 No Lightning is imported here: the classes are mixins, and `lightning_par.strategies.lightning` and `lightning_par.pl`
 join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `building` how the module is
-built on them, `shards` what is split over them, `steps` what they do in a step, `saving` what they write; here is the
+built on them, `parts` what is laid out over them, `steps` what they do in a step, `saving` what they write; here is the
 order of a run.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -15,32 +16,42 @@ from torch import nn
 from lightning_par.absent.deferred.materialise import materialise
 from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 from lightning_par.callbacks.throughput import count_samples_once
+from lightning_par.fsdp.part import StoragePart, unstore
 from lightning_par.mesh.axis import Axis
 from lightning_par.optim import precision
 from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.private.optimizers import move_optimizers
+from lightning_par.pipeline.between_steps.send_away import bring_back
+from lightning_par.pipeline.part import StagesPart
 from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
+from lightning_par.strategies import end_of_run
 from lightning_par.strategies.building import BuildingMixin
 from lightning_par.strategies.experiments import read_with_the_logging_rank
+from lightning_par.strategies.host_memory import shortest_room
 from lightning_par.strategies.initial_weights import equalize
 from lightning_par.strategies.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
+from lightning_par.strategies.parts import Parts, make_parts
 from lightning_par.strategies.saving import SavingMixin
-from lightning_par.strategies.shards import ShardsMixin
 from lightning_par.strategies.steps import StepsMixin
 from lightning_par.tensor.kept_tensors import make_held_whole
+from lightning_par.trial.first_step import FirstStep
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
+class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
 
-    Subclasses override `resolve_layout`.
+    Subclasses override `resolve_layout` and `wanted`.
     """
 
     def setup(self, trainer: Any) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.parts = make_parts(self.groups, self.wanted())
+        for part in self.parts:
+            part.check(trainer, self.lightning_module)
+        self._make_left_parts_whole(self.lightning_module)
         fitting = trainer.state.fn.value == "fit"
         self._run, self._met_after_exception, self._evaluated = next(self.groups.runs), False, 0
         self._starting = True
@@ -71,6 +82,54 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
         self._stop_reading()
         self._ends_reading = read_with_the_logging_rank(self.namespace)
 
+    def _make_left_parts_whole(self, module: nn.Module) -> None:
+        """Called before a run, on all ranks: an earlier one may have left parts, on purpose or by an exception.
+
+        Raises:
+            RuntimeError: there is no room for the whole.
+        """
+        room = shortest_room(module, (), self.root_device, self.groups.world)
+        if not room.suffices:
+            raise RuntimeError(
+                f"An earlier run has left {type(module).__name__} in parts, and the whole does not fit on each rank: "
+                f"{room}. Save a checkpoint, `trainer.save_checkpoint(path)` on all ranks, and go on with a new module "
+                f"that makes its layers in configure_model: `trainer.test({type(module).__name__}(), ckpt_path=path)`."
+            )
+        unstore(module)
+        bring_back(module, self.groups.pipeline)
+
+    def _shard_model(self, trainer: Any) -> None:
+        """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
+        assert self.lightning_module is not None
+        first = FirstStep(trainer, self.lightning_module, self.root_device, self.groups.world)
+        for part in self.parts:
+            part.make_plan(first)
+        first.forget()
+        for part in self.parts:
+            part.apply(first)
+
+    def _unshard_model(self) -> None:
+        """Called after a run that ended well, on all ranks: make the module whole again, if there is room for it."""
+        module = self.lightning_module
+        if module is None or not self.parts:
+            return
+        room = shortest_room(module, self.optimizers, self.root_device, self.groups.world)
+        if not room.suffices:  # the ranks keep what they hold, as after an exception: a checkpoint can still be saved
+            if self.groups.world.rank == 0:
+                warnings.warn(
+                    "The module is left in parts, each rank's own, since the whole does not fit on each rank: "
+                    f"{room}. Its weights can't be read here; `trainer.save_checkpoint(path)`, called on all ranks, "
+                    "saves all of them.",
+                    stacklevel=1,
+                )
+            return
+        for optimizer in self.optimizers:
+            end_of_run.unshard_optimizer_state(optimizer, self.groups.pipeline)
+        trainer: Any = module.trainer
+        for part in reversed(self.parts):
+            part.undo(module, trainer.callbacks)
+        self.parts = Parts()
+
     def _make_gradient_sync(self, module: nn.Module) -> GradientSync:
         groups = self.groups
         split = groups.data if groups.sequence.size == 1 else groups.gradients
@@ -85,11 +144,12 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
     @property
     def _sharers(self) -> Axis:
         """The ranks that must know of each other's overflows: those whose gradients are not equal."""
-        return self.groups.replica if self._storing is None else self.groups.world
+        return self.groups.replica if self.parts.of(StoragePart) is None else self.groups.world
 
     def _counting(self) -> Counting | None:
         """Which parameters count on this rank, where each rank has others."""
-        return None
+        stages = self.parts.of(StagesPart)
+        return None if stages is None else stages.counting()
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -140,7 +200,8 @@ class StrategyMixin(BuildingMixin, ShardsMixin, StepsMixin, SavingMixin):
     def teardown(self) -> None:
         module = self.lightning_module
         self._close_gradients()
-        self._close_meeting()
+        for part in self.parts:
+            part.close()
         self._stop_reading()
         if module is not None:
             restore_metrics(module)

@@ -7,12 +7,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
 from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
-from lightning_par.strategies.hybrid import HybridParallelMixin
 from lightning_par.strategies.namespace import LIGHTNING
-from lightning_par.strategies.pipeline import PipelineParallelMixin
-from lightning_par.strategies.placement import LayerPlacementMixin
-from lightning_par.strategies.sequence import SequenceParallelMixin
-from lightning_par.strategies.tensor import TensorParallelMixin
+from lightning_par.strategies.presets.hybrid import HybridParallelMixin
+from lightning_par.strategies.presets.pipeline import PipelineParallelMixin
+from lightning_par.strategies.presets.placement import LayerPlacementMixin
+from lightning_par.strategies.presets.sequence import SequenceParallelMixin
+from lightning_par.strategies.presets.tensor import TensorParallelMixin
 
 
 class TensorParallelStrategy(TensorParallelMixin, ParallelStrategy):

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.fsdp.apply import Storing
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.private.process_groups import init_process_group
 from lightning_par.private.trainer import given_anew
+from lightning_par.pipeline.run.located import Run
 from lightning_par.python_state import generators
-from lightning_par.sequence.plan import SequenceDim
-from lightning_par.sequence.planning import Planning
-from lightning_par.sequence.scheme import Asked
 from lightning_par.strategies import end_of_run, launch
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
-from lightning_par.strategies.rank_numbers import Count, in_users_hook
-from lightning_par.strategies.stop_iteration import AllStop
-from lightning_par.tensor.planning import Sharding
+from lightning_par.strategies.parts import Parts, Wanted
+from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -53,17 +48,8 @@ class RanksMixin(_Base):
         self.layout: Layout | None = None
         self._groups: Groups | None = None
         self._gradients: GradientSync | None = None
-        self._sharding: Sharding | None = None
-        self._planning: Planning | None = None
-        self._storing: Storing | None = None
-        self._meeting: Meeting | None = None
-        self._stops: AllStop | None = None
-        self.plan: dict[str, str] | None = None
-        self.shard_residual = False
-        self.data_parallel = "ddp"
-        self.reshard_after_forward: bool | Literal["auto"] = "auto"
-        self.attention: Asked = "auto"
-        self.sequence_dim: SequenceDim = None
+        self.parts = Parts()
+        """What is laid out over the ranks, while a run goes on."""
         self._synced_batch_norm = False
         self._ends_reading: Callable[[], None] | None = None
         self._run = 0
@@ -85,6 +71,10 @@ class RanksMixin(_Base):
         """
         raise NotImplementedError
 
+    def wanted(self) -> Wanted:
+        """What the user asked for, beside the sizes."""
+        raise NotImplementedError
+
     @property
     def groups(self) -> Groups:
         """The mesh axes through this rank."""
@@ -99,12 +89,8 @@ class RanksMixin(_Base):
     @property
     def stores_parts(self) -> bool:
         """Whether ranks that use the same weights store a part of them each."""
-        return self.data_parallel == "fsdp" and self._groups is not None and self._groups.gradients.size > 1
-
-    @property
-    def reshards(self) -> bool:
-        """Whether gathered weights are let go after forward, and gathered again for backward."""
-        return self.groups.pipeline.size == 1 if self.reshard_after_forward == "auto" else self.reshard_after_forward
+        fsdp = self.wanted().data_parallel == "fsdp"
+        return fsdp and self._groups is not None and self._groups.gradients.size > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -118,8 +104,11 @@ class RanksMixin(_Base):
 
     @property
     def global_rank(self) -> int:
-        """This process's number; in hooks where it goes into results, see `rank_numbers.Count`."""
+        """This process's number; where it goes into results see `rank_numbers`: in hooks `Count`, within a step that
+        the ranks of a replica share `RankInStep`."""
         rank = super().global_rank
+        if Run.current is not None and self._groups is not None:
+            return RankInStep(self.groups.data.rank, self.groups.replica.ranks[0], dist.get_rank())
         return Count(self.groups.data.rank, rank) if self._are_replicas_meant() else rank
 
     @property
@@ -133,7 +122,7 @@ class RanksMixin(_Base):
 
     @property
     def is_global_zero(self) -> bool:
-        return super().global_rank == 0
+        return (super().global_rank if Run.current is None else self.global_rank) == 0
 
     @property
     def is_distributed(self) -> bool:

@@ -21,8 +21,8 @@ from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.checkpoint.state_dicts import cut_to_parts, detach_from_file, model_state, optimizer_state, whole
 from lightning_par.optim.optimizers import adopt
-from lightning_par.optim.value_places import StagePlaces
 from lightning_par.pipeline.between_steps.gather_states import whole_where_held
+from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
@@ -76,6 +76,9 @@ class SavingMixin(RanksMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights as one device writes them."""
         self._meet_after_exception()
+        stages = self.parts.of(StagesPart)
+        if stages is not None:
+            stages.agree_on_buffers()
         weights = super().lightning_module_state_dict()
         return self._gathered(weights, lambda inventory: model_state(weights, inventory))
 
@@ -199,9 +202,10 @@ class SavingMixin(RanksMixin):
 
     def _adopt_optimizers(self) -> None:
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""
+        stages = self.parts.of(StagesPart)
+        places = None if stages is None else stages.places()
         for optimizer in self.optimizers:
-            adopt(optimizer, self._holding())
-
-    def _holding(self) -> StagePlaces | None:
-        """Which ranks hold which parameters, where the layers are spread over them."""
-        return None
+            adopt(optimizer, places)
+        for part in self.parts:
+            for optimizer in self.optimizers:
+                part.adopt(optimizer)

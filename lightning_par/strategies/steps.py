@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_par.fsdp.prefetch import in_step, let_go
+from lightning_par.fsdp.prefetch import let_go
 from lightning_par.mesh.batch_broadcast import broadcast_batch
 from lightning_par.optim.shared_memory import Rivals, gradients_written, look_at_gradients
+from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
 from lightning_par.sharded.gradient_shares import shared_over
 from lightning_par.sharded.random_streams import streams
@@ -20,7 +21,7 @@ from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.strategies.dataloader_iter import Fetching
 from lightning_par.strategies.entry_points import fetches_itself
 from lightning_par.strategies.ranks import RanksMixin
-from lightning_par.strategies.stop_iteration import Stopping
+from lightning_par.trial.step import Step
 
 
 class StepsMixin(RanksMixin):
@@ -42,12 +43,11 @@ class StepsMixin(RanksMixin):
 
     @contextmanager
     def _step(self, kind: str) -> Generator[None, None, None]:
-        """What all ranks run alike: but for the first time, sharded tensors talk without asking for their peers."""
-        with (
-            shared_over([self.groups.sequence, self.groups.tensor]),
-            nullcontext() if self._meeting is None else self._meeting.step(kind),
-            nullcontext() if self._stops is None else Stopping(self._stops),
-        ):
+        """What all ranks run alike."""
+        with ExitStack() as stack:
+            stack.enter_context(shared_over([self.groups.sequence, self.groups.tensor]))
+            for part in self.parts:
+                stack.enter_context(part.step(kind))
             yield
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -59,21 +59,50 @@ class StepsMixin(RanksMixin):
             return super().optimizer_step(*args, **kwargs)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self._draws(self.lightning_module.trainer.fit_loop.total_batch_idx):
-            return _whole(super().training_step(self._given("training_step", batch), *args, **kwargs))
+        module: Any = self.lightning_module
+        number = module.trainer.fit_loop.total_batch_idx
+        with self._draws(number):
+            stages = self._staged()
+            if stages is None:
+                return _whole(super().training_step(self._given("training_step", batch), *args, **kwargs))
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            # Lightning divides the loss before its backward: hooks on what the step made meet gradients of that.
+            scale = (1.0 if scaler is None else scaler.get_scale()) / module.trainer.accumulate_grad_batches
+            step = self._step_on("training_step", batch, args, kwargs)
+            return stages.train(step, self.optimizers, scale, self._key(number))
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._draws_of_evaluation():
-            return _whole(super().validation_step(self._given("validation_step", batch), *args, **kwargs))
+        return self._evaluation("validation_step", batch, args, kwargs)
 
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._draws_of_evaluation():
-            return _whole(super().test_step(self._given("test_step", batch), *args, **kwargs))
+        return self._evaluation("test_step", batch, args, kwargs)
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._draws_of_evaluation():
-            return _whole(super().predict_step(self._given("predict_step", batch), *args, **kwargs))
+        return self._evaluation("predict_step", batch, args, kwargs)
+
+    def _evaluation(self, name: str, batch: Any, args: Any, kwargs: Any) -> Any:
+        self._evaluated += 1
+        with self._draws(-self._evaluated):
+            stages = self._staged()
+            if stages is None:
+                return _whole(getattr(super(), name)(self._given(name, batch), *args, **kwargs))
+            return stages.evaluate(self._step_on(name, batch, args, kwargs), self._key(-self._evaluated))
+
+    def _staged(self) -> StagesPart | None:
+        """What runs the steps, where the layers are spread over ranks."""
+        stages = self.parts.of(StagesPart)
+        return None if stages is None or stages.engine is None else stages
+
+    def _step_on(self, name: str, batch: Any, args: Any, kwargs: Any) -> Step:
+        module: Any = self.lightning_module
+        trainer = module.trainer
+        shared = (trainer, self, *trainer.loggers, *trainer.callbacks)
+        context = self.precision_plugin.forward_context
+        rest = (*args, *kwargs.values())
+        return Step(module, name, batch, rest, context, name == "training_step", self.root_device, shared)
+
+    def _key(self, number: int) -> tuple[int, int]:
+        return torch.initial_seed() + self.groups.data.rank, number
 
     def _given(self, step: str, batch: Any) -> Any:
         """What a step is given for ``batch``, which is Lightning's iterator where the step fetches batches itself."""
@@ -82,29 +111,29 @@ class StepsMixin(RanksMixin):
         return self._marked(batch)
 
     def _marked(self, batch: Any) -> Any:
-        """The batch, whose sequences are known as such where they are to be split."""
-        return batch if self._planning is None else self._planning.marked(batch)
+        for part in self.parts:
+            batch = part.given(batch)
+        return batch
 
     @contextmanager
     def _draws(self, step: int) -> Generator[None, None, None]:
-        streams.begin_step(torch.initial_seed() + self.groups.data.rank, step)
+        streams.begin_step(*self._key(step))
         try:
-            kind = "training_step" if step >= 0 else "evaluation"
-            with self._step(kind), in_step(keep=self._storing is None or step < 0 or not self._storing.reshard):
+            with self._step("training_step" if step >= 0 else "evaluation"):
                 yield
         finally:
+            let_go()
             streams.end_step()
             self.groups.tensor.forget_entries()
-
-    def _draws_of_evaluation(self) -> AbstractContextManager[None]:
-        self._evaluated += 1
-        return self._draws(-self._evaluated)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.lightning_module is not None:
             self._rivals = look_at_gradients(self.lightning_module)
         if self._gradients is not None:
             self._gradients.before_backward()
+        stages = self.parts.of(StagesPart)
+        if stages is not None:
+            stages.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         let_go()
@@ -113,6 +142,9 @@ class StepsMixin(RanksMixin):
         if self.lightning_module is not None:
             gradients_written(self.lightning_module, self._rivals)
             self._rivals = None
+        stages = self.parts.of(StagesPart)
+        if stages is not None:
+            stages.after_backward()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -496,7 +496,7 @@ def sharded(axis: ThreadAxis, make: Any) -> Any:
 
 
 def stored(axis: Any, make: Any) -> Any:
-    rules_of_stored.gather, rules_of_stored.about_to_write = gathered, about_to_write  # as `Storing.apply` does
+    rules_of_stored.gather, rules_of_stored.about_to_write = gathered, about_to_write  # as `StoragePart.apply` does
     values = {name: nn.Parameter(_value(name)) for name in SHAPES}
     return train({name: x if name == "g" else Stored.of(x, axis, axis) for name, x in values.items()}, make)
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy, ledger
 from lightning_par.mesh.ledger import Transfer
+from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.rules import gathers
 from tests.benchmarks.pipeline_step import GPT, Sizes
 from tests.helpers.models import MODELS
@@ -98,7 +99,7 @@ class Watch(L.Callback):
             self.books.pairs, self.books.moved = self.kernels.pairs, list(self.opened.transfers)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        planning: Any = trainer.strategy._planning  # type: ignore[attr-defined]
+        planning: Any = trainer.strategy.parts.of(TokensPart)  # type: ignore[attr-defined]
         self.books.gathered = tuple(gathers), planning.plan.gathers
 
 

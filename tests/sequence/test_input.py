@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy
+from lightning_par.sequence.part import TokensPart
 from lightning_par.sequence.table import input_rows
 from tests.helpers.pool import Pool
 
@@ -305,7 +306,7 @@ def run(module: Callable[[], LightningModule], batches: str = "", lengths: Any =
     rows: list[str] = []
 
     def planned(trainer: Any, module: Any) -> None:
-        plan = trainer.strategy._planning.plan if world > 1 else None
+        plan = trainer.strategy.parts.of(TokensPart).plan if world > 1 else None
         rows.extend(f"{name}: {held}" for name, _, held in ([] if plan is None else input_rows(plan)))
 
     def kept(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:

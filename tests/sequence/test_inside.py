@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy
+from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.rules import gathers
 from tests.helpers.models import MODELS, Classifier, ConvNet, HuggingFace, images
 from tests.helpers.pool import Pool
@@ -40,7 +41,7 @@ class Seen(Kept):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if isinstance(trainer.strategy, SequenceParallelStrategy):
-            self.dims = trainer.strategy._planning.plan.dims  # type: ignore[union-attr]
+            self.dims = trainer.strategy.parts.of(TokensPart).plan.dims  # type: ignore[union-attr]
 
 
 def planned(kind: str, ranks: int) -> tuple[Any, Any, int]:

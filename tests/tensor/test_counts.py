@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_par import TensorParallelStrategy, ledger
 from lightning_par.sharded.tensor import leaf
+from lightning_par.tensor.part import TensorPart
 from tests.helpers.pool import Pool
 
 b, s, h, KV, LAYERS, FFN, V = 2, 32, 64, 16, 4, 172, 96  # a small worked example; 4 query heads share one key head
@@ -89,7 +90,7 @@ class Books(L.Callback):
         (optimizer,) = trainer.optimizers
         self.held = sum(getattr(p, "local", p).numel() for p in pl_module.parameters())
         self.states = sum(leaf(x).numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
-        self.plan = trainer.strategy._sharding.plan
+        self.plan = trainer.strategy.parts.of(TensorPart).plan
 
 
 def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> tuple[Any, ...]:

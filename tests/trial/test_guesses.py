@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_par.pipeline.plan.units import choose_units
-from lightning_par.pipeline.program.step import Step as StagedStep
 from lightning_par.pipeline.trial.study import survey
 from lightning_par.trial import guesses
 from lightning_par.trial.fake_functions import run_on_fakes
 from lightning_par.trial.guessed_number import guessed
 from lightning_par.trial.guesses import EndlessError, Guesses, Trial, explore
+from lightning_par.trial.step import Step as StagedStep
 from lightning_par.trial.trial_run import quiet, record_step
 
 Step = Callable[["Model", Any], Any]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
-from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import get_call
@@ -31,6 +30,7 @@ from lightning_par.python_state.snapshot import Snapshot, kept, reading, too_lar
 from lightning_par.python_state.spare_tensors import Spares
 from lightning_par.python_state.training_modes import ModesCell
 from lightning_par.python_state.user_code import is_users_code, packages_of
+from lightning_par.trial.step import Step
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 from itertools import permutations
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_par.mesh.layout import Groups
@@ -21,12 +20,11 @@ from lightning_par.pipeline.placement.settings import PlacementSettings
 from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.units import ModuleCall, walk
-from lightning_par.pipeline.program.step import step_of
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.stages import Spread, uncalled
 from lightning_par.pipeline.trial.study import survey
 from lightning_par.strategies.startup_table import bytes_text
-from lightning_par.trial.first_batch import peek_batch
+from lightning_par.trial.first_step import FirstStep
 
 
 class PlacementSpread(Spread):
@@ -61,16 +59,15 @@ class PlacementSpread(Spread):
         name = type(module).__name__
         return balance(root, sizes, self.axis.size, self.settings.limits, opened=opened, module=name)
 
-    def check_alone(self, trainer: Any, module: nn.Module, device: torch.device) -> None:
-        """Where a copy of the model has one device: the names and the limits, as elsewhere. All ranks must call it."""
+    def check_alone(self, first: FirstStep) -> None:
         placement = self.settings.placement
         if not isinstance(placement, str):
-            wishes_of(module, placement, 1)
+            wishes_of(first.module, placement, 1)
         if self.settings.limits:
-            batch = peek_batch(trainer, module)
-            root = ModuleCall("", 0.0, 0) if batch is None else survey(step_of(trainer, module, batch, device))
+            step = first.step()
+            root = ModuleCall("", 0.0, 0) if step.batch is None else survey(step)
             plan = PlacementPlan((("", 0),), 1, (root.nbytes,))
-            self.check(plan, module, Placement({}))
+            self.check(plan, first.module, Placement({}))
 
     def order(self) -> PlacementOrder:
         return PlacementOrder(self.axis.size)

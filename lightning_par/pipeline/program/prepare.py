@@ -20,7 +20,6 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.dry_run import DryRun
 from lightning_par.pipeline.program.microbatch_values import share_of
-from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.located import ChangedError, Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import Attributes
@@ -28,6 +27,7 @@ from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.trial.step import Step
 from lightning_par.trial.trainer_stand_ins import numbers_of
 
 MOST_STUDIES = 12  # of batches of one shape, for what modules and trainer say, before they are left whole

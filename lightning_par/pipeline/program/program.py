@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.plan.stage_ranges import Cut
 from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, stage_of
-from lightning_par.pipeline.program.step import Step, loss_in
 from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_metric_call, writes_into
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts
@@ -19,6 +18,7 @@ from lightning_par.pipeline.trial.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.step import Step, loss_in
 
 
 class SharedWriteError(UnitError):

@@ -22,7 +22,6 @@ from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.program.decisions import refuse_another_loss
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.program.prepare import Part, Prepared, Programs, call_step
-from lightning_par.pipeline.program.step import Step, loss_in
 from lightning_par.pipeline.run.boundary import Crossing
 from lightning_par.pipeline.run.delivery import deliver, gradients_apart
 from lightning_par.pipeline.run.located import Key, Program, StageDoneError
@@ -39,6 +38,7 @@ from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 from lightning_par.strategies.stop_iteration import Stopping
+from lightning_par.trial.step import Step, loss_in
 
 MOST_KEPT = 64  # kinds of steps whose messages are known
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.trial.analysis_copy import cloned
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
 from lightning_par.private.modes import TorchDispatchMode
@@ -25,6 +24,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.tensor import leaf
+from lightning_par.trial.step import Step
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.effects.watched_run import Watch

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
-from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.private.module_calls import plain_call, set_call
@@ -20,6 +19,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
 from lightning_par.trial.module_copy import TrainerView
+from lightning_par.trial.step import Step
 
 
 def cloned(x: Tensor) -> Tensor:

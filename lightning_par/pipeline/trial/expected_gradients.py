@@ -23,13 +23,13 @@ from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.random_draws import stand_at, standing
 from lightning_par.pipeline.effects.watched_run import untraced
-from lightning_par.pipeline.program.step import Step, loss_in
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.random_streams import streams
 from lightning_par.strategies.host_memory import free_on
 from lightning_par.trial.module_copy import stand_in
+from lightning_par.trial.step import Step, loss_in
 from lightning_par.trial.trial_run import quiet
 
 _SHARE = 0.25  # of free memory that one rank may take for a run of the whole model

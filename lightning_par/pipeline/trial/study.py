@@ -24,7 +24,6 @@ from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.decisions import follow_decisions
 from lightning_par.pipeline.program.program import make_program
 from lightning_par.pipeline.program.read_only_inputs import memory_of
-from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts
@@ -41,6 +40,7 @@ from lightning_par.sharded.random_streams import streams
 from lightning_par.strategies.entry_points import call_start_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, RepeatedGuesses, Trial, explore
 from lightning_par.trial.module_copy import TrainerView, stand_in
+from lightning_par.trial.step import Step
 from lightning_par.trial.trial_run import quiet
 
 

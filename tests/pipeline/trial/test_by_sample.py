@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from lightning_par.pipeline.plan.stage_ranges import Row
-from lightning_par.pipeline.program.step import Step
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.by_sample import by_sample
 from lightning_par.pipeline.trial.fake_step import FakeRun
 from lightning_par.pipeline.trial.study import study
+from lightning_par.trial.step import Step
 from tests.helpers.pool import Pool
 from tests.law.found import Base, C
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.pipeline.plan.settings import ScheduleName
-from lightning_par.strategies.hybrid import HybridParallelMixin
 from lightning_par.strategies.launch import StartMethod
+from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
 
 class PipelineParallelMixin(HybridParallelMixin):

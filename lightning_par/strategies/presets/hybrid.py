@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_par.mesh.layout import AxisName, Layout, Size
-from lightning_par.pipeline.placement.settings import Chooser, PlacementSettings
-from lightning_par.pipeline.placement.stages import PlacementSpread
-from lightning_par.pipeline.plan.row_stages import RowSpread
+from lightning_par.pipeline.part import StagesPart
+from lightning_par.pipeline.placement.settings import Chooser
 from lightning_par.pipeline.plan.settings import ScheduleName
-from lightning_par.pipeline.stages import Spread
+from lightning_par.pipeline.run.engine import Engine
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
+from lightning_par.strategies.base import StrategyMixin
 from lightning_par.strategies.launch import StartMethod
+from lightning_par.strategies.parts import Wanted
+from lightning_par.strategies.presets.settings import check_reshard, settings_of
 from lightning_par.strategies.saving import check_distributed
-from lightning_par.strategies.settings import check_reshard, settings_of
-from lightning_par.strategies.staged import StagedMixin
 from lightning_par.tensor.plan import check_styles
 
 
-class HybridParallelMixin(StagedMixin):
+class HybridParallelMixin(StrategyMixin):
     """Any product of axes.
 
     Args:
@@ -130,19 +130,23 @@ class HybridParallelMixin(StagedMixin):
             )
         return layout
 
+    def wanted(self) -> Wanted:
+        return Wanted(
+            self.settings,
+            self.plan,
+            self.shard_residual,
+            self.attention,
+            self.sequence_dim,
+            self.data_parallel,
+            self.reshard_after_forward,
+            self.verify,
+            self.timeout,
+            type(self).__name__,
+            self.namespace,
+        )
+
     @property
-    def axis_name(self) -> str:
-        return "placement" if isinstance(self.settings, PlacementSettings) else "pipeline"
-
-    def make_spread(self, timeout: timedelta) -> Spread:
-        if isinstance(self.settings, PlacementSettings):
-            return PlacementSpread(self.groups, self.settings, timeout)
-        return RowSpread(self.groups, self.settings, timeout)
-
-    def _shard_model(self, trainer: Any) -> None:
-        super()._shard_model(trainer)
-        if isinstance(self.settings, PlacementSettings) and self.groups.pipeline.size == 1:
-            assert self.lightning_module is not None
-            spread = PlacementSpread(self.groups, self.settings, self.timeout or timedelta(minutes=30))
-            spread.check_alone(trainer, self.lightning_module, self.root_device)
-        self._store_parts()
+    def engine(self) -> Engine | None:
+        """What runs the steps where layers are spread over ranks; None before a run has spread the model."""
+        stages = self.parts.of(StagesPart)
+        return None if stages is None else stages.engine

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.fsdp.prefetch import about_to_write, gathered, keep_after_calls, let_go, let_go_after_calls
+from lightning_par.fsdp.prefetch import (
+    about_to_write,
+    gathered,
+    in_step,
+    keep_after_calls,
+    let_go,
+    let_go_after_calls,
+)
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
 from lightning_par.private.leaf_hooks import hooks_of
-from lightning_par.sharded import aliases
+from lightning_par.sharded import aliases, tensor_names
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
 from lightning_par.sharded.patches import intercept
 from lightning_par.sharded.rules import stored_weights
 from lightning_par.sharded.tensor import leaf
+from lightning_par.strategies.part import Part
 from lightning_par.strategies.startup_table import bytes_text
+from lightning_par.tensor.kept_tensors import make_held_whole
+from lightning_par.trial.first_step import FirstStep
 
 
-class Storing:
+class StoragePart(Part):
     """The weights of one module in one run of a Trainer's entry point, stored in parts.
 
     Args:
@@ -44,18 +56,18 @@ class Storing:
         """Whether weights are gathered once for all microbatches of a step."""
         return not self.reshard and self.groups.pipeline.size > 1
 
-    def apply(self, module: nn.Module, holders: Iterable[Any] = ()) -> None:
+    def axes(self) -> list[Axis]:
+        return [self.peers, self.all]
+
+    def apply(self, first: FirstStep) -> None:
         """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
 
-        All ranks must hold the same weights, whole or split over the tensor axis.
-
-        Args:
-            module: what this rank's stage uses of it.
-            holders: what else may hold tensors that share memory with weights, as callbacks.
+        All ranks hold the same weights by now, whole or split over the tensor axis, those of their stages.
         """
+        module = first.module
         intercept.install()
         stored_weights.gather, stored_weights.about_to_write = gathered, about_to_write
-        self.whole = overlapping(module, holders)
+        self.whole = overlapping(module, first.trainer.callbacks)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
                 if name in self.whole or is_elsewhere(parameter):
@@ -65,6 +77,20 @@ class Storing:
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if self.reshard:
             let_go_after_calls(module)
+        if tensor_names.on:
+            tensor_names.name_weights(module)
+        if first.world.rank == 0:
+            print(self.line(module), flush=True)
+
+    def step(self, kind: str) -> AbstractContextManager[Any]:
+        if kind not in ("training_step", "evaluation"):
+            return nullcontext()
+        return in_step(keep=kind == "evaluation" or not self.reshard)
+
+    def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
+        unstore(module)
+        if self.groups.tensor.size == 1:  # else `TensorPart.undo` does it
+            make_held_whole([module, *callbacks])
 
     def agree(self, microbatches: int, device: torch.device) -> None:
         """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.

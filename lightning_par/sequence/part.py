@@ -1,11 +1,11 @@
-"""From a module to its sequence plan: peek a batch, run the step once, and once more as if it were split."""
+"""The tokens of a run: the step is recorded, and run once more as if they were split, before a plan is made of it."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +13,25 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_par.mesh.agree import agree
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
 from lightning_par.sequence.batch_tensor import mark
 from lightning_par.sequence.plan import SequenceDim, SequencePlan, attends_in_parts, make_plan, other_plans
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sequence.staged_tokens import Tokens
+from lightning_par.sequence.table import show_plan
 from lightning_par.sharded import gradient_shares
+from lightning_par.sharded.gradient_shares import shared_around
 from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.patches.module_hooks import refuse_partial_hooks
 from lightning_par.sharded.rules.gather_report import name_of, user_line
-from lightning_par.strategies.entry_points import STEPS
-from lightning_par.trial.first_batch import count_loaders, peek_batch
+from lightning_par.strategies.part import Part
+from lightning_par.tensor.kept_tensors import make_held_whole
+from lightning_par.tensor.residual_stream import whole_residual
+from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.recording import Recording
-from lightning_par.trial.trial_run import record_step
 
 _apply = functools.partial(apply_to_collection, allow_frozen=True)
 
@@ -51,8 +57,8 @@ class PlanningAxis(SequenceAxis):
         return [torch.empty_like(x) for _ in self.ranks]
 
 
-class Planning:
-    """Plans the sequence axis for one run of a Trainer's entry point, and marks its batches.
+class TokensPart(Part):
+    """Plans how tokens are shared out in one run of a Trainer's entry point, and marks its batches.
 
     Args:
         groups: the mesh axes.
@@ -67,38 +73,47 @@ class Planning:
         self.wish = wish
         self.asked = asked
         self.plan: SequencePlan | None = None
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._hooks: list[Any] = []
 
-    def apply(self, trainer: Any, module: nn.Module) -> SequencePlan:
-        """Plan on the first rank, for all. All ranks must call it.
+    def axes(self) -> list[Axis]:
+        grid = getattr(getattr(self.groups.sequence, "attention", None), "grid", None)
+        return [self.axis, *([] if grid is None else vars(grid).values())]
+
+    def make_plan(self, first: FirstStep) -> None:
+        """See `Part.make_plan`.
 
         Raises:
             ValueError: the user's ``sequence_dim`` fits no tensor of the batch; on every rank.
         """
         intercept.install()
         gradient_shares.install()
-        batch = peek_batch(trainer, module)
+        first.batch  # noqa: B018  # all ranks come for it, whatever it takes
         started = time.monotonic()
-        outcome: SequencePlan | str
-        failure: Exception | None = None
-        try:
-            outcome = self._planned(trainer, module, batch)
-        except Exception as error:  # whatever it is, the other ranks wait for the first one's answer
-            failure, outcome = error, f"{error}" if isinstance(error, ValueError) else f"{error!r} on rank 0"
-        outcome = self.groups.world.broadcast_object(outcome, "plan")
-        if isinstance(outcome, str):
-            raise failure if failure is not None and self.groups.world.rank == 0 else ValueError(outcome)
-        self.plan, self.axis.zigzag = outcome, outcome.zigzag
-        self._hooks = intercept.pad_as_nested(module)
-        self.seconds = time.monotonic() - started
-        return outcome
+        _, told = agree(first.world, lambda: self._planned(first), lambda plan: None if first.world.rank else plan)
+        self.plan, self.axis.zigzag = told[0], told[0].zigzag
+        self._seconds = time.monotonic() - started
 
-    def undo(self) -> None:
-        """Take from the module what `apply` put there."""
+    def apply(self, first: FirstStep) -> None:
+        assert self.plan is not None
+        self._hooks = intercept.pad_as_nested(first.module)
+        if self.groups.sequence.size > 1 and first.world.rank == 0:
+            show_plan(self.plan, self.asked, self.groups.layout, self._seconds)
+        refuse_partial_hooks(first.module)
+        shared_around((self.groups.sequence, self.groups.tensor))
+
+    def given(self, batch: Any) -> Any:
+        return self.marked(batch)
+
+    def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        make_held_whole([module, *callbacks])
+        whole_residual(self.groups.tensor)
+
+    def close(self) -> None:
+        shared_around(())
 
     def marked(self, batch: Any) -> Any:
         """``batch``, whose sequences are known as such."""
@@ -117,20 +132,20 @@ class Planning:
         mark(batch, note, self.axis, _apply)
         return Tokens(self.axis, lengths)
 
-    def _planned(self, trainer: Any, module: nn.Module, batch: Any) -> SequencePlan:
-        ranks = self.axis.size
+    def _planned(self, first: FirstStep) -> SequencePlan:
+        ranks, batch = self.axis.size, first.batch
         names = names_of(batch)
         if batch is None:
             return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")
-        recording = self._run(trainer, module, batch)
+        recording = first.recording
         plan = make_plan(recording, names, ranks, self.wish, self.asked)
-        plan, split = self._tried(trainer, module, batch, plan)
+        plan, split = self._tried(first, plan)
         if split.refused is not None:
             raise ValueError(split.refused)
         parts, attends = attends_in_parts(split)
         if self.wish is None and parts < attends:
             for other in other_plans(recording, plan):
-                tried, split = self._tried(trainer, module, batch, other)
+                tried, split = self._tried(first, other)
                 more, _ = attends_in_parts(split)
                 if more > parts and split.stopped == recording.stopped:
                     plan, parts = tried, more
@@ -138,20 +153,12 @@ class Planning:
                     break
         return plan
 
-    def _tried(self, trainer: Any, module: nn.Module, batch: Any, plan: SequencePlan) -> tuple[SequencePlan, Recording]:
+    def _tried(self, first: FirstStep, plan: SequencePlan) -> tuple[SequencePlan, Recording]:
         """``plan`` with what gathers under it, and what it was read from."""
         axis = PlanningAxis(plan.ranks, plan.zigzag)
-        split = self._run(trainer, module, batch, lambda fake: mark(fake, plan.dim_of, axis, _apply))
+        split = first.recorded(lambda fake: mark(fake, plan.dim_of, axis, _apply))
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
         return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped), split
-
-    def _run(self, trainer: Any, module: nn.Module, batch: Any, prepare: Any = None) -> Recording:
-        shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
-        context = trainer.strategy.precision_plugin.forward_context
-        step = STEPS[trainer.state.fn.value]
-        return record_step(
-            module, step, batch, shared=shared, context=context, prepare=prepare, loaders=count_loaders(trainer)
-        )
 
 
 def names_of(batch: Any) -> list[str]:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.strategies.entry_points import STEPS, step_arguments
-from lightning_par.trial.first_batch import count_loaders
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -56,13 +54,3 @@ def loss_in(result: Any) -> Tensor | None:
     if isinstance(result, Mapping):
         result = result.get("loss")
     return result if isinstance(result, Tensor) else None
-
-
-def step_of(trainer: Any, module: nn.Module, batch: Any, device: torch.device) -> Step:
-    """The step of the entry point that runs, on ``batch``."""
-    entry = trainer.state.fn.value
-    name = STEPS[entry]
-    shared = (trainer, trainer.strategy, *trainer.loggers, *trainer.callbacks)
-    context = trainer.strategy.precision_plugin.forward_context
-    rest = step_arguments(getattr(module, name), count_loaders(trainer))
-    return Step(module, name, batch, rest, context, entry == "fit", device, shared)

@@ -1,4 +1,4 @@
-"""The strategy of the sequence axis."""
+"""The strategy of the tensor axis."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
-from lightning_par.strategies.hybrid import HybridParallelMixin
 from lightning_par.strategies.launch import StartMethod
+from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
 
-class SequenceParallelMixin(HybridParallelMixin):
-    """Splits long sequences over the devices, attention exact; each device holds the whole model.
-
-    What others also call context parallelism. (Megatron's "sequence parallelism" is ``shard_residual`` of
-    `TensorParallelStrategy`.)
+class TensorParallelMixin(HybridParallelMixin):
+    """Splits every layer's weights over the devices; what is left of the devices becomes data parallel.
 
     Args:
-        sequence_parallel_size: Ranks that share a sequence. ``"auto"`` takes all that ``data_parallel_size`` leaves.
+        tensor_parallel_size: Ranks that share one copy of the model. ``"auto"`` takes all that ``data_parallel_size``
+            leaves.
         data_parallel_size: Copies of the model, each trained on its own batches. ``"auto"`` takes the devices that
-            ``sequence_parallel_size`` leaves, or 1 if that is ``"auto"``, too.
-        attention: ``"ring"`` passes keys and values round, ``"ulysses"`` exchanges heads for tokens, ``"all_gather"``
-            gathers keys and values; ``{"ulysses": 2, "ring": 4}`` does both on 8 ranks. ``"auto"`` takes what moves the
-            fewest bytes.
-        sequence_dim: Which dim of the batch's tensors is the sequence, where it is not found out by itself: one for
-            all, or a dict of the batch's keys. A wrong one costs speed, not results.
+            ``tensor_parallel_size`` leaves, or 1 if that is ``"auto"``, too.
+        plan: How to split modules by name, where the plan found by itself is not wanted: patterns such as
+            ``"blocks.*.mlp.up"`` to ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
+        shard_residual: Share out the tokens of the residual stream between islands: norms and dropout then work on a
+            part of the sequence, and each all-reduce becomes an all-gather and a reduce-scatter, of the same bytes.
+            (Megatron calls this sequence parallelism.)
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
@@ -35,23 +33,22 @@ class SequenceParallelMixin(HybridParallelMixin):
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
 
     Raises:
-        ValueError: at once for an unknown attention or start method; when the Trainer is made, if the sizes don't
+        ValueError: at once for a style or a start method that is unknown; when the Trainer is made, if the sizes don't
             multiply to ``devices * num_nodes``.
-        TypeError: ``sequence_dim`` is neither an int nor a dict of ints.
 
     Example::
 
-        Trainer(strategy=SequenceParallelStrategy(attention="ring"), devices=4)
+        Trainer(strategy=TensorParallelStrategy(tensor_parallel_size=2), devices=4)
     """
 
-    own_axis: AxisName = "sequence"
+    own_axis: AxisName = "tensor"
 
     def __init__(
         self,
-        sequence_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
-        attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
-        sequence_dim: int | dict[str, int] | None = None,
+        plan: dict[str, str] | None = None,
+        shard_residual: bool = False,
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -59,9 +56,9 @@ class SequenceParallelMixin(HybridParallelMixin):
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
-            sequence_parallel_size=sequence_parallel_size,
-            attention=attention,
-            sequence_dim=sequence_dim,
+            tensor_parallel_size=tensor_parallel_size,
+            plan=plan,
+            shard_residual=shard_residual,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,

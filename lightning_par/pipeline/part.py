@@ -1,0 +1,242 @@
+"""The layers of a run, spread over the ranks of the pipeline axis: each step runs in stages or over placed devices."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.fsdp.part import StoragePart
+from lightning_par.fsdp.prefetch import use_throughout
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.layout import Groups
+from lightning_par.optim.value_places import StagePlaces
+from lightning_par.pipeline.between_steps.module_calls import Outside
+from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
+from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
+from lightning_par.pipeline.run.engine import Engine
+from lightning_par.pipeline.run.verification import agreed, verify
+from lightning_par.pipeline.stages import Spread
+from lightning_par.private.compiler import is_compiled_wrapper
+from lightning_par.sequence.part import TokensPart
+from lightning_par.sharded.tensor import leaf
+from lightning_par.strategies.entry_points import STEPS, fetches_itself
+from lightning_par.strategies.part import Part
+from lightning_par.trial.first_step import FirstStep
+from lightning_par.trial.step import Step
+
+if TYPE_CHECKING:
+    from lightning_par.strategies.namespace import Namespace
+    from lightning_par.strategies.parts import Wanted
+
+
+class StagesPart(Part):
+    """Runs the steps of a module whose layers are spread over the ranks of the pipeline axis.
+
+    Args:
+        groups: the mesh axes.
+        spread: how the layers are spread.
+        wanted: what the user asked for.
+        tokens: the part that shares out tokens, if there is one.
+        storage: the part that stores weights in parts, if there is one.
+
+    Attributes:
+        engine: what runs the steps; None before a run has spread the model, and where there is one stage.
+    """
+
+    def __init__(
+        self, groups: Groups, spread: Spread, wanted: Wanted, tokens: TokensPart | None, storage: StoragePart | None
+    ) -> None:
+        self.groups, self.spread, self.wanted, self.tokens, self.storage = groups, spread, wanted, tokens, storage
+        self.engine: Engine | None = None
+        self._module: nn.Module | None = None
+        self._outside: Outside | None = None
+        self._unverified = False
+
+    # --------------------------------------------------------------------------------------------------- around a run
+
+    def check(self, trainer: Any, module: nn.Module) -> None:
+        if self.groups.pipeline.size == 1:
+            return
+        asker = self.wanted.asker
+        if trainer.state.fn.value == "fit":
+            if not module.automatic_optimization:
+                raise ValueError(
+                    f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
+                    "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
+                    "TensorParallelStrategy, or automatic optimization with one optimizer."
+                )
+            _refuse_pruning(trainer.callbacks, self.wanted.namespace, asker)
+        _refuse_compiled(module)
+        _refuse_fetching(module, asker)
+
+    def apply(self, first: FirstStep) -> None:
+        if self.groups.pipeline.size == 1:
+            self.spread.check_alone(first)
+            return
+        engine = self.spread.apply(first)
+        engine.context = first.trainer.strategy.precision_plugin.forward_context
+        engine.verify = self.wanted.verify
+        # Where each microbatch gathers weights, replicas with other numbers of them would wait for one another.
+        gathers = self.storage is not None and not self.storage.throughout
+        self._unverified = self.wanted.verify and first.trains and not gathers
+        engine.inner = self.groups.stage_of_replica.size > 1
+        if self.storage is not None and gathers:
+            engine.agree = self.storage.agree
+        axis = self.groups.pipeline
+        meeting = Meeting(axis, self.wanted.timeout, "pipeline")
+        self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting)
+        self.engine, self._module = engine, first.module
+
+    def adopt(self, optimizer: Any) -> None:
+        if self._outside is not None:
+            self._outside.adopt(optimizer)
+
+    def places(self) -> StagePlaces | None:
+        """Which ranks hold which parameters."""
+        if self._module is None:
+            return None
+        axis, placement = self.groups.pipeline, self.spread.placement
+        places = {id(p): placement.of(name, axis.size) for name, p in self._module.named_parameters()}
+        return StagePlaces(
+            axis, lambda p: place if len(place := places.get(id(p), ())) in range(1, axis.size) else None
+        )
+
+    def counting(self) -> Once | None:
+        """Which parameters count on this rank."""
+        return None if self._module is None else Once(self._module, self.spread.placement, self.groups.pipeline)
+
+    def agree_on_buffers(self) -> None:
+        """Before a state is read. All ranks must call it."""
+        if self._module is not None:
+            agree_on_buffers(self._module, self.groups.pipeline)
+
+    def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
+        self.engine = None  # what it watches may hold weights, as the weak references of an LSTM of one's own
+        if self._module is not None:
+            self.spread.undo(module, callbacks)
+        self._module = None
+
+    def close(self) -> None:
+        if self._outside is not None:
+            self._outside.close()
+        self._outside = None
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    def step(self, kind: str) -> AbstractContextManager[Any]:
+        in_step = kind in ("training_step", "evaluation")
+        return self._outside.step() if in_step and self._outside is not None else nullcontext()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Called with the loss whose backward is about to run."""
+        if self._outside is not None and loss.requires_grad:
+            loss.register_hook(lambda _: self._forget_gradients())
+
+    def after_backward(self) -> None:
+        """Called on all ranks after a backward."""
+        if self._outside is not None:
+            self._outside.end_backward()
+
+    def _forget_gradients(self) -> None:
+        if self._outside is not None:
+            self._outside.forget_gradients()
+
+    def train(self, step: Step, optimizers: list[Optimizer], scale: float, key: tuple[int, int]) -> Any:
+        """Run a training step forward and backward; see `Engine.train`. All ranks must call it.
+
+        Args:
+            step: on the whole batch.
+            optimizers: the run's.
+            scale: of the loss in the backward that Lightning will run.
+            key: of its draws.
+        """
+        module = step.module
+        held = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_elsewhere(p)}
+        throughout = self.storage is not None and self.storage.throughout
+        own = use_throughout([*held.values()]) if throughout else [leaf(p) for p in held.values()]
+        engine = self._prepared(step)
+        for p in spent_gradients(module, optimizers):
+            p.grad = None
+        named = dict(zip(held, own))
+        if self._unverified:
+            self._unverified = False
+            self._verify(engine, step, named, key)
+        return engine.train(step, self.spread.microbatches, named, scale, key)
+
+    def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
+        """Run a step without a backward; see `Engine.evaluate`. All ranks must call it."""
+        return self._prepared(step).evaluate(step, self.spread.microbatches, key)
+
+    def _prepared(self, step: Step) -> Engine:
+        assert self.engine is not None
+        if self.tokens is not None:
+            self.engine.tokens = self.tokens.tokens(step.batch)
+        return self.engine
+
+    def _verify(self, engine: Engine, step: Step, named: Mapping[str, Tensor], key: tuple[int, ...]) -> None:
+        """See `lightning_par.pipeline.run.verification`. All ranks must call it.
+
+        Raises:
+            RuntimeError: two runs of the step on one batch differ, or its gradients are not those of one device's
+                parameters; on all ranks.
+        """
+        world = self.groups.world
+        wanted = 1 if self.spread.coupled else self.spread.microbatches
+        verdict = agreed(world.all_gather_object(verify(engine, step, wanted, named, key), "verification"))
+        if verdict.moved is not None:
+            raise RuntimeError(
+                f"training_step gave something else in the second of two runs on the same batch: {verdict.moved}. "
+                f"{self.wanted.asker} runs it several times, and undoes what it changes in between, but something "
+                "moves with each run that can't be seen: a generator, an iterator, a file, another library's state. "
+                "Keep it in plain attributes, buffers or torch's generators, or use TensorParallelStrategy. "
+                "verify=False trains all the same."
+            )
+        if verdict.unlike is not None:
+            raise RuntimeError(verdict.unlike)
+        if verdict.mixed is not None:
+            self.spread.microbatches = 1
+            _warn(
+                f"Cut into microbatches, the first batch gave another value of {verdict.mixed} than whole: samples "
+                "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
+                world.rank,
+            )
+
+
+def _warn(message: str, rank: int) -> None:
+    if rank == 0:
+        warnings.warn(message, stacklevel=2)
+
+
+def _refuse_fetching(module: Any, strategy: str) -> None:
+    for step in STEPS.values():
+        if fetches_itself(getattr(module, step)):
+            raise ValueError(
+                f"{step} takes `dataloader_iter`, of which it fetches its batches itself. Ranks that share the layers "
+                f"run a step several times on one batch, so {strategy} must have the batch before. Write `{step}(self, "
+                "batch, batch_idx)`, or use TensorParallelStrategy."
+            )
+
+
+def _refuse_pruning(callbacks: Iterable[Any], namespace: Namespace, strategy: str) -> None:
+    kind = namespace.from_pytorch("callbacks", "ModelPruning")
+    if any(isinstance(callback, kind) for callback in callbacks):
+        raise ValueError(
+            "ModelPruning replaces weights by masked ones while it trains: parameters of other names, and masks that "
+            f"each rank makes of its weights. Which rank holds which of them is settled before {strategy} trains. Use "
+            "TensorParallelStrategy, or prune the trained model: torch.nn.utils.prune, after Trainer.fit."
+        )
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if is_compiled_wrapper(child):
+            raise ValueError(
+                f"{name!r} is a wrapper that torch.compile made of a submodule. It holds on to weights, which can't go "
+                f"to the ranks of other layers then. Compile in place: `self.{name}.compile()`."
+            )

@@ -1,0 +1,57 @@
+"""How the ranks of a replica keep together: where sharded tensors talk outside of steps, where a loop is to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.layout import Groups
+from lightning_par.sharded import tensor_names
+from lightning_par.strategies.part import Part
+from lightning_par.strategies.stop_iteration import AllStop, Stopping
+from lightning_par.trial.first_step import FirstStep
+
+
+class PeersPart(Part):
+    """Has the ranks that share tensors meet before these talk, but in steps, which all of them run alike.
+
+    Args:
+        groups: the mesh axes.
+        talking: the axes along which sharded tensors talk.
+        stored: whether weights are stored in parts.
+        timeout: how long a rank waits for another.
+    """
+
+    def __init__(self, groups: Groups, talking: Sequence[Axis], stored: bool, timeout: timedelta | None) -> None:
+        self.groups, self.talking, self.stored, self.timeout = groups, talking, stored, timeout
+        self._meeting: Meeting | None = None
+        self._stops: AllStop | None = None
+
+    def apply(self, first: FirstStep) -> None:
+        groups = self.groups
+        split = [axis for axis in (groups.sequence, groups.tensor) if axis.size > 1]
+        if split or self.stored:
+            among = split[0] if len(split) == 1 else groups.stage_of_replica
+            self._meeting = Meeting(groups.stage if self.stored else among, self.timeout)
+            for axis in self.talking:
+                axis.guard = partial(self._meeting.about_to_talk, axis)
+            tensor_names.name_weights(first.module)
+        self._stops = AllStop(Meeting(groups.replica, self.timeout, "stop"))
+
+    @contextmanager
+    def step(self, kind: str) -> Generator[None, None, None]:
+        with (
+            nullcontext() if self._meeting is None else self._meeting.step(kind),
+            nullcontext() if self._stops is None else Stopping(self._stops),
+        ):
+            yield
+
+    def close(self) -> None:
+        for axis in self.talking:
+            axis.guard = None
+        self._meeting = self._stops = None
+        tensor_names.end()
