@@ -36,8 +36,7 @@ def agree(world: Axis, decide: Callable[[], T], tell: Callable[[T], Any]) -> tup
         mine = None, tell(outcome)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
-        text = f"{error}" or repr(error)
-        mine = text if isinstance(error, ValueError) else f"{text} ({type(error).__name__} on rank {world.rank})", None
+        mine = f"{error}" if isinstance(error, ValueError) else f"{error!r} on rank {world.rank}", None
     answers = world.all_gather_object(mine, "plan")
     if failure is not None:
         raise failure
