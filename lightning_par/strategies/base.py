@@ -21,9 +21,9 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.optim import precision
 from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
-from lightning_par.private.optimizers import move_optimizers
 from lightning_par.pipeline.between_steps.send_away import bring_back
 from lightning_par.pipeline.part import StagesPart
+from lightning_par.private.optimizers import move_optimizers
 from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
 from lightning_par.strategies import end_of_run
 from lightning_par.strategies.building import BuildingMixin

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.optim.gradient_sync import GradientSync
+from lightning_par.pipeline.run.located import Run
 from lightning_par.private.process_groups import init_process_group
 from lightning_par.private.trainer import given_anew
-from lightning_par.pipeline.run.located import Run
 from lightning_par.python_state import generators
 from lightning_par.strategies import end_of_run, launch
 from lightning_par.strategies.launch import StartMethod

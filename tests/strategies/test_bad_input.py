@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import TensorParallelStrategy
 from lightning_par.mesh.ledger import ledger
-from lightning_par.tensor import part
+from lightning_par.tensor import part as tensor_part
 from tests.helpers.pool import Pool
 
 
@@ -184,7 +184,7 @@ def test_one_head_that_the_plan_splits_is_refused(pool: Pool) -> None:
 
 
 def _failing_plan() -> tuple[str, int]:
-    with mock.patch.object(part, "make_plan", side_effect=NotImplementedError("a case not thought of")):
+    with mock.patch.object(tensor_part, "make_plan", side_effect=NotImplementedError("a case not thought of")):
         return run(Net)
 
 
