@@ -4,7 +4,7 @@ A cell is equal to one device, or refused with a message that is known here. It 
 
     python -m pytest -n 2 --dist load -q -m slow tests/law/test_equality_matrix.py
 
-`python -m tests.law.test_equality_matrix` prints the README's table.
+`python -m tests.law.test_equality_matrix` prints the table.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ def test_what_a_trainer_is_asked_for(
     assert not lines, "\n" + "\n".join(lines[:40])
 
 
-# -------------------------------------------------------------------------------------------------------- the README
+# -------------------------------------------------------------------------------------------------------- the page
 
 
-def readme_table() -> str:
-    """The table of the README, of the same data that the tests are made from."""
+def page_table() -> str:
+    """The table in `docs/law.md`, of the same data that the tests are made from."""
     lines = ["| layout | ranks | models | equal | refused |", "|---|---|---|---|---|"]
     for name, layout in (TWO | FOUR).items():
         cases = [case for case, where in CELLS if where == name]
@@ -142,12 +142,12 @@ def readme_table() -> str:
     return "\n".join(lines)
 
 
-def test_the_readme_has_the_table() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert readme_table() in readme
-    assert f"{len(CELLS)} cells of models and layouts" in readme
-    assert f"{len(OPTIONS) * len(TWO | FOUR)} of options and layouts" in readme
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "law.md").read_text()
+    assert page_table() in page
+    assert f"{len(CELLS)} cells of models and layouts" in page
+    assert f"{len(OPTIONS) * len(TWO | FOUR)} of options and layouts" in page
 
 
 if __name__ == "__main__":
-    print(readme_table())
+    print(page_table())

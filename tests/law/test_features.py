@@ -1,8 +1,8 @@
 """Features of Lightning and torch under each strategy: each works as on one device, or is refused by name.
 
-Each cell of the README's table is run here. A feature is a function of where it runs; what it returns must be one
-device's on every rank, to 1e-9 in float64. Replicas are compared with those of Lightning's own DDP, rank by rank, since
-each logs what its own batches gave. `python -m tests.law.test_features` prints the README's table.
+Each cell of the table in `docs/features.md` is run here. A feature is a function of where it runs; what it returns must
+be one device's on every rank, to 1e-9 in float64. Replicas are compared with those of Lightning's own DDP, rank by
+rank, since each logs what its own batches gave. `python -m tests.law.test_features` prints the table.
 """
 
 from __future__ import annotations
@@ -694,11 +694,11 @@ def _hooks_differ(given: list[Any], wanted: list[Any], tolerance: float) -> list
     return lines + [f"hook {name} never fired" for name in sorted(missing)]
 
 
-# -------------------------------------------------------------------------------------------------------- the README
+# -------------------------------------------------------------------------------------------------------- the page
 
 
-def readme_table() -> str:
-    """The table of the README, of the same data that the tests are made from."""
+def page_table() -> str:
+    """The table in `docs/features.md`, of the same data that the tests are made from."""
     rows = [f"| feature | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     reasons: dict[str, int] = {}
     for name, feature in FEATURES.items():
@@ -713,9 +713,9 @@ def readme_table() -> str:
     return "\n".join([*rows, "", "The refusals say:", "", *notes])
 
 
-def test_the_readme_shows_this_table() -> None:
-    assert readme_table() in (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_page_shows_this_table() -> None:
+    assert page_table() in (Path(__file__).parents[2] / "docs" / "features.md").read_text()
 
 
 if __name__ == "__main__":
-    print(readme_table())
+    print(page_table())
