@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all test-strangers clean
+.PHONY: help demo test test-all test-strangers docs package clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,7 +12,9 @@ help:
 	@echo "make test       ruff, mypy and the tests"
 	@echo "make test-all   all tests, those that take minutes or gigabytes included"
 	@echo "make test-strangers  models of public packages, unedited, in a virtual environment of their own"
-	@echo "make clean      remove $(VENV) and $(STRANGERS)"
+	@echo "make docs       the documentation, into site/"
+	@echo "make package    sdist and wheel in dist/; the wheel is installed alone, and trained with"
+	@echo "make clean      remove $(VENV), $(STRANGERS), $(PACKAGED), site/, dist/ and build/"
 
 # A GPT learns Python from the standard library's own sources, its weights split over two processes.
 demo: $(VENV)/examples-$(TORCH).stamp
@@ -54,5 +56,22 @@ $(VENV)/%-$(TORCH).stamp: pyproject.toml $(VENV)/torch-$(TORCH).stamp
 	$(BIN)/pip install --quiet torch==$(TORCH) -e '.[$*]'
 	@touch $@
 
+docs: $(VENV)/docs-$(TORCH).stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The wheel is tried where nothing of the checkout is: in an environment of its own, from another folder.
+PACKAGED := .venv-package
+
+package: $(VENV)/package-$(TORCH).stamp
+	rm -rf build dist $(PACKAGED)
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
+	$(PYTHON) -m venv $(PACKAGED)
+	$(PACKAGED)/bin/pip install --quiet torch==$(TORCH) dist/*.whl
+	mkdir $(PACKAGED)/away
+	cp .ci/fit_installed.py $(PACKAGED)/away
+	cd $(PACKAGED)/away && PYTHONPATH= ../bin/python fit_installed.py
+
 clean:
-	rm -rf $(VENV) $(STRANGERS)
+	rm -rf $(VENV) $(STRANGERS) $(PACKAGED) site dist build
