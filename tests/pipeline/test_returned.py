@@ -19,7 +19,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.pipeline.plan.stage_ranges import Row
+from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.prepare import Programs, call_step
 from lightning_par.pipeline.run.located import intercept_units
 from lightning_par.pipeline.run.stage_run import StageRun
@@ -139,7 +139,7 @@ class Returns(Base):
 def _staged(module: Any, batch: Any) -> list[Tensor]:
     """The loss of a step in two stages, one after the other in this process, and what went between them."""
     step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
-    stages = Row({"a": (0,), "b": (1,)}, at=(0, 1))
+    stages = Stages({"a": (0,), "b": (1,)}, at=(0, 1))
     intercept_units(module, ("a", "b"))
     alone = Axis("pipeline", (0,), 0, None)
     hooks = Hooks(module, ("a", "b"), alone, Meeting(alone, None))

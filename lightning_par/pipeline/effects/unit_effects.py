@@ -92,7 +92,7 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
     paths = [path for path in whole.aftereffects if path in whole.homes]
     if not paths:
         return
-    cut = whole.stretches.cut(whole, microbatches)
+    cut = whole.cutter.cut(whole, microbatches)
 
     def seen_by(units: Collection[str]) -> Sight:
         return Sight(units, cut, microbatches == 1, whole.resets)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from lightning_par.pipeline.plan.stage_ranges import Cut, Homes, Stretches
+from lightning_par.pipeline.plan.stage_ranges import Cut, Stages
 from lightning_par.pipeline.program.routes import stage_of
 from lightning_par.pipeline.run.located import Key
 from lightning_par.python_state.nested_tensors import returned_tensors
@@ -23,51 +23,25 @@ if TYPE_CHECKING:
 SMALL = 0.01  # of a step's cost: waiting for less is not worth another stage
 
 
-@dataclass(frozen=True)
-class Places:
-    """Units on devices, in any order.
+class WherePlaceChanges:
+    """Stages that go back and forth between the devices, where each device is the home of its units."""
 
-    Args:
-        homes: unit -> its device.
-        ranks: how many devices there are.
-        last: the device that holds what no unit and no step uses.
+    relays: ClassVar[bool] = False
 
-    Example::
-
-        places = Places({"fc1": (0,), "fc2": (1,)}, ranks=2, last=1)
-        assert places.holders("fc2") == {1}
-    """
-
-    homes: Homes
-    ranks: int
-    last: int
-    relays: bool = False
-
-    def holders(self, path: str) -> set[int]:
-        return {*self.homes[path]}
-
-    def without(self, paths: Collection[str]) -> Places:
-        return replace(self, homes={path: home for path, home in self.homes.items() if path not in paths})
-
-    def stretches(self) -> Stretches:
-        return _WherePlaceChanges(self)
-
-
-class _WherePlaceChanges:
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
         self._starts: list[int] = []
         self._at: list[int] = []
 
     def meet(self, path: str, event: int) -> None:
-        (place,) = self._places.homes[path]
+        place = self._stages.homes[path][0]
         if not self._at or self._at[-1] != place:
             self._starts.append(event if self._at else 0)
             self._at.append(place)
 
     def cut(self, run: Analysis, microbatches: int) -> Cut:
         if not self._at:
-            return Cut((0,), (self._places.last,))
+            return Cut((0,), (self._stages.last,))
         flow = Flow.of(run)
         placed = flow.with_fewest_bytes(Cut(tuple(self._starts), tuple(self._at)), [index for _, index in run.units])
         # The code behind the last unit runs once on the whole batch, where there are several microbatches.

@@ -6,56 +6,10 @@ A pure function of the recorded calls and of the modules that the user named; pr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
-from lightning_par.pipeline.plan.units import ClosedError, ModuleCall, ancestors, choose_units, list_names, unit_calls
-
-
-@dataclass(frozen=True)
-class PlacementPlan:
-    """Which call of which module runs where.
-
-    Attributes:
-        calls: every call of a module as a whole, in execution order, with its device.
-        places: how many devices there are.
-        activations: for each device, bytes of the values that its modules make of the recorded batch.
-
-    Example::
-
-        net = Call("", 3, 9, (Call("a", 1, 3), Call("b", 1, 3), Call("c", 1, 3)))
-        print(make_placement_plan(net, {"a": 0, "b": 1, "c": 0}, places=2))
-    """
-
-    calls: tuple[tuple[str, int], ...]
-    places: int
-    activations: tuple[float, ...]
-
-    @cached_property
-    def units(self) -> dict[str, int]:
-        """Every module that is called as a whole, with its device, in order of its first call."""
-        return dict(self.calls)
-
-    @property
-    def empty(self) -> tuple[int, ...]:
-        """The devices that no module runs on."""
-        return tuple(sorted({*range(self.places)} - {place for _, place in self.calls}))
-
-    def on(self, place: int) -> tuple[str, ...]:
-        """The modules on a device."""
-        return tuple(path for path, its in self.units.items() if its == place)
-
-    def visits(self) -> list[tuple[int, list[str]]]:
-        """The runs of calls on one device, in execution order."""
-        found: list[tuple[int, list[str]]] = []
-        for path, place in self.calls:
-            if not found or found[-1][0] != place:
-                found.append((place, []))
-            found[-1][1].append(path)
-        return found
-
-    def __str__(self) -> str:
-        return "\n".join(f"device {place}: {list_names(self.on(place)) or 'nothing'}" for place in range(self.places))
+from lightning_par.pipeline.plan.stage_plan import StagePlan, plan_of
+from lightning_par.pipeline.plan.units import ClosedError, ModuleCall, ancestors, choose_units, unit_calls, walk
 
 
 def make_placement_plan(
@@ -65,8 +19,8 @@ def make_placement_plan(
     *,
     shared: Collection[str] = (),
     opened: Collection[str] = (),
-) -> PlacementPlan:
-    """Give each call of a module its device.
+) -> StagePlan:
+    """Give each call of a module its device: a plan whose stages are the devices.
 
     A module that is not named follows the nearest one around it that is, or else the layer that ran before it; those
     before the first named one go with that.
@@ -96,9 +50,10 @@ def make_placement_plan(
     for call in calls:
         place = known.places[call.path]
         before = found.setdefault(call.path, before if place is None else place)
-    made = unit_calls(in_bytes(root), units)
-    activations = tuple(sum(call.flops for call in made if found[call.path] == place) for place in range(places))
-    return PlacementPlan(tuple((call.path, found[call.path]) for call in calls), places, activations)
+    nbytes = dict.fromkeys(range(places), 0.0)
+    for call in unit_calls(in_bytes(root), units):
+        nbytes[found[call.path]] += call.flops
+    return plan_of(calls, [found[call.path] for call in calls], places, nbytes)
 
 
 def place_of(path: str, wishes: Mapping[str, int]) -> int | None:
@@ -133,7 +88,7 @@ class _Known:
 
     def units(self, root: ModuleCall, opened: Collection[str]) -> tuple[str, ...]:
         """The modules that are called as a whole."""
-        with_parameters = {call.path for call in _all(root) if call.numel}
+        with_parameters = {call.path for call in walk(root) if call.numel}
         try:
             return choose_units(root, 1, [path for path in self.apart if path in with_parameters], opened)
         except ClosedError as error:
@@ -168,7 +123,3 @@ def _with_parameters(call: ModuleCall, paths: Collection[str]) -> ModuleCall:
         return call
     children = tuple(_with_parameters(child, paths) for child in call.children)
     return replace(call, numel=call.numel or int(call.path in paths), children=children)
-
-
-def _all(call: ModuleCall) -> list[ModuleCall]:
-    return [call, *(inner for child in call.children for inner in _all(child))]

@@ -13,13 +13,16 @@ from torch import nn
 from lightning_par.mesh.layout import Groups
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.placement.balance_memory import balance
-from lightning_par.pipeline.placement.cut import Places
+from lightning_par.pipeline.placement.cut import WherePlaceChanges
 from lightning_par.pipeline.placement.device_order import PlacementOrder
-from lightning_par.pipeline.placement.plan import PlacementPlan, make_placement_plan, place_of
+from lightning_par.pipeline.placement.plan import make_placement_plan, place_of
 from lightning_par.pipeline.placement.settings import PlacementSettings
 from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.units import ModuleCall, walk
+from lightning_par.pipeline.plan.stage_plan import Stage, StagePlan
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.plan.units import ModuleCall, list_names, walk
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.stages import Spread, uncalled
 from lightning_par.pipeline.trial.study import survey
@@ -40,16 +43,16 @@ class PlacementSpread(Spread):
         super().__init__(groups, settings.microbatches, settings.allow_batch_coupling, timeout)
         self.settings = settings
 
-    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[PlacementPlan, Places]:
+    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[StagePlan, Stages]:
         places, shared = self.axis.size, _with_several_names(module)
         wishes = self._wishes(module, root, opened)
         plan = make_placement_plan(root, wishes, places, shared=shared, opened=opened)
         last = plan.calls[-1][1] if plan.calls else places - 1
-        homes = {path: (place,) for path, place in plan.units.items()}
+        homes = dict(plan.homes)
         for path in _apart(module, uncalled(module, homes, opened), wishes):
             place = place_of(path, wishes)
             homes[path] = (last if place is None else place,)
-        return plan, Places(homes, places, last)
+        return plan, Stages(homes, tuple(range(places)), WherePlaceChanges, last)
 
     def _wishes(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> Mapping[str, int]:
         placement = self.settings.placement
@@ -66,7 +69,7 @@ class PlacementSpread(Spread):
         if self.settings.limits:
             step = first.step()
             root = ModuleCall("", 0.0, 0) if step.batch is None else survey(step)
-            plan = PlacementPlan((("", 0),), 1, (root.nbytes,))
+            plan = StagePlan((Stage(0, ("",), 1.0, 0, root.nbytes),), (("", 0),))
             self.check(plan, first.module, Placement({}))
 
     def order(self) -> PlacementOrder:
@@ -75,14 +78,14 @@ class PlacementSpread(Spread):
     def pairs(self) -> list[tuple[int, int]]:
         return list(permutations(range(self.axis.size), 2))
 
-    def fingerprint(self, plan: PlacementPlan) -> str:
-        return str(plan)
+    def fingerprint(self, plan: StagePlan) -> str:
+        return "\n".join(f"device {one.index}: {list_names(one.units) or 'nothing'}" for one in plan.stages)
 
-    def check(self, plan: PlacementPlan, module: nn.Module, placement: Placement) -> None:
+    def check(self, plan: StagePlan, module: nn.Module, placement: Placement) -> None:
         limits = self.settings.limits
         held = held_bytes(module, placement, self.axis.size)
         for place, limit in sorted(limits.items()):
-            made = plan.activations[place]
+            made = plan.stages[place].nbytes
             if held[place] + made > limit:
                 raise ValueError(
                     f"max_memory[{place}] = {bytes_text(limit)}, but device {place} would hold "

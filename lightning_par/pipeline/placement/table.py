@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from torch import Tensor, nn
 
 from lightning_par.mesh.layout import Layout
 from lightning_par.pipeline.between_steps.send_away import Placement
-from lightning_par.pipeline.placement.plan import PlacementPlan
+from lightning_par.pipeline.plan.stage_plan import StagePlan
+from lightning_par.pipeline.plan.table import shared_line
 from lightning_par.pipeline.plan.units import list_names
 from lightning_par.pipeline.run.located import Program
 from lightning_par.strategies.startup_table import bytes_text, show_table
@@ -20,7 +23,7 @@ Crossing = tuple[int, int, float, float]
 
 
 def show_placement(
-    plan: PlacementPlan,
+    plan: StagePlan,
     module: nn.Module,
     placement: Placement,
     program: Program | None,
@@ -40,49 +43,41 @@ def show_placement(
         seconds: that planning took.
     """
     copies = f", {layout.data} copies of the model" if layout.data > 1 else ""
-    title = f"Layer placement over {plan.places} devices{copies}, planned in {seconds:.1f} s"
+    title = f"Layer placement over {len(plan.stages)} devices{copies}, planned in {seconds:.1f} s"
     header = ("device", "layers", "bytes held", "sends a batch")
     crossings = [] if program is None else crossing_bytes(program)
-    rows = placement_rows(plan, held_bytes(module, placement, plan.places), crossings)
+    rows = placement_rows(plan, held_bytes(module, placement, len(plan.stages)), crossings)
     show_table(title, header, rows, placement_footer(plan, module, placement, program, reason), wraps=1)
 
 
-def placement_rows(plan: PlacementPlan, held: Sequence[int], crossings: Sequence[Crossing]) -> list[Row]:
+def placement_rows(plan: StagePlan, held: Sequence[int], crossings: Sequence[Crossing]) -> list[Row]:
     """A row for each device."""
     rows = []
-    for place in range(plan.places):
+    for place, its in enumerate(plan.stages):
         sent: dict[int, list[str]] = defaultdict(list)
         for _, target, values, _ in (one for one in crossings if one[0] == place):
             sent[target].append(bytes_text(values))
         for source, _, _, grads in (one for one in crossings if one[1] == place and one[3]):
             sent[source].append(f"gradients {bytes_text(grads)}")
         lines = [f"to {peer}: {', '.join(what)}" for peer, what in sorted(sent.items())]
-        layers = list_names(plan.on(place)) or "none"
+        layers = list_names(its.units) or "none"
         rows.append((str(place), layers, bytes_text(held[place]), "\n".join(lines) or "nothing"))
     return rows
 
 
 def placement_footer(
-    plan: PlacementPlan, module: nn.Module, placement: Placement, program: Program | None, reason: str | None
+    plan: StagePlan, module: nn.Module, placement: Placement, program: Program | None, reason: str | None
 ) -> list[str]:
     """The way through the devices, how the batch is cut, and what several devices hold."""
     lines = []
-    visits = plan.visits()
+    visits = [(place, [path for path, _ in calls]) for place, calls in groupby(plan.calls, key=itemgetter(1))]
     if len(visits) > 1:
         lines.append(f"In order: {', then '.join(f'{list_names(paths)} on {place}' for place, paths in visits[:12])}")
         lines[0] += ", ..." if len(visits) > 12 else "."
     if program is not None:
         m = program.microbatches
         lines.append(f"{m} microbatch{'es' if m > 1 else ''}{f': {reason}' if reason else ''}.")
-    names = _names(module)
-    shared = [
-        f"{' = '.join(names[id(p)])} (devices {' and '.join(map(str, placement.holders[name]))})"
-        for name, p in module.named_parameters()
-        if len(placement.holders[name]) > 1
-    ]
-    if shared:
-        lines.append(f"On several devices, their gradients summed once a step: {', '.join(shared)}.")
-    return lines
+    return lines + shared_line(module, placement.holders, "devices")
 
 
 def held_bytes(module: nn.Module, placement: Placement, places: int) -> list[int]:
@@ -112,10 +107,3 @@ def crossing_bytes(program: Program) -> list[Crossing]:
 
 def _size(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _names(module: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names

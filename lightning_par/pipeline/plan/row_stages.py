@@ -13,7 +13,7 @@ from lightning_par.pipeline.plan.schedule import make_forward_schedule, make_sch
 from lightning_par.pipeline.plan.settings import Settings
 from lightning_par.pipeline.plan.stage_order import PipelineOrder
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
-from lightning_par.pipeline.plan.stage_ranges import Homes, Row
+from lightning_par.pipeline.plan.stage_ranges import Homes, Stages
 from lightning_par.pipeline.plan.table import show_stages
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.run.located import Program
@@ -40,14 +40,12 @@ class RowSpread(Spread):
         self.stages = settings.stage_count(self.axis.size)
         self.at = place_stages(settings.schedule, self.axis.size, self.stages)
 
-    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[StagePlan, Row]:
+    def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[StagePlan, Stages]:
         asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
         name, wishes = type(module).__name__, self.settings.stages
         plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)
-        homes: dict[str, tuple[int, ...]] = {}
-        for path, stage in plan.calls:
-            homes[path] = (*homes.get(path, ()), stage)
-        return plan, Row({**homes, **_homes_in_order(module, homes, uncalled(module, homes, opened))}, self.at)
+        uncalled_homes = _homes_in_order(module, plan.homes, uncalled(module, plan.homes, opened))
+        return plan, Stages({**plan.homes, **uncalled_homes}, self.at)
 
     def order(self) -> PipelineOrder:
         return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)

@@ -23,21 +23,21 @@ class Stage:
     Attributes:
         index: its place in the pipeline.
         units: the modules called in it as a whole, in execution order.
-        flops: of its calls, in the forward of the whole batch.
         share: its part of the cost of all stages.
         numel: parameters of its units.
+        nbytes: of the values that its units make of the recorded batch, where the plan goes by memory.
     """
 
     index: int
     units: tuple[str, ...]
-    flops: float
     share: float
     numel: int
+    nbytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages, and where each call runs.
+    """The stages, or the devices of a placement, and where each call runs.
 
     Attributes:
         stages: every stage in order. A unit called in several stages is in each of them.
@@ -48,29 +48,12 @@ class StagePlan:
     calls: tuple[tuple[str, int], ...]
 
     @cached_property
-    def _stages_by_unit(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+    def homes(self) -> dict[str, tuple[int, ...]]:
+        """All units, in execution order, with the stages of their calls."""
+        found: dict[str, tuple[int, ...]] = {}
         for path, stage in self.calls:
-            found.setdefault(path, []).append(stage)
+            found[path] = (*found.get(path, ()), stage)
         return found
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """All units, in execution order."""
-        return tuple(self._stages_by_unit)
-
-    def stage_of_call(self, path: str, occurrence: int = 0) -> int:
-        """The stage of a call of the unit ``path``, of its first one or of the one that comes ``occurrence`` later.
-
-        Raises:
-            ValueError: the recorded step has no such call.
-        """
-        stages = self._stages_by_unit.get(path, [])
-        if not 0 <= occurrence < len(stages):
-            raise ValueError(
-                f"the recorded step calls {path!r} {len(stages)} times, so it has no call {occurrence + 1}."
-            )
-        return stages[occurrence]
 
     def __str__(self) -> str:
         return "\n".join(
@@ -123,23 +106,28 @@ def make_stage_plan(
         calls, places = glob_stages(root, wishes, who, opened)
     else:
         calls, places = cut_stages(root, wishes, who, opened)
-    return StagePlan(
-        tuple(_stage(index, calls, places) for index in range(stages)),
-        tuple((call.path, place) for call, place in zip(calls, places)),
-    )
+    return plan_of(calls, places, stages)
 
 
-def _stage(index: int, calls: Sequence[UnitCall], places: Sequence[int]) -> Stage:
-    costs = costs_of(calls)
-    mine = [i for i, place in enumerate(places) if place == index]
-    numels = {calls[i].path: calls[i].numel for i in mine}
-    return Stage(
-        index,
-        tuple(numels),
-        sum(calls[i].flops for i in mine),
-        sum(costs[i] for i in mine) / sum(costs),
-        sum(numels.values()),
-    )
+def plan_of(
+    calls: Sequence[UnitCall], places: Sequence[int], stages: int, nbytes: Mapping[int, float] | None = None
+) -> StagePlan:
+    """The plan of ``calls`` that run in the stages ``places``, one for each call.
+
+    Args:
+        calls: every call of a unit, in execution order.
+        places: the stage of each.
+        stages: how many there are.
+        nbytes: of the values that are made in each stage.
+    """
+    costs, made = costs_of(calls), nbytes or {}
+    found = []
+    for index in range(stages):
+        mine = [i for i, place in enumerate(places) if place == index]
+        numels = {calls[i].path: calls[i].numel for i in mine}
+        share = sum(costs[i] for i in mine) / (sum(costs) or 1)
+        found.append(Stage(index, tuple(numels), share, sum(numels.values()), made.get(index, 0.0)))
+    return StagePlan(tuple(found), tuple((call.path, place) for call, place in zip(calls, places)))
 
 
 def _check_count(root: ModuleCall, calls: Sequence[UnitCall], who: Asker) -> None:

@@ -77,15 +77,26 @@ def stage_footer(
     outside = {name: p for name, p in module.named_parameters() if id(p) not in placed}
     if outside:
         lines.append(f"Outside these modules: {_by_ranks(outside, holders)}.")
-    names = _names(module)
+    return lines + shared_line(module, holders, "ranks")
+
+
+def shared_line(module: nn.Module, holders: Holders, where: str) -> list[str]:
+    """A line on the parameters that several hold, under all their names; none where there are none.
+
+    Args:
+        module: whole, with its tied parameters still tied.
+        holders: who holds which parameter.
+        where: what a holder is called, in the plural.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
     shared = [
-        f"{' = '.join(names[id(p)])} (ranks {_listed(holders[name])})"
+        f"{' = '.join(names[id(p)])} ({where} {_listed(holders[name])})"
         for name, p in module.named_parameters()
         if len(holders[name]) > 1
     ]
-    if shared:
-        lines.append(f"On several ranks, their gradients summed once a step: {', '.join(shared)}.")
-    return lines
+    return [f"On several {where}, their gradients summed once a step: {', '.join(shared)}."] if shared else []
 
 
 def _bubble_line(plan: StagePlan, schedule: Schedule) -> str:
@@ -116,13 +127,6 @@ def _by_ranks(parameters: Mapping[str, Parameter], holders: Holders) -> str:
 def _listed(ranks: Sequence[int]) -> str:
     *some, last = map(str, ranks)
     return f"{', '.join(some)} and {last}" if some else last
-
-
-def _names(module: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
 
 
 def _within(module: nn.Module, units: Iterable[str]) -> dict[int, Parameter]:

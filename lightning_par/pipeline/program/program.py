@@ -33,7 +33,7 @@ def make_program(
     step: Step, run: Analysis, result: Any, microbatches: int, layouts: Layouts, in_order: bool = False
 ) -> Program:
     """What ``run`` has seen of ``step``, cut into stages; ``in_order`` if these must run one after the other."""
-    cut = run.stretches.cut(run, microbatches)
+    cut = run.cutter.cut(run, microbatches)
     _refuse_reads(run, cut.starts[-1])
     uses: dict[str, set[int]] = {}
     for name, index in (*run.direct, *run.units):

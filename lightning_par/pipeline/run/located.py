@@ -2,7 +2,7 @@
 
 Every torch function at container level, and every call of a unit, is an event. Events that see nothing but the batch
 are computed whole, once a step; events that see parameters are *located*: they run on the stage whose stretch of the
-step they lie in. Stretches follow one another in the order of execution, so what a stage needs comes from those before.
+step they lie in. Stages follow one another in the order of execution, so what a stage needs comes from those before.
 """
 
 from __future__ import annotations

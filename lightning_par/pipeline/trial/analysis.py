@@ -90,7 +90,7 @@ class Analysis(FakeRun):
         layouts: Layouts,
     ) -> None:
         super().__init__(mode, axis)
-        self.stages, self.stretches, self.homes = stages, stages.stretches(), stages.homes
+        self.stages, self.cutter, self.homes = stages, stages.cutter(stages), stages.homes
         self.names: dict[int, str] = {}  # of fake parameters, by id
         self.keys: dict[int, Key] = {}
         self.handed = Handed(self.homes, self.keys, self.names)
@@ -101,7 +101,7 @@ class Analysis(FakeRun):
         self.kept: list[Any] = [batch]  # ids stay valid as long as the objects live
         self.tags: dict[int, str] = {}
         self.tail = 0
-        self.memory, self.relays = SharedStorage(), stages.relays
+        self.memory, self.relays = SharedStorage(), stages.cutter.relays
         self.lent = Lent()
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
@@ -424,7 +424,7 @@ class Analysis(FakeRun):
     # ------------------------------------------------------------------------------------------------ modules, effects
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.stretches.meet(path, len(self.events))
+        self.cutter.meet(path, len(self.events))
         self.handed.check_outside((args, kwargs))
         inputs = tensors_in((args, kwargs))
         sums, cuts = (0, 0) if self.axis is None else (self.axis.sums, self.axis.cuts)

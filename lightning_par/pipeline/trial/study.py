@@ -19,7 +19,7 @@ from lightning_par.pipeline.effects.method_calls import UnitState
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
 from lightning_par.pipeline.effects.watched_run import untraced
-from lightning_par.pipeline.plan.stage_ranges import Row, Stages
+from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.decisions import follow_decisions
 from lightning_par.pipeline.program.program import make_program
@@ -46,7 +46,7 @@ from lightning_par.trial.trial_run import quiet
 
 def survey(step: Step) -> ModuleCall:
     """The tree of module calls that ``step`` makes, with their costs."""
-    run, _ = _analyse(step, Row({}, (0,)), None, {}, traced=True)
+    run, _ = _analyse(step, Stages({}, (0,)), None, {}, traced=True)
     return run.frames[0].call(run.calls)
 
 

@@ -17,7 +17,7 @@ from lightning_par.pipeline.placement.balance_memory import balance, split_withi
 from lightning_par.pipeline.placement.cut import Flow, Value
 from lightning_par.pipeline.placement.device_order import make_order
 from lightning_par.pipeline.placement.memory_sizes import parse_bytes, parse_limits
-from lightning_par.pipeline.placement.plan import PlacementPlan, make_placement_plan
+from lightning_par.pipeline.placement.plan import make_placement_plan
 from lightning_par.pipeline.placement.settings import PlacementSettings
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.schedules import Action
@@ -56,9 +56,7 @@ def gpt(closed: str | None = None) -> ModuleCall:
 def test_back_and_forth() -> None:
     plan = make_placement_plan(NET, {"fc1": 0, "fc2": 1, "fc3": 1, "fc4": 0}, 2)
     assert plan.calls == (("fc1", 0), ("fc2", 1), ("fc3", 1), ("fc4", 0))
-    assert plan.visits() == [(0, ["fc1"]), (1, ["fc2", "fc3"]), (0, ["fc4"])]
-    assert plan.on(0) == ("fc1", "fc4") and not plan.empty
-    assert str(plan) == "device 0: fc1, fc4\ndevice 1: fc2, fc3"
+    assert [stage.units for stage in plan.stages] == [("fc1", "fc4"), ("fc2", "fc3")]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_what_is_on_one_device_is_called_as_a_whole() -> None:
 
 def test_a_module_without_parameters_is_called_apart_where_it_moves() -> None:
     here = make_placement_plan(gpt(), {"net": 0, "net.drop": 0, "net.head": 1}, 2)
-    assert "net.drop" not in here.units
+    assert "net.drop" not in here.homes
     there = make_placement_plan(gpt(), {"net": 0, "net.drop": 1, "net.head": 1}, 2)
     assert there.calls[-2:] == (("net.drop", 1), ("net.head", 1))
 
@@ -112,7 +110,7 @@ def test_a_module_that_cant_be_taken_apart_is_refused_with_the_reason() -> None:
 
 
 def test_an_empty_device_is_known() -> None:
-    assert make_placement_plan(NET, {"fc1": 0, "fc2": 2}, 3).empty == (1,)
+    assert make_placement_plan(NET, {"fc1": 0, "fc2": 2}, 3).stages[1].units == ()
 
 
 # --- what the user names ---
@@ -448,11 +446,6 @@ def _can_run(action: Action, part: Part, done: set[Action]) -> bool:
         return all(Action("F", other, i) in done for other in part.after[stage])
     later = [other for other, before in enumerate(part.after) if stage in before]
     return Action("F", stage, i) in done and all(Action("B", other, i) in done for other in later)
-
-
-def test_the_plan_prints_itself() -> None:
-    plan = PlacementPlan((("a", 0),), 2, (0.0, 0.0))
-    assert str(plan) == "device 0: a\ndevice 1: nothing"
 
 
 def test_the_example_of_the_docs() -> None:

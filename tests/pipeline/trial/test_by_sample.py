@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
-from lightning_par.pipeline.plan.stage_ranges import Row
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.trial.step import Step
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.by_sample import by_sample
 from lightning_par.pipeline.trial.fake_step import FakeRun
@@ -173,7 +174,7 @@ def _study(layer: nn.Module) -> Any:
     module.a = layer  # type: ignore[assignment]
     batch = [torch.randn(4, 6, C), torch.randint(0, 4, (4,))]
     step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
-    return study(step, Row({"a": (0,), "b": (1,)}, at=(0, 1)), 2)
+    return study(step, Stages({"a": (0,), "b": (1,)}, at=(0, 1)), 2)
 
 
 @pytest.mark.parametrize("make", [Experts, Sorts, TakesSome])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
-from lightning_par.pipeline.plan.stage_ranges import Row
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.trial.step import Step
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.stages import _as_the_loop_will_run
 from lightning_par.pipeline.trial.study import study
@@ -23,7 +24,7 @@ from tests.law.found import Base, C
 def _studied(module: Base, microbatches: int = 1) -> Program:
     batch = [torch.randn(4, 6, C), torch.randint(0, 4, (4,))]
     step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
-    return study(step, Row({"a": (0,), "b": (1,)}, at=(0, 1)), microbatches)
+    return study(step, Stages({"a": (0,), "b": (1,)}, at=(0, 1)), microbatches)
 
 
 class Leaf(nn.Module):
