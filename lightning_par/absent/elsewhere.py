@@ -7,7 +7,6 @@ its values raises.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_par.absent.base import AbsentTensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
@@ -60,7 +60,7 @@ class Origin:
         return replace(self)
 
 
-class Elsewhere(torch.Tensor):
+class Elsewhere(AbsentTensor):
     """A tensor of ``shape`` whose values other ranks hold.
 
     Args:
@@ -77,9 +77,7 @@ class Elsewhere(torch.Tensor):
         assert weight.double().dtype == torch.float64 and weight.data_ptr() == 0
     """
 
-    _origin: Origin
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _facts: Origin
 
     @staticmethod
     def __new__(
@@ -90,16 +88,12 @@ class Elsewhere(torch.Tensor):
         origin: Origin,
         requires_grad: bool = False,
     ) -> Elsewhere:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
-        )
-        self._origin = origin
-        return self
+        return cls._standing(origin, shape, dtype, device, requires_grad=requires_grad)
 
     @property
     def origin(self) -> Origin:
         """Who holds it."""
-        return self._origin
+        return self._facts
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -108,10 +102,10 @@ class Elsewhere(torch.Tensor):
         kwargs, name = kwargs or {}, func._schema.name
         x = args[0] if args else None
         if isinstance(x, Elsewhere) and name in _SAME_STORAGE:
-            return Elsewhere(x.shape, x.dtype, x.device, x._origin)
+            return Elsewhere(x.shape, x.dtype, x.device, x.origin)
         if isinstance(x, Elsewhere) and name in _ANOTHER:
             dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
-            return Elsewhere(x.shape, dtype, device, replace(x._origin))
+            return Elsewhere(x.shape, dtype, device, replace(x.origin))
         if name.startswith("aten::_foreach_") and name.endswith("_"):
             return _write_those_here(func, args, kwargs)
         if isinstance(x, Elsewhere) and _writes_to_first_alone(func):
@@ -119,10 +113,10 @@ class Elsewhere(torch.Tensor):
         those = [y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere)]
         if name == "aten::equal" and args[0].shape != args[1].shape:
             return False
-        if name == "aten::equal" and len(those) == 2 and those[0]._origin is those[1]._origin:
+        if name == "aten::equal" and len(those) == 2 and those[0].origin is those[1].origin:
             return True  # another one may hold the same values, of which this rank knows nothing
-        if _is_by_entry(func) and len({y._origin.holders for y in those}) == 1:
-            return _computed(func, args, kwargs, those[0]._origin)
+        if _is_by_entry(func) and len({y.origin.holders for y in those}) == 1:
+            return _computed(func, args, kwargs, those[0].origin)
         raise ElsewhereError(_message(those[0], name.removeprefix("aten::")))
 
     @property
@@ -133,7 +127,7 @@ class Elsewhere(torch.Tensor):
     def data(self, value: Tensor) -> None:
         asks = Run.current is not None and not Run.current.depth  # a run of a step knows values by their identity
         known = asks or isinstance(value, Elsewhere) or _is_followed()
-        like = value if known else Elsewhere(value.shape, value.dtype, value.device, self._origin)
+        like = value if known else Elsewhere(value.shape, value.dtype, value.device, self.origin)
         torch.Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
 
     def lend_data(self, x: Tensor) -> bool:
@@ -154,22 +148,17 @@ class Elsewhere(torch.Tensor):
     def _refuse(self, function: str) -> NoReturn:
         raise ElsewhereError(_message(self, function))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
-        if id(self) not in memo:
-            copied = Elsewhere(self.shape, self.dtype, self.device, replace(self._origin), self.requires_grad)
-            memo[id(self)] = copied
-            attributes = {key: value for key, value in vars(self).items() if key != "_origin"}
-            vars(copied).update(copy.deepcopy(attributes, memo))
-        return memo[id(self)]
+    def _copied(self, memo: dict[int, Any]) -> Elsewhere:
+        return Elsewhere(self.shape, self.dtype, self.device, replace(self.origin), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{self._origin}, so rank {self._origin.axis.rank} can't pickle it. Save with "
+            f"{self.origin}, so rank {self.origin.axis.rank} can't pickle it. Save with "
             "`trainer.save_checkpoint(path)`, called on all ranks."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Elsewhere({self._origin}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return f"{super().__repr__()[:-1]}, {self.origin})"
 
 
 def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_par.absent.base import AbsentTensor
 from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.private.checkpoints import LateStorage, reduced_late
 from lightning_par.python_state.nested_tensors import map_tensors
@@ -70,7 +71,7 @@ class _Memory:
         return self.kept
 
 
-class Unread(torch.Tensor):
+class Unread(AbsentTensor):
     """A tensor whose values are at a ``source``.
 
     Args:
@@ -83,42 +84,39 @@ class Unread(torch.Tensor):
         torch.save({"weight": weight}, "file")  # holds its values while they are written
     """
 
-    _memory: _Memory
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _facts: _Memory
 
     @staticmethod
     def __new__(cls, source: Source, like: Unread | None = None) -> Unread:
-        self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=_CPU)
-        self._memory = _Memory(source) if like is None else like._memory
-        return self
+        memory = _Memory(source) if like is None else like._facts
+        return cls._standing(memory, source.shape, source.dtype, _CPU)
 
     @property
     def source(self) -> Source:
         """Where the values come from."""
-        return self._memory.source
+        return self._facts.source
 
     @property
     def memory(self) -> object:
         """The same object for tensors that share memory."""
-        return self._memory
+        return self._facts
 
     @property
     def is_kept(self) -> bool:
         """Whether the values are here, since something wrote to them or made a view of them."""
-        return self._memory.kept is not None
+        return self._facts.kept is not None
 
     def read(self) -> Tensor:
         """The values, plain."""
-        return self._memory.read()
+        return self._facts.read()
 
     def read_part(self, dim: int, indices: Sequence[int] | Any) -> Tensor:
         """The values at the ascending ``indices`` of ``dim``, plain and contiguous, in memory of their own."""
         shape = [*self.shape[:dim], len(indices), *self.shape[dim + 1 :]]
         part = torch.empty(shape, dtype=self.dtype)
         with torch.no_grad():
-            if self._memory.kept is not None:
-                part.copy_(self._memory.kept.index_select(dim, torch.as_tensor(indices)))
+            if self._facts.kept is not None:
+                part.copy_(self._facts.kept.index_select(dim, torch.as_tensor(indices)))
             else:
                 self.source.copy_into(part, dim, indices)
         return part
@@ -143,27 +141,24 @@ class Unread(torch.Tensor):
         return next((x for x, y in zip(args, given) if out is y and isinstance(x, Unread)), out)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._memory.keep().numpy(force=force)
+        return self._facts.keep().numpy(force=force)
 
     def tolist(self) -> Any:
         return self.read().tolist()
 
     def data_ptr(self) -> int:
-        return self._memory.keep().data_ptr()
+        return self._facts.keep().data_ptr()
 
     def untyped_storage(self) -> Any:
-        return self._memory.keep().untyped_storage()
+        return self._facts.keep().untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.read().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._memory.kept is not None or protocol != torch.serialization.DEFAULT_PROTOCOL:  # not torch.save's
+        if self._facts.kept is not None or protocol != torch.serialization.DEFAULT_PROTOCOL:  # not torch.save's
             return self.read().__reduce_ex__(protocol)
-        return reduced_late(self.shape, self.dtype, self._memory.storage())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return reduced_late(self.shape, self.dtype, self._facts.storage())
 
 
 def read_all(value: Any) -> Any:
@@ -190,7 +185,7 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def _real(value: Any, keep: bool) -> Any:
     if isinstance(value, Unread):
-        return value._memory.keep() if keep else value.read()
+        return value._facts.keep() if keep else value.read()
     if isinstance(value, (list, tuple)):
         return type(value)([_real(x, keep) for x in value])
     return value

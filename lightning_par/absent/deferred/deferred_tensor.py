@@ -6,12 +6,12 @@ what is computed in the end. Code that needs values, as ``item()`` does, gets th
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from lightning_par.absent.base import AbsentTensor
 from lightning_par.absent.deferred.history import Geometry, History, Ref, Store
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.session import Session
@@ -21,7 +21,7 @@ class UndeferrableError(RuntimeError):
     """The code needs the tensor's memory itself; the module has to be built whole."""
 
 
-class Deferred(torch.Tensor):
+class Deferred(AbsentTensor):
     """A tensor whose values are still to be computed.
 
     Args:
@@ -35,22 +35,12 @@ class Deferred(torch.Tensor):
         assert isinstance(weight, Deferred) and torch.equal(weight.value(), torch.zeros(1000, 1000))
     """
 
-    _recipe: tuple[Store, Tensor]
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _facts: tuple[Store, Tensor]
 
     @staticmethod
     def __new__(cls, store: Store, meta: Tensor, requires_grad: bool = False) -> Deferred:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=store.history.device,
-            requires_grad=requires_grad,
-        )
-        self._recipe = (store, meta)
+        geometry = dict(strides=meta.stride(), storage_offset=meta.storage_offset(), requires_grad=requires_grad)
+        self = cls._standing((store, meta), meta.shape, meta.dtype, store.history.device, **geometry)
         if Session.current is not None:
             Session.current.add(self)
         return self
@@ -58,12 +48,12 @@ class Deferred(torch.Tensor):
     @property
     def store(self) -> Store:
         """What was done to its memory."""
-        return self._recipe[0]
+        return self._facts[0]
 
     @property
     def meta(self) -> Tensor:
         """A tensor on ``meta`` of its geometry; one memory there for each store."""
-        return self._recipe[1]
+        return self._facts[1]
 
     def ref(self) -> Ref:
         """The tensor as it stands now."""
@@ -90,7 +80,7 @@ class Deferred(torch.Tensor):
         """Share memory with ``other`` from now on, and lie in it as ``other`` does."""
         meta = other.meta.detach()
         torch.Tensor.data.__set__(self, Deferred(other.store, meta))  # type: ignore[attr-defined]
-        self._recipe = (other.store, meta)
+        self._facts = (other.store, meta)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -116,13 +106,6 @@ class Deferred(torch.Tensor):
     def __array__(self, dtype: Any = None) -> NoReturn:
         raise UndeferrableError("numpy would share the memory of a tensor")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
-        if id(self) not in memo:
-            memo[id(self)] = copied = self._copied(memo)
-            attributes = {key: value for key, value in vars(self).items() if key != "_recipe"}
-            vars(copied).update(copy.deepcopy(attributes, memo))
-        return memo[id(self)]
-
     def _copied(self, memo: dict[int, Any]) -> Deferred:
         """Tensors that share memory have copies that do."""
         if id(self.store) not in memo:
@@ -136,9 +119,6 @@ class Deferred(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UndeferrableError("a tensor is pickled")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 def _bytes_of(meta: Tensor) -> Tensor:

@@ -299,7 +299,7 @@ def _stays_in_parts(owner: JointGradients, func: Any, args: Any, kwargs: Any) ->
             result = _as_it_is(func, args, kwargs)
     except ElsewhereError:
         return None
-    origins = {id(vars(x)["_origin"]): copied(x) for x in weights}
+    origins = {id(vars(x)["_facts"]): copied(x) for x in weights}
     of = owner.name_of(weights[0])
 
     def shown(x: Tensor) -> Tensor:
