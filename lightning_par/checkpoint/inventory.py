@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
@@ -16,17 +15,9 @@ from lightning_par.absent.unread import Unread, mapped
 from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.courier import Courier
 from lightning_par.checkpoint.owners import Place
+from lightning_par.mesh.broadcast import SMALL, Pickled
 from lightning_par.mesh.layout import Groups
 from lightning_par.sharded.tensor import ShardedTensor, leaf
-
-_SMALL = 16  # elements of a tensor that travels inside the message that tells of it
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What travels pickled: numbers, small tensors."""
-
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -102,11 +93,11 @@ class Inventory:
                 out[key] = _once(value, lambda: entry.value, tied)  # noqa: B023  (is called at once)
         return out
 
-    def _tell(self, x: Any) -> Place | _Value:
-        small = not isinstance(x, Tensor) or not isinstance(x, ShardedTensor) and x.numel() <= _SMALL
+    def _tell(self, x: Any) -> Place | Pickled:
+        small = not isinstance(x, Tensor) or not isinstance(x, ShardedTensor) and x.numel() <= SMALL
         if small and self.groups.pipeline.size > 1:
-            return _Value(apply_to_collection(x, Tensor, lambda t: t.detach().cpu().clone()))
-        return Place.of(x, self.groups.world.rank) if isinstance(x, Tensor) else _Value(None)
+            return Pickled.of(x)
+        return Place.of(x, self.groups.world.rank) if isinstance(x, Tensor) else Pickled(None)
 
     def _add(self, place: Place, value: Any) -> Item:
         held = place.positions is None or self.groups.world.rank in place.ranks

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.raw_bytes import raw_bytes
 
+SMALL = 16  # elements of a tensor that travels inside the message that tells of it
 Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """What travels inside the message that tells of it: numbers, small tensors."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Pickled:
+        """Its tensors are copied to the CPU, without their graphs."""
+        return cls(apply_to_collection(value, Tensor, lambda x: x.detach().cpu().clone()))
 
 
 def kind_of(x: Tensor) -> Kind:

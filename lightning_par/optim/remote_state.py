@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere
-from lightning_par.mesh.broadcast import kind_of
+from lightning_par.mesh.broadcast import Pickled, kind_of
 from lightning_par.optim.stand_ins import with_inner
 from lightning_par.optim.value_places import StagePlaces, mark, unmark
 from lightning_par.python_state.nested_tensors import map_tensors
@@ -19,13 +19,6 @@ from lightning_par.sharded.tensor import ShardedTensor, full
 _DEPTH = 5
 _OTHERS = ("torch", "lightning", "pytorch_lightning", "lightning_par", "builtins", "collections")
 _NOT_HELD = ("param_groups", "state")
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What travels pickled."""
-
-    value: Any
 
 
 class StatesAway:
@@ -87,7 +80,7 @@ def _told(state: Any) -> Any:
     """What others must know of a parameter's state: the kind of what is large, the value of all else."""
     if not isinstance(state, dict):
         return state
-    return {name: kind_of(x) if _is_large(x) else _Value(map_tensors(_plain, x)) for name, x in state.items()}
+    return {name: kind_of(x) if _is_large(x) else Pickled(map_tensors(_plain, x)) for name, x in state.items()}
 
 
 def _stand_for(states: Any, p: Tensor, told: Any, stages: StagePlaces) -> None:
@@ -98,7 +91,7 @@ def _stand_for(states: Any, p: Tensor, told: Any, stages: StagePlaces) -> None:
                 mark(x, stages.holders(p))
     elif isinstance(told, dict):
         states[p] = {
-            name: x.value if isinstance(x, _Value) else Elsewhere(x[0], x[1], p.device, replace(p.origin))
+            name: x.value if isinstance(x, Pickled) else Elsewhere(x[0], x[1], p.device, replace(p.origin))
             for name, x in told.items()
         }
     else:

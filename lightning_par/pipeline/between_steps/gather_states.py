@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.absent.unread import Unread
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.broadcast import Kind, kind_of, kinds_at, send_to_all
+from lightning_par.mesh.broadcast import SMALL, Kind, Pickled, kind_of, kinds_at, send_to_all
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter."""
-
-_SMALL = 16  # elements of a tensor that travels inside the message that tells of it
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,6 @@ class Coming:
 
     source: int
     kind: Kind
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What travels pickled: numbers, small tensors."""
-
-    value: Any
 
 
 def missing_on_first(state: Mapping[str, Any], keep: bool, axis: Axis | None) -> dict[str, Coming]:
@@ -128,7 +118,7 @@ def collect(states: Mapping[Any, Any], axis: Axis, keep: bool, everywhere: bool 
 
 def _entry(mine: Any, entry: Any, source: int | None, axis: Axis, keep: bool) -> Any:
     """One value of one parameter's state; a ``source`` means that it travels."""
-    if isinstance(entry, _Value):
+    if isinstance(entry, Pickled):
         return entry.value if mine is None else mine
     with torch.no_grad():
         whole = full(mine) if mine is not None else None  # always, since ranks of the other axis do it
@@ -151,6 +141,6 @@ def _told(state: State) -> State:
 
 
 def _tell(x: Any) -> Any:
-    if isinstance(x, Tensor) and (isinstance(x, ShardedTensor) or x.numel() > _SMALL):
+    if isinstance(x, Tensor) and (isinstance(x, ShardedTensor) or x.numel() > SMALL):
         return kind_of(x)
-    return _Value(apply_to_collection(x, Tensor, lambda t: t.detach().cpu().clone()))
+    return Pickled.of(x)
