@@ -53,16 +53,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in ``value``, in the order in which `map_tensors` meets them."""
-    if isinstance(value, Tensor):
-        return [value]
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(note, value)
-    return found
+    return [value] if isinstance(value, Tensor) else _met(map_tensors, value)
 
 
 def twin(value: Any, function: Callable[[Tensor], Any] | None = None) -> Any:
@@ -97,15 +88,20 @@ def map_returned(function: Callable[[Tensor], Any], value: Any) -> Any:
     return twin(value, function) if deep else map_tensors(function, value)
 
 
-def _tensors_within(value: Any) -> list[Tensor]:
+def _met(walk: Callable[[Callable[[Tensor], Tensor], Any], Any], value: Any) -> list[Tensor]:
+    """The tensors in ``value`` to which ``walk`` comes."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
         found.append(x)
         return x
 
-    _twin(value, note, {})
+    walk(note, value)
     return found
+
+
+def _tensors_within(value: Any) -> list[Tensor]:
+    return _met(lambda note, x: twin(x, note), value)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_par.private.modes import no_modes
-from lightning_par.python_state.changes import Change
+from lightning_par.python_state.changes import Change, as_it_is
 from lightning_par.python_state.contents import LockedCell
 from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.mutable_objects import Cell, TupleCell, forget_write, is_written, overwrite, version_of
@@ -141,6 +141,11 @@ class Snapshot(Reach):
         """What a run has changed since, by the name of the object."""
         found = ((name, cell.change()) for name, cell in self.cells.items())
         return {name: change for name, change in found if change is not None}
+
+    def left(self) -> dict[str, Change]:
+        """What code that was lent nothing has changed since, by the name of the object, and later does not change."""
+        found = ((name, cell.change_unlent()) for name, cell in self.cells.items() if not cell.fixed)
+        return {name: as_it_is(change) for name, change in found if change is not None}
 
     def stand_ins(self) -> dict[int, str]:
         """The names of the objects for which something stands in now, by the id of that."""

@@ -9,7 +9,7 @@ until Lightning calls backward. There it is done again, before the hooks on para
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from lightning_par.pipeline.effects.unit_python_state import Changed, InnerState
 from lightning_par.pipeline.run.delivery import Turn, called_before, deliver_in_turn
 from lightning_par.pipeline.run.located import Program
 from lightning_par.private.graph import at_end_of_backward
-from lightning_par.python_state.changes import MappingChange, as_it_is
+from lightning_par.python_state.changes import MappingChange
 from lightning_par.python_state.snapshot import Snapshot
 
 
@@ -63,7 +63,7 @@ class InBackward:
         self._hear(stage)
         before, own = self.watch.everything()
         yield
-        self._spread(_changed_since(before, own), before)
+        self._spread(Changed.since(before, own), before)
 
     def end(self) -> None:
         """All stages' backwards have run. All ranks must call it."""
@@ -174,7 +174,7 @@ class InBackward:
             self._before.restore()
             return
         self._before.settle_iterators()
-        self._spread_turn(_changed_since(self._before, self._own_cells))
+        self._spread_turn(Changed.since(self._before, self._own_cells))
         self._own = False
 
     def _end_turns(self) -> None:
@@ -216,15 +216,6 @@ class InBackward:
             self._do(told)
         self._told_any |= bool(told.shared or told.own)
         self._turn -= 1
-
-
-def _changed_since(before: Snapshot, own: Collection[str]) -> Changed:
-    changed = Changed("")
-    for name, cell in before.cells.items():
-        change = None if cell.fixed else cell.change_unlent()
-        if change is not None:
-            (changed.own if name in own else changed.shared)[name] = as_it_is(change)
-    return changed
 
 
 def _places(changed: Changed) -> set[str]:

@@ -9,7 +9,7 @@ count up, is one device's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,13 @@ class Changed:
     shared: dict[str, Change] = field(default_factory=dict)
     own: dict[str, Change] = field(default_factory=dict)
     graphs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def since(cls, before: Snapshot, own: Collection[str], path: str = "") -> Changed:
+        """What has changed since ``before``, where ``own`` are the names of what units alone hold."""
+        left = before.left()
+        shared = {name: change for name, change in left.items() if name not in own}
+        return cls(path, shared, {name: change for name, change in left.items() if name in own})
 
     def with_graphs(self) -> Changed:
         """Itself, with ``graphs``, before it travels."""
@@ -187,12 +194,7 @@ class InnerState:
             yield
         finally:
             before.settle_iterators()
-        changed = Changed(path)
-        for name, cell in before.cells.items():
-            change = None if cell.fixed else cell.change_unlent()
-            if change is not None:
-                (changed.own if name in own else changed.shared)[name] = as_it_is(change)
-        self._calls[index] = changed
+        self._calls[index] = Changed.since(before, own, path)
         self._names.update(self.watch.names())
         self._kept.append(before)
 

@@ -19,7 +19,7 @@ from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.by_sample import by_sample
 from lightning_par.pipeline.trial.function_calls import Trace, tracing
-from lightning_par.python_state.changes import Change, MappingChange, as_it_is
+from lightning_par.python_state.changes import Change, MappingChange
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.tensor import ShardedTensor
@@ -59,7 +59,7 @@ def acts_plainly(
             raise
         return result, True
     after = Snapshot(modules, hooks=False)
-    left = _left(before)
+    left = before.left()
     _refuse_samples(path, lead, after, left)
 
     def called(*given: Any) -> Trace:
@@ -83,7 +83,7 @@ def acts_plainly(
         with _aside(run):
             before.restore()  # it may keep the largest size it has seen, which views have to show it
             start = plainly()
-            same = start is not None and _alike(left, _left(before), _DEEP + 4, remade=True)
+            same = start is not None and _alike(left, before.left(), _DEEP + 4, remade=True)
             if left:  # what is stored by the first call alone is no change at each call
                 after.restore()
             first = _again(path, modules, plainly, None if left else start) if same else None
@@ -105,17 +105,11 @@ def _called_whole(path: str, module: nn.Module, call: Callable[[], Any]) -> Any:
     """
     before = Snapshot([(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()], hooks=False)
     result = call()
-    left = _left(before)
+    left = before.left()
     if left:
         before.restore()
         raise _mixed(path, f"{path!r} changes {min(left)}, as it would for each microbatch")
     return result
-
-
-def _left(before: Snapshot) -> dict[str, Change]:
-    """What was changed since, by the names of the objects."""
-    changes = ((cell.name, cell.change_unlent()) for cell in before.cells.values() if not cell.fixed)
-    return {name: as_it_is(change) for name, change in changes if change is not None}
 
 
 def _refuse_samples(path: str, lead: ShardedTensor, after: Snapshot, left: dict[str, Change]) -> None:
