@@ -7,7 +7,7 @@ hooks that see a gradient while backward runs, are served here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -144,36 +144,27 @@ def leave(share: Tensor, axes: Axes) -> Tensor:
     return share
 
 
-class _Whole(torch.autograd.Function):
+class _Turned(torch.autograd.Function):
+    """``x``, whose gradient ``turn`` makes of that of the result."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes) -> Tensor:
-        ctx.axes = axes
+    def forward(ctx: Any, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.turn = turn
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return leave(grad, ctx.axes), None
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes) -> Tensor:
-        ctx.axes = axes
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ranks(ctx.axes), None
+        return ctx.turn(grad), None
 
 
 def ends_whole(x: Any, axes: Axes) -> Any:
     """``x``, whose gradient is whole for what made it."""
-    return _Whole.apply(x, axes) if isinstance(x, Tensor) and x.requires_grad else x
+    return _Turned.apply(x, lambda share: leave(share, axes)) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def begins_whole(x: Any, axes: Axes) -> Any:
     """``x`` for one that gives it a whole gradient, of which each rank then takes a share."""
-    return _Shared.apply(x, axes) if isinstance(x, Tensor) and x.requires_grad else x
+    return _Turned.apply(x, lambda whole: whole / ranks(axes)) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _is_synced(x: Tensor) -> bool:
