@@ -83,11 +83,6 @@ class Layout:
     def sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self, f.name) for f in fields(self))
 
-    @property
-    def replica_size(self) -> int:
-        """Ranks that together hold one copy of the model."""
-        return self.world_size // self.data
-
     def grid(self) -> torch.Tensor:
         """Global ranks, one dim an axis: (data, pipeline, sequence, tensor)."""
         return torch.arange(self.world_size).view(self.sizes)

@@ -32,11 +32,6 @@ class _Copy:
 _copies: dict[int, tuple[StorageWeakRef, list[_Copy]]] = {}  # by the memory that they were taken of
 
 
-def is_any() -> bool:
-    """Whether there is a copy to look after."""
-    return bool(_copies)
-
-
 def note(name: str, source: Tensor, copy: Tensor) -> Tensor:
     """``copy``, made by the function ``name``, stands for a view of the local tensor ``source``.
 

@@ -1,4 +1,4 @@
-"""What a schedule costs, found by running it on paper: bubble, and activations held."""
+"""What a schedule costs, found by running it on paper."""
 
 from __future__ import annotations
 
@@ -93,38 +93,7 @@ def bubble(spans: Iterable[Span], ranks: int) -> float:
     return (whole - sum(span.end - span.start for span in spans)) / whole if whole else 0.0
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most stage activations that each rank holds at once: from a forward to the end of its backward.
-
-    Example::
-
-        assert in_flight(make_schedule("1f1b", ranks=4, microbatches=8)) == (4, 3, 2, 1)
-    """
-    return tuple(_peak(order) for order in schedule.actions)
-
-
-def in_flight_microbatches(schedule: Schedule) -> tuple[float, ...]:
-    """`in_flight` in microbatches: a rank that holds one activation of each of its stages holds one."""
-    return tuple(peak / max(1, len(schedule.stages_of(rank))) for rank, peak in enumerate(in_flight(schedule)))
-
-
-def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations of each stage that are held at once."""
-    orders = [schedule.actions[rank] for rank in schedule.placement]
-    return tuple(_peak([action for action in order if action.stage == s]) for s, order in enumerate(orders))
-
-
-def _peak(order: Sequence[Action]) -> int:
-    held = peak = 0
-    for action in order:
-        held += {"F": 1, "I": 0}.get(action.op, -1)
-        peak = max(peak, held)
-    return peak
-
-
-def predicted_bubble(
-    name: str, ranks: int, microbatches: int, stages: int | None = None, cost: Cost | Sequence[Cost] = UNIT_COST
-) -> float:
+def predicted_bubble(name: str, ranks: int, microbatches: int, stages: int | None = None) -> float:
     """The bubble of the schedule ``name``, by simulation.
 
     Raises:
@@ -134,7 +103,7 @@ def predicted_bubble(
 
         assert round(predicted_bubble("zbv", ranks=4, microbatches=8), 4) == 0.0588
     """
-    return bubble(simulate(make_schedule(name, ranks, microbatches, stages), cost), ranks)
+    return bubble(simulate(make_schedule(name, ranks, microbatches, stages)), ranks)
 
 
 def microbatches_for(name: str, ranks: int, bubble: float = 0.1, *, most: int, stages: int | None = None) -> int:

@@ -6,9 +6,7 @@ end: as many bytes, and norms, dropout and the stream itself take a t-th of the 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -82,12 +80,3 @@ def shard_residual(axis: Axis) -> ResidualAxis:
 def whole_residual(axis: Axis) -> None:
     """Undo `shard_residual`."""
     axis.gradient_shares, axis.residual = False, None
-
-
-@contextlib.contextmanager
-def sharded_residual(axis: Axis) -> Iterator[ResidualAxis]:
-    """`shard_residual` within, for tests."""
-    try:
-        yield shard_residual(axis)
-    finally:
-        whole_residual(axis)

@@ -31,7 +31,6 @@ def test_auto_sizes(own: AxisName, world: int, asked: Any, data: int, size: int)
     layout = Layout.resolve(world, own=own, **{own: asked})
     assert (layout.data, getattr(layout, own)) == (data, size)
     assert layout.world_size == world
-    assert layout.replica_size == size
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 4), (2, "auto"), ("auto", 4)])

@@ -26,19 +26,6 @@ from torch.utils.checkpoint import GraphExecGroup
 Grads = tuple[Tensor | None, ...]
 
 
-@dataclass
-class Boundary:
-    """What one stage received and sent on for one microbatch.
-
-    Args:
-        inputs: received leaves that require a gradient, in order.
-        outputs: what was sent on, or the loss; each requires a gradient.
-    """
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
 def backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The whole backward: gradients of parameters are accumulated in their ``.grad``, those of ``inputs`` returned.
 

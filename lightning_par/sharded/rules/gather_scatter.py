@@ -13,9 +13,9 @@ from lightning_par.sharded.rules.lookup import enter, rule, view, writes
 from lightning_par.sharded.tensor import ShardedTensor
 
 
-def part_beside(x: Any, beside: ShardedTensor, dim: int | None = None) -> Tensor | None:
+def part_beside(x: Any, beside: ShardedTensor) -> Tensor | None:
     """This rank's part of ``x``, which has the sharded dim of ``beside`` at the same place; None where it doesn't."""
-    dim = beside._dim if dim is None else dim
+    dim = beside._dim
     if dim >= x.ndim or x.shape[dim] != beside._positions.size:
         return None
     if isinstance(x, ShardedTensor):

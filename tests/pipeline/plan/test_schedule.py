@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from lightning_par.pipeline.plan.gantt import gantt
 from lightning_par.pipeline.plan.schedule import (
     SCHEDULES,
     Action,
+    Schedule,
     check,
     make_forward_schedule,
     make_schedule,
@@ -25,9 +27,6 @@ from lightning_par.pipeline.plan.schedule import (
 from lightning_par.pipeline.simulate import (
     Span,
     bubble,
-    in_flight,
-    in_flight_by_stage,
-    in_flight_microbatches,
     microbatches_for,
     predicted_bubble,
     replay,
@@ -38,6 +37,30 @@ from lightning_par.pipeline.simulate import (
 def stage_counts(name: str, ranks: int) -> list[int]:
     several = (2, 3, 4) if SCHEDULES[name].shape == "loop" else (stages_per_rank(name),)
     return [ranks * count for count in several]
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most stage activations that each rank holds at once: from a forward to the end of its backward."""
+    return tuple(_peak(order) for order in schedule.actions)
+
+
+def in_flight_microbatches(schedule: Schedule) -> tuple[float, ...]:
+    """`in_flight` in microbatches: a rank that holds one activation of each of its stages holds one."""
+    return tuple(peak / max(1, len(schedule.stages_of(rank))) for rank, peak in enumerate(in_flight(schedule)))
+
+
+def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations of each stage that are held at once."""
+    orders = [schedule.actions[rank] for rank in schedule.placement]
+    return tuple(_peak([action for action in order if action.stage == s]) for s, order in enumerate(orders))
+
+
+def _peak(order: Sequence[Action]) -> int:
+    held = peak = 0
+    for action in order:
+        held += {"F": 1, "I": 0}.get(action.op, -1)
+        peak = max(peak, held)
+    return peak
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

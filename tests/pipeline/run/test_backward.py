@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,9 +17,22 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_par.pipeline.run.backward import Boundary, SplitBackward, backward
+from lightning_par.pipeline.run.backward import SplitBackward, backward
 
 D = 8
+
+
+@dataclass
+class Boundary:
+    """What one stage received and sent on for one microbatch.
+
+    Args:
+        inputs: received leaves that require a gradient, in order.
+        outputs: what was sent on, or the loss; each requires a gradient.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
 class Block(nn.Module):
