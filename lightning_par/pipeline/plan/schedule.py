@@ -10,7 +10,6 @@ from typing import Literal, get_args
 
 from lightning_par.pipeline.plan import schedules
 from lightning_par.pipeline.plan.schedules import Action
-from lightning_par.pipeline.plan.schedules import Op as Op
 
 Name = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 Value = tuple[str, int, int]
@@ -72,10 +71,6 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """The rank that runs ``stage``."""
         return self.placement[stage]
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of ``rank``, in the order of the model."""
-        return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
 
     def __str__(self) -> str:
         head = f"{self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches"

@@ -13,8 +13,6 @@ from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
 from lightning_par.pipeline.plan.units import ModuleCall, choose_units, list_names, unit_calls, walk
 from lightning_par.pipeline.plan.user_stages import Asker, Wishes, check_wishes, cut_stages, glob_stages
 
-__all__ = ["Stage", "StagePlan", "Wishes", "check_wishes", "make_stage_plan"]
-
 
 @dataclass(frozen=True)
 class Stage:

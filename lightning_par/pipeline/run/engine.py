@@ -33,7 +33,6 @@ from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, refuse_others
 from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
@@ -428,6 +427,3 @@ def _with_loss(result: Any, loss: Tensor) -> Any:
     if isinstance(result, Tensor):
         return loss
     return {**result, "loss": loss}
-
-
-__all__ = ["Engine", "map_tensors"]

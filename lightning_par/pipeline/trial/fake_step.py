@@ -140,10 +140,10 @@ class FakeRun(Run):
                 result = hook(view)
             with tracing(self, [local]) as plain:
                 hook(local)
-        changed = [cell.name for cell in state.cells.values() if not cell.fixed and cell.change_unlent() is not None]
+        changed = next(iter(state.left()), None)
         state.restore()
-        if changed:
-            raise SamplesMixError(f"{what} changes {changed[0]}, which it would do for each microbatch")
+        if changed is not None:
+            raise SamplesMixError(f"{what} changes {changed}, which it would do for each microbatch")
         if result is None or axis.sums > sums or not viewed.agrees(plain, x.positions.size, own):
             raise SamplesMixError(f"{what} needs the gradient of the whole batch")
 

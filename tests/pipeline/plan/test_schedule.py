@@ -46,7 +46,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 def in_flight_microbatches(schedule: Schedule) -> tuple[float, ...]:
     """`in_flight` in microbatches: a rank that holds one activation of each of its stages holds one."""
-    return tuple(peak / max(1, len(schedule.stages_of(rank))) for rank, peak in enumerate(in_flight(schedule)))
+    return tuple(peak / max(1, schedule.placement.count(rank)) for rank, peak in enumerate(in_flight(schedule)))
 
 
 def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ def test_microbatches_are_enough_for_a_bubble() -> None:
 def test_a_schedule_prints() -> None:
     schedule = make_schedule("zbv", 2, 1)
     assert place_stages("zbv", 3, 6) == (0, 1, 2, 2, 1, 0)
-    assert (schedule.stages_of(0), schedule.rank_of(2)) == ((0, 3), 1)
+    assert (schedule.placement, schedule.rank_of(2)) == ((0, 1, 1, 0), 1)
     assert str(schedule).splitlines() == [
         "zbv: 4 stages on 2 ranks, 1 microbatches",
         "  rank 0: F0.0 F3.0 I3.0 W3.0 I0.0 W0.0",

@@ -13,9 +13,10 @@ from torch import nn
 from lightning_par.mesh.layout import Layout
 from lightning_par.pipeline.plan.balance_time import UnitCall, costs_of, split
 from lightning_par.pipeline.plan.schedule import make_forward_schedule, make_schedule
-from lightning_par.pipeline.plan.stage_plan import StagePlan, check_wishes, make_stage_plan
+from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
 from lightning_par.pipeline.plan.table import show_stages, stage_footer, stage_rows
 from lightning_par.pipeline.plan.units import ModuleCall, choose_units, list_names
+from lightning_par.pipeline.plan.user_stages import check_wishes
 from lightning_par.strategies import startup_table
 
 
