@@ -19,7 +19,6 @@ from lightning_par.pipeline.placement.plan import make_placement_plan, place_of
 from lightning_par.pipeline.placement.settings import PlacementSettings
 from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
-from lightning_par.pipeline.plan.units import ModuleCall, walk
 from lightning_par.pipeline.plan.stage_plan import Stage, StagePlan
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall, list_names, walk

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.trial.step import Step
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.by_sample import by_sample
 from lightning_par.pipeline.trial.fake_step import FakeRun
