@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_made: list[tuple[object, dist.ProcessGroup]] = []  # the world of then, group
+from lightning_par.mesh.world_groups import process_group
 
 
 class Background:
@@ -62,8 +62,5 @@ class Background:
 
 
 def background_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks for the thread alone, made once a process; all ranks must call it."""
-    world = dist.group.WORLD
-    if not _made or _made[0][0] is not world:
-        _made[:] = [(world, dist.new_group(backend="gloo", timeout=timeout))]
-    return _made[0][1]
+    """A group of all ranks for the thread alone; all ranks must call it."""
+    return process_group(tuple(range(dist.get_world_size())), timeout, "checkpoints in the background", "gloo")

@@ -10,23 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.fsdp.prefetch import (
-    about_to_write,
-    gathered,
-    in_step,
-    keep_after_calls,
-    let_go,
-    let_go_after_calls,
-)
+from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
 from lightning_par.private.leaf_hooks import hooks_of
-from lightning_par.sharded import aliases, tensor_names
+from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
 from lightning_par.sharded.patches import intercept
-from lightning_par.sharded.rules import stored_weights
+from lightning_par.sharded.rules.stored_weights import gathering_of
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.startup_table import bytes_text
@@ -45,8 +39,9 @@ class StoragePart(Part):
 
     def __init__(self, groups: Groups, reshard: bool) -> None:
         copies = groups.data.size
-        self.peers = StorageAxis(groups.gradients, copies)
-        self.all = StorageAxis(groups.stage, copies)
+        self.prefetch = Prefetch()
+        self.peers = StorageAxis(groups.gradients, copies, self.prefetch)
+        self.all = StorageAxis(groups.stage, copies, self.prefetch)
         self.groups = groups
         self.reshard = reshard
         self.whole: dict[str, str] = {}  # weights that stay whole, and what they share memory with
@@ -66,7 +61,6 @@ class StoragePart(Part):
         """
         module = first.module
         intercept.install()
-        stored_weights.gather, stored_weights.about_to_write = gathered, about_to_write
         self.whole = overlapping(module, first.trainer.callbacks)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
@@ -76,16 +70,21 @@ class StoragePart(Part):
                     _refuse_hooks(leaf(parameter), name)
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if self.reshard:
-            let_go_after_calls(module)
-        if tensor_names.on:
-            tensor_names.name_weights(module)
+            let_go_after_calls(module, self.prefetch)
+        names = RunState.current.names
+        if names.on:
+            names.name_weights(module)
         if first.world.rank == 0:
             print(self.line(module), flush=True)
 
     def step(self, kind: str) -> AbstractContextManager[Any]:
         if kind not in ("training_step", "evaluation"):
             return nullcontext()
-        return in_step(keep=kind == "evaluation" or not self.reshard)
+        return self.prefetch.in_step(keep=kind == "evaluation" or not self.reshard)
+
+    def after_backward(self) -> None:
+        """Called on all ranks after a backward, which has no more use for what was gathered."""
+        self.prefetch.let_go()
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         unstore(module)
@@ -128,11 +127,11 @@ class StoragePart(Part):
 
 def unstore(module: nn.Module) -> None:
     """Give every rank what it held of ``module`` before it was stored in parts. All ranks must call it."""
-    let_go()
     keep_after_calls(module)
     with swappable(module.modules()):
         for name, parameter in module.named_parameters():
             if isinstance(parameter, Stored):
+                gathering_of(parameter).let_go()
                 if aliases.is_any():
                     aliases.look([parameter._innermost])
                 become(parameter, parameter.unstored(), name)

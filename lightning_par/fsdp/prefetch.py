@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.private.module_hooks import drop_forward_hooks
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.rules.gather_report import user_line
+from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 
@@ -30,75 +31,120 @@ class _Kept:
 
     @property
     def is_current(self) -> bool:
-        """Whether the weight is as it was; of writes through ``.data`` only `about_to_write` knows."""
+        """Whether the weight is as it was; of writes through ``.data`` only `Prefetch.about_to_write` knows."""
         local = self.weight._local
         return (self.version, self.memory) == (local._version, local.data_ptr())
 
 
 Use = tuple[bool, torch.dtype]  # whether for backward, too, and in which precision
 
-_throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
-_kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
-_memories: dict[int, tuple[Stored, int, torch.dtype]] = {}  # those of gathered weights: whose, at which version
 
+class Prefetch(Gathering):
+    """What is gathered of the weights of one run."""
 
-def gathered(x: ShardedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole weight that is stored in parts, as it is used; all ranks that use it must call it.
+    def __init__(self) -> None:
+        super().__init__()
+        self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
+        self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
+        # By the memory of what was gathered: whose it is, at which version.
+        self._memories: dict[int, tuple[Stored, int, torch.dtype]] = {}
 
-    Args:
-        dtype: in which the function that uses it would cast it.
-    """
-    if not isinstance(x, Stored):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"A copy of a weight that data_parallel='fsdp' stores in parts wants a gradient at {user_line()}. Make "
-                "it of the whole weight: `weight.clone().detach().requires_grad_()`."
-            )
-        return full(x)  # a gradient, or something else that lies as a weight does
-    if dtype is None or id(x) in _throughout:
-        dtype = x._local.dtype
-    use = torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled(), dtype
-    known = _kept.get(id(x), {}).get(use)
-    if known is None or known.weight is not x or not known.is_current:
-        if id(x) in _throughout:
+    def gathered(self, x: ShardedTensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole weight that is stored in parts, as it is used; all ranks that use it must call it.
+
+        Args:
+            dtype: in which the function that uses it would cast it.
+        """
+        if not isinstance(x, Stored):
+            if x.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "A copy of a weight that data_parallel='fsdp' stores in parts wants a gradient at "
+                    f"{user_line()}. Make it of the whole weight: `weight.clone().detach().requires_grad_()`."
+                )
+            return full(x)  # a gradient, or something else that lies as a weight does
+        if dtype is None or id(x) in self._throughout:
+            dtype = x._local.dtype
+        use = torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled(), dtype
+        known = self._kept.get(id(x), {}).get(use)
+        if known is None or known.weight is not x or not known.is_current:
+            if id(x) in self._throughout:
+                _refuse_write()
+            if known is not None:
+                self.let_go([x])
+            known = self._keep(x, use, x.gathered(dtype))
+            self._memories[memory_of(leaf(known.used))] = x, known.version, dtype
+        return known.used
+
+    def _keep(self, x: Stored, use: Use, used: Tensor) -> _Kept:
+        known = self._kept.setdefault(id(x), {})[use] = _Kept.of(x, used)
+        return known
+
+    @torch.no_grad()
+    def use_throughout(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """Gather the stored ones of ``weights`` until the step ends; all ranks that use them must call it.
+
+        Returns:
+            For each of ``weights`` the leaf whose gradient this step leaves there; see `parts_of_gradients`.
+        """
+        leaves = []
+        for x in weights:
+            if isinstance(x, Stored):
+                held = x.held(x._local.dtype).requires_grad_(x.requires_grad)
+                self._keep(x, (True, x._local.dtype), x.used(held))
+                self._keep(x, (False, x._local.dtype), x.used(held.detach()))
+                self._throughout.add(id(x))
+                leaves.append(held)
+            else:
+                leaves.append(leaf(x))
+        return leaves
+
+    def in_use(self, x: Stored) -> Tensor:
+        """The leaf whose gradient the step that runs leaves there: see `use_throughout`."""
+        known = self._kept.get(id(x), {}).get((True, leaf(x).dtype))
+        return leaf(x) if known is None else leaf(known.used)
+
+    def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
+        """Forget what was gathered of weights that share memory with ``targets``."""
+        memories = {memory_of(x._local) for x in targets}
+        known = (next(iter(uses.values())).weight for uses in self._kept.values())
+        written = {id(x): x for x in known if memory_of(x._local) in memories}
+        if not self._throughout.isdisjoint(written):
             _refuse_write()
-        if known is not None:
-            let_go([x])
-        known = _keep(x, use, x.gathered(dtype))
-        _memories[memory_of(leaf(known.used))] = x, known.version, dtype
-    return known.used
+        self.let_go(written.values())
 
+    def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Forget what was gathered of ``weights``, or of all."""
+        if weights is None:
+            self._throughout.clear()
+            self._kept.clear()
+            self._memories.clear()
+            return
+        for x in weights:
+            for known in self._kept.pop(id(x), {}).values():
+                self._memories.pop(memory_of(leaf(known.used)), None)
 
-def _keep(x: Stored, use: Use, used: Tensor) -> _Kept:
-    known = _kept.setdefault(id(x), {})[use] = _Kept.of(x, used)
-    return known
+    @contextmanager
+    def in_step(self, keep: bool) -> Iterator[None]:
+        """Around a step, at whose end all is let go at the latest; unless ``keep``, backward gathers again."""
+        try:
+            if keep:
+                yield
+            else:
+                with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
+                    yield
+        finally:
+            self.let_go()
 
-
-@torch.no_grad()
-def use_throughout(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Gather the stored ones of ``weights`` until the step ends; all ranks that use them must call it.
-
-    Returns:
-        For each of ``weights`` the leaf whose gradient this step leaves there; see `part_of_gradient`.
-    """
-    leaves = []
-    for x in weights:
-        if isinstance(x, Stored):
-            held = x.held(x._local.dtype).requires_grad_(x.requires_grad)
-            used = x.used(held)
-            _keep(x, (True, x._local.dtype), used)
-            _keep(x, (False, x._local.dtype), x.used(held.detach()))
-            _throughout.add(id(x))
-            leaves.append(held)
-        else:
-            leaves.append(leaf(x))
-    return leaves
+    def _packed(self, x: Tensor) -> Tensor | _Again:
+        known = self._memories.get(memory_of(x))
+        return x if known is None else _Again(*known, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 
 def in_use(x: Tensor) -> Tensor:
-    """The leaf whose gradient the step that runs leaves there: see `use_throughout`."""
-    known = _kept.get(id(x), {}).get((True, leaf(x).dtype))
-    return leaf(x) if known is None else leaf(known.used)
+    """The leaf whose gradient the step that runs leaves there."""
+    if isinstance(x, Stored) and isinstance(x._peers.gathering, Prefetch):
+        return x._peers.gathering.in_use(x)
+    return leaf(x)
 
 
 @torch.no_grad()
@@ -122,33 +168,11 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     return found
 
 
-def about_to_write(targets: Sequence[ShardedTensor]) -> None:
-    """Forget what was gathered of weights that share memory with ``targets``."""
-    memories = {memory_of(x._local) for x in targets}
-    known = (next(iter(uses.values())).weight for uses in _kept.values())
-    written = {id(x): x for x in known if memory_of(x._local) in memories}
-    if not _throughout.isdisjoint(written):
-        _refuse_write()
-    let_go(written.values())
-
-
 def _refuse_write() -> None:
     raise RuntimeError(
         f"A weight is written to at {user_line()}, within a step whose microbatches share what data_parallel='fsdp' "
         "has gathered. Do it in on_train_batch_end, or write data_parallel='ddp'."
     )
-
-
-def let_go(weights: Iterable[Tensor] | None = None) -> None:
-    """Forget what was gathered of ``weights``, or of all."""
-    if weights is None:
-        _throughout.clear()
-        _kept.clear()
-        _memories.clear()
-        return
-    for x in weights:
-        for known in _kept.pop(id(x), {}).values():
-            _memories.pop(memory_of(leaf(known.used)), None)
 
 
 @dataclass(frozen=True)
@@ -169,44 +193,28 @@ class _Again:
         return x.held(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-def _packed(x: Tensor) -> Tensor | _Again:
-    known = _memories.get(memory_of(x))
-    return x if known is None else _Again(*known, tuple(x.shape), x.stride(), int(x.storage_offset()))
-
-
 def _unpacked(x: Tensor | _Again) -> Tensor:
     return x.get() if isinstance(x, _Again) else x
 
 
-@contextmanager
-def in_step(keep: bool) -> Iterator[None]:
-    """Around a step. What is gathered is let go at its end at the latest; unless ``keep``, backward gathers again."""
-    try:
-        if keep:
-            yield
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
-                yield
-    finally:
-        let_go()
+class _LetGo:
+    """The hook by which a module lets go of its own weights after each call."""
+
+    def __init__(self, prefetch: Prefetch) -> None:
+        self._prefetch = prefetch
+
+    def __call__(self, m: nn.Module, args: Any, output: Any) -> None:
+        self._prefetch.let_go(m._parameters.values())  # type: ignore[arg-type]
 
 
-_hooked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def let_go_after_calls(module: nn.Module) -> None:
+def let_go_after_calls(module: nn.Module, prefetch: Prefetch) -> None:
     """Have every module in ``module`` let go of its own weights after each call."""
-
-    def after(m: nn.Module, args: Any, output: Any) -> None:
-        let_go(m._parameters.values())  # type: ignore[arg-type]
-
     for m in module.modules():
         if any(isinstance(p, Stored) for p in m._parameters.values()):
-            _hooked[m] = m.register_forward_hook(after, always_call=True)
+            m.register_forward_hook(_LetGo(prefetch), always_call=True)
 
 
 def keep_after_calls(module: nn.Module) -> None:
     """Undo `let_go_after_calls`, be it of an earlier run that failed."""
     for m in module.modules():
-        if m in _hooked:
-            _hooked.pop(m).remove()
+        drop_forward_hooks(m, _LetGo)

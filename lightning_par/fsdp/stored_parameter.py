@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 PURPOSE = "parameters"
@@ -33,14 +34,19 @@ class StorageAxis(Axis):
     Args:
         axis: the ranks.
         copies: how many of them have a gradient of their own, to be averaged.
+        gathering: what makes the weights whole where they are used.
     """
 
     stores = True
     gradient_shares = True
 
-    def __init__(self, axis: Axis, copies: int) -> None:
+    def __init__(self, axis: Axis, copies: int, gathering: Gathering) -> None:
         super().__init__("data", axis.ranks, axis.rank, axis.group)
         self.copies = copies
+        self.gathering: Gathering | None = gathering
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "gathering": None}
 
 
 class Stored(ShardedTensor):

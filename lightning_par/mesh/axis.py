@@ -64,6 +64,10 @@ class Axis:
         """Groups for messages alone, where the backend needs them; see `layout.make_message_groups`."""
         self.residual: Any = None
         """Where tokens are sharded between islands along a tensor axis; see `lightning_par.tensor.residual_stream`."""
+        self.mix: Any = None
+        """With which others a tensor may be sharded over it; see `lightning_par.sharded.rules.several_axes`."""
+        self.rings = 0
+        """Calls of ring attention along it so far, alike on all ranks, whose messages have tags by them."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
@@ -72,7 +76,7 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "links": None, "guard": None, "_entries": {}}
+        return {**vars(self), "group": None, "links": None, "guard": None, "mix": None, "_entries": {}}
 
     @property
     def size(self) -> int:

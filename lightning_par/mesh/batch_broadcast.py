@@ -87,9 +87,6 @@ class Known:
             self._names_of_parts = {id(x): name for name, x in self._parts.items()}
 
 
-_NOTHING = Known()
-
-
 @dataclass(frozen=True)
 class _Form:
     """What a receiver must know of a tensor before its values arrive."""
@@ -102,7 +99,7 @@ class _Form:
 
 def broadcast_batch(
     batch: Any, axis: Axis, device: torch.device, source: int = 0, detach: bool = False, purpose: str = "batch",
-    known: Known = _NOTHING,
+    known: Known | None = None,
 ) -> Any:  # fmt: skip
     """``batch`` of index ``source`` along ``axis``, on every rank.
 
@@ -124,7 +121,9 @@ def broadcast_batch(
     """
     if axis.size == 1:
         return batch
-    header, tensors, copied = _pack(batch, device, detach, known) if axis.rank == source else (None, [], True)
+    header, tensors, copied = (
+        _pack(batch, device, detach, known or Known()) if axis.rank == source else (None, [], True)
+    )
     header = axis.broadcast_object(header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)
@@ -146,11 +145,11 @@ def broadcast_batch(
 class _Packer(pickle.Pickler):
     """Pickles a structure without the values of its plain tensors, which it collects."""
 
-    def __init__(self, file: io.BytesIO, device: torch.device, detach: bool, known: Known = _NOTHING) -> None:
+    def __init__(self, file: io.BytesIO, device: torch.device, detach: bool, known: Known | None = None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.device = device
         self.detach = detach
-        self.known = known
+        self.known = known or Known()
         self.tensors: list[Tensor] = []
         self._index: dict[int, int] = {}
 
@@ -214,10 +213,10 @@ class Unpacker(pickle.Unpickler):
     """Unpickles a structure around the objects that were left out of it, given in the order of their indices, and
     around those that are known by a name."""
 
-    def __init__(self, file: io.BytesIO, left_out: Sequence[Any], known: Known = _NOTHING) -> None:
+    def __init__(self, file: io.BytesIO, left_out: Sequence[Any], known: Known | None = None) -> None:
         super().__init__(file)
         self._left_out = left_out
-        self._known = known
+        self._known = known or Known()
 
     def persistent_load(self, index: int | str) -> Any:
         return self._known.named(index) if isinstance(index, str) else self._left_out[index]
@@ -247,7 +246,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def refusal(value: Any, device: torch.device, known: Known = _NOTHING) -> str | None:
+def refusal(value: Any, device: torch.device, known: Known | None = None) -> str | None:
     """Why ``value`` can't travel; None if it can."""
     try:
         _Packer(io.BytesIO(), device, True, known).dump(value)

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.process_groups import default_store
-from lightning_par.sharded import tensor_names
+from lightning_par.sharded.run_state import RunState
 
 PATIENCE = timedelta(seconds=60)
 STEP = timedelta(minutes=30)
@@ -42,7 +42,7 @@ class Meeting:
 
     def __init__(self, axis: Axis, timeout: timedelta | None, name: str = "") -> None:
         self.axis = axis
-        self.name = f"{name} {_number_of(axis, name)}"  # what an earlier meeting left in the store is not mistaken
+        self.name = f"{name} {number_of(axis, name)}"  # what an earlier meeting left in the store is not mistaken
         self.timeout = timeout
         self._steps = 0  # steps that run, one within the other
         self._met: Counter[tuple[int, ...]] = Counter()  # by the ranks that met
@@ -57,16 +57,17 @@ class Meeting:
             kind: the hook that runs, such as "training_step"; empty for what is within another step.
         """
         self._steps += 1
-        before = tensor_names.on, self._shows
+        names = RunState.current.names
+        before = names.on, self._shows
         if self._steps == 1:
             self._shows = kind not in self._shown
-            tensor_names.on = tensor_names.on and self._shows
+            names.on = names.on and self._shows
         try:
             yield
             self._shown.add(kind)
         finally:
             self._steps -= 1
-            tensor_names.on, self._shows = before
+            names.on, self._shows = before
 
     def about_to_talk(self, axis: Axis) -> None:
         """Called before sharded tensors talk along ``axis``: its ranks must come for the same one; raises as a call.
@@ -74,10 +75,11 @@ class Meeting:
         Over a set of names each process goes in another order, and parts of different tensors would be joined. Outside
         of steps this is looked at each time, in steps in the first one of a kind: there, each rank may take its time.
         """
+        about = RunState.current.names.current
         if self._shows and axis.size > 1:
-            self._meet(axis, "came to a collective in a step", ALIKE, tensor_names.current, self.timeout or STEP)
+            self._meet(axis, "came to a collective in a step", ALIKE, about, self.timeout or STEP)
         elif not self._steps:
-            self(about=tensor_names.current)
+            self(about=about)
 
     def __call__(self, doing: str = CALLED, advice: str = ADVICE, about: str = "") -> None:
         """Wait for the peers, outside a step.
@@ -129,8 +131,8 @@ class Meeting:
         return f"lightning_par/{ranks}/{self.name}/{self._met[ranks] - before}/{rank}"
 
 
-def _number_of(axis: Axis, name: str) -> int:
-    """Of the meetings of this name: all ranks of the axis make as many."""
+def number_of(axis: Axis, name: str) -> int:
+    """How often it was asked for in this job, by ranks of the axis that ask alike: of a meeting, or of a run."""
     if axis.size == 1:
         return 0
     me = axis.ranks[axis.rank]

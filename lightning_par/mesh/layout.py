@@ -1,4 +1,4 @@
-"""How the ranks of a job are arranged: axis sizes, the rank grid, and the process groups, made once per process.
+"""How the ranks of a job are arranged: axis sizes, the rank grid, and the axes of a run over process groups.
 
 The grid is ``arange(world_size).view(data, pipeline, sequence, tensor)``: ranks next to each other, hence on one host,
 talk most.
@@ -6,10 +6,9 @@ talk most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from itertools import count
 from math import prod
 from typing import Literal
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.mesh.axis import Axis, Kind, Link
+from lightning_par.mesh.world_groups import process_group
 from lightning_par.sequence.sequence_axis import SequenceAxis
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
@@ -117,12 +117,11 @@ def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> 
 
 @dataclass(frozen=True)
 class Groups:
-    """The axes through this rank, with their process groups.
+    """The axes of one run through this rank, with their process groups.
 
     ``replica`` holds the ranks that share this rank's copy of the model, ``gradients`` those that sum gradients of the
     same weights, ``stage`` all that have the same layers, ``stage_of_replica``
-    those of them in this rank's copy, ``world`` all of them. ``runs`` counts the runs on these
-    groups, ``linked`` holds the pairs of the pipeline axis that have groups for messages; both alike on all ranks.
+    those of them in this rank's copy, ``world`` all of them.
     """
 
     layout: Layout
@@ -135,50 +134,41 @@ class Groups:
     stage: Axis
     stage_of_replica: Axis
     world: Axis
-    runs: Iterator[int] = field(default_factory=count, compare=False)
-    linked: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
 
-_made: dict[Layout, tuple[dist.ProcessGroup | None, Groups]] = {}
+_ALONG: dict[str, tuple[AxisName, ...]] = {
+    "data": ("data",),
+    "pipeline": ("pipeline",),
+    "sequence": ("sequence",),
+    "tensor": ("tensor",),
+    "replica": ("pipeline", "sequence", "tensor"),
+    "gradients": ("data", "sequence"),
+    "stage": ("data", "sequence", "tensor"),
+    "stage_of_replica": ("sequence", "tensor"),
+    "world": ("data", "pipeline", "sequence", "tensor"),
+}
 
 
 def make_groups(layout: Layout, timeout: timedelta) -> Groups:
-    """The process groups of ``layout``, in the same order on every rank; made once per process and layout.
+    """The axes of ``layout`` for one run. All ranks must call it.
 
-    A process group outlives the Trainer that made it, so a second fit meets the same groups. Needs
-    ``torch.distributed`` to be initialised when the world has more than one rank.
+    The axes are new, so that what a run keeps on them ends with it; their process groups are those of the run before,
+    see `world_groups`. Needs ``torch.distributed`` to be initialised when the world has more than one rank.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if layout not in _made or _made[layout][0] is not world:
-        named: dict[str, tuple[AxisName, ...]] = {
-            "data": ("data",),
-            "pipeline": ("pipeline",),
-            "sequence": ("sequence",),
-            "tensor": ("tensor",),
-            "replica": ("pipeline", "sequence", "tensor"),
-            "gradients": ("data", "sequence"),
-            "stage": ("data", "sequence", "tensor"),
-            "stage_of_replica": ("sequence", "tensor"),
-            "world": ("data", "pipeline", "sequence", "tensor"),
-        }
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        axes = {name: _make_axis(name, layout.lines(along), made, timeout) for name, along in named.items()}
-        groups = Groups(layout, **axes)  # type: ignore[arg-type]  # the others have a default
-        _made[layout] = (world, groups)
-    return _made[layout][1]
+    return Groups(layout, **{name: _make_axis(name, layout.lines(along), timeout) for name, along in _ALONG.items()})
 
 
 def make_message_groups(
-    layout: Layout, timeout: timedelta, pairs: Iterable[tuple[int, int]] | None = None, separate: bool | None = None
+    groups: Groups, timeout: timedelta, pairs: Iterable[tuple[int, int]] | None = None, separate: bool | None = None
 ) -> None:
     """Give the pipeline axis a two-rank group for each pair of ranks, direction and kind of message.
 
     NCCL ignores tags, and a send holds up what was queued behind it until the peer receives: activations that wait for
     their receiver must not stand before gradients. gloo has tags and needs none of this, hence makes nothing. To be
-    called by all ranks of the world, before the first message; what was made is kept.
+    called by all ranks of the world, before the first message.
 
     Args:
-        layout: as given to `make_groups`.
+        groups: the mesh axes.
         timeout: for the groups.
         pairs: indices along the pipeline axis that talk, in any order, the same on all ranks; neighbours on the ring
             by default.
@@ -186,17 +176,16 @@ def make_message_groups(
 
     Example::
 
-        make_message_groups(Layout(pipeline=4), timedelta(minutes=30))
+        make_message_groups(make_groups(Layout(pipeline=4), timeout), timeout)
     """
-    groups, size = make_groups(layout, timeout), layout.pipeline
+    size = groups.pipeline.size
     if size == 1 or not (_needs_links() if separate is None else separate):
         return
     links = groups.pipeline.links = groups.pipeline.links or {}
     ring = [(i, (i + 1) % size) for i in range(size)]
     wanted = {(min(pair), max(pair)) for pair in (ring if pairs is None else pairs) if pair[0] != pair[1]}
-    for low, high in sorted(wanted - groups.linked):
-        groups.linked.add((low, high))
-        for line in layout.lines(("pipeline",)):
+    for low, high in sorted(wanted):
+        for line in groups.layout.lines(("pipeline",)):
             own = groups.pipeline.rank if line == groups.pipeline.ranks else None
             for link, group in _make_links(line, low, high, timeout).items():
                 if own in (low, high):
@@ -211,20 +200,14 @@ def _needs_links() -> bool:
 def _make_links(line: tuple[int, ...], low: int, high: int, timeout: timedelta) -> dict[Link, dist.ProcessGroup]:
     kinds: tuple[Kind, ...] = ("forward", "backward")
     links: list[Link] = [(kind, *ends) for kind in kinds for ends in ((low, high), (high, low))]
-    return {link: dist.new_group([line[low], line[high]], timeout=timeout) for link in links}
+    ranks = line[low], line[high]
+    return {link: process_group(ranks, timeout, f"{link[0]} from {line[link[1]]}") for link in links}
 
 
-def _make_axis(
-    name: str,
-    lines: list[tuple[int, ...]],
-    made: dict[tuple[int, ...], dist.ProcessGroup | None],
-    timeout: timedelta,
-) -> Axis:
+def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> Axis:
     me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     own = next(line for line in lines if me in line)
-    for line in lines:  # every rank makes every group, in the same order
-        if len(line) > 1 and line not in made:
-            everyone = len(line) == dist.get_world_size()
-            made[line] = dist.group.WORLD if everyone else dist.new_group(list(line), timeout=timeout)
+    # Every rank makes every group, in the same order.
+    made = {line: process_group(line, timeout) for line in lines if len(line) > 1}
     kind = SequenceAxis if name == "sequence" else Axis
     return kind(name, own, own.index(me), made.get(own))

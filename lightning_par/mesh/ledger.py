@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 Verb = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 
@@ -36,9 +36,15 @@ class Transfer:
         return self.nbytes * shares.get(self.verb, share)
 
 
-@dataclass
+@dataclass(eq=False)
 class Ledger:
-    """What was moved while the ledger was open, in order."""
+    """What was moved while the ledger was open, in order.
+
+    Attributes:
+        opened: those of this process that are, whichever run or thread moves something.
+    """
+
+    opened: ClassVar[tuple[Ledger, ...]] = ()
 
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -59,9 +65,6 @@ class Ledger:
         return sum(t.sent for t in self.select(axis=axis, purpose=purpose))
 
 
-_open_ledgers: list[Ledger] = []
-
-
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
     """Count every transfer of this process while the context is open.
@@ -73,15 +76,14 @@ def ledger() -> Iterator[Ledger]:
         print(moved.counts(), moved.sent(axis="tensor"))
     """
     opened = Ledger()
-    _open_ledgers.append(opened)
+    Ledger.opened = (*Ledger.opened, opened)
     try:
         yield opened
     finally:
-        # By identity: two ledgers that hold the same transfers compare equal.
-        _open_ledgers[:] = [other for other in _open_ledgers if other is not opened]
+        Ledger.opened = tuple(other for other in Ledger.opened if other is not opened)
 
 
 def note(verb: Verb, axis: str, purpose: str, numel: int, nbytes: int, ranks: int, stays: int | None = None) -> None:
     """Write a transfer into every open ledger; see `Transfer` for the arguments."""
-    for opened in _open_ledgers:
+    for opened in Ledger.opened:
         opened.transfers.append(Transfer(verb, axis, purpose, numel, nbytes, ranks, stays))

@@ -10,6 +10,8 @@ ranks (`lightning_par.tensor.symbolic_ranks`): there a comparison is a constrain
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd, lcm, prod
@@ -33,8 +35,6 @@ class Positions:
         assert positions.indices(1).tolist() == [3, 4]
     """
 
-    _interned: dict[bytes, Positions] = {}
-
     def __init__(self, owner_N: Array) -> None:
         self.owner = owner_N
         self.owner.flags.writeable = False
@@ -47,7 +47,7 @@ class Positions:
     def of(cls, owner_N: Sequence[int] | Array) -> Positions:
         """The positions with these owners, one int an index."""
         owner = np.array(owner_N, dtype=np.int16)
-        return cls._interned.setdefault(owner.tobytes(), cls(owner))
+        return _interned(owner.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Positions.of, (self.owner,)
@@ -154,7 +154,7 @@ class Positions:
         """
         return self._refolded(before, after, dims)
 
-    @lru_cache(maxsize=4096)  # noqa: B019  (positions are interned, and live as long as the process)
+    @lru_cache(maxsize=4096)  # noqa: B019  (positions are interned, and their number in use is bounded, too)
     def _refolded(self, before: int, after: int, dims: tuple[int, ...]) -> tuple[int, Positions] | None:
         for j in self.carriers(after, dims):
             carried = self.carry(before, after, dims, j)
@@ -183,6 +183,16 @@ class Positions:
         owner_KR = owner.reshape(-1, dims[j], inner // unit).swapaxes(0, 1).reshape(dims[j], -1)
         row = self._rows(owner_KR)
         return None if row is None else self._new(row)
+
+
+_alive: weakref.WeakValueDictionary[bytes, Positions] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+
+
+@lru_cache(maxsize=4096)  # keeps those in use, which know much by then, from step to step
+def _interned(owner: bytes) -> Positions:
+    with _making:  # a rank's threads must not make two that are equal
+        return _alive.setdefault(owner, Positions(np.frombuffer(owner, dtype=np.int16)))
 
 
 @lru_cache(maxsize=4096)

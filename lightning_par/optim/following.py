@@ -8,8 +8,8 @@ that begins at its thousandth step, or at a size that no trial had, is followed 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ _LISTS = (list, tuple)
 _BY_RULE = (Effect.BY_ELEMENT, Effect.LISTS, Effect.NEW)
 """Kinds whose rules need no communication."""
 
-_entered = threading.local()  # as torch's modes are
+_entered: ContextVar[Following | None] = ContextVar("following", default=None)  # of a thread, as torch's modes are
 
 
 class Following(TorchFunctionMode):
@@ -52,10 +52,10 @@ class Following(TorchFunctionMode):
     @staticmethod
     def current() -> Following | None:
         """The one that is entered, and not suspended."""
-        return getattr(_entered, "following", None)
+        return _entered.get()
 
     def __enter__(self) -> Any:
-        self._before, _entered.following = self.current(), self
+        self._before = _entered.set(self)
         self._eager = uncompiled()  # or functions would not come by
         self._eager.__enter__()
         return super().__enter__()
@@ -63,7 +63,7 @@ class Following(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._eager.__exit__(*exception)
-        _entered.following = self._before
+        _entered.reset(self._before)
         self.wholes.cut()
 
     def away(self, closure: Callable[[], Any]) -> Any:
@@ -76,15 +76,16 @@ class Following(TorchFunctionMode):
         """Inside, tensors are what they are between steps."""
         self.wholes.cut()
         alone = innermost_mode() is self
-        before = self.current(), self._paused
+        outer, paused = _entered.set(None), self._paused
         if alone:
             super().__exit__(None, None, None)
         self._eager.__exit__(None, None, None)
-        _entered.following, self._paused = None, True
+        self._paused = True
         try:
             yield
         finally:
-            _entered.following, self._paused = before
+            _entered.reset(outer)
+            self._paused = paused
             self._eager = uncompiled()
             self._eager.__enter__()
             if alone:

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import Any
 
 from lightning_par.sharded.rules import lookup, pointwise
+from lightning_par.trial.memo import Memo
 
 _READS = """
 sum nansum mean norm linalg_vector_norm var std prod amax amin max min any all count_nonzero dot vdot matmul mm bmm mv
@@ -61,9 +62,6 @@ class Function:
     writes: bool
 
 
-_known: dict[Any, Function] = {}
-
-
 def function_of(func: Any) -> Function:
     """What is known of ``func``, as a `torch.overrides.TorchFunctionMode` is given it.
 
@@ -71,11 +69,15 @@ def function_of(func: Any) -> Function:
 
         assert function_of(torch.Tensor.add_) == Function("add_", Kind.BY_ELEMENT, True)
     """
-    found = _known.get(func)
-    if found is None:
-        name = func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", "")
-        found = _known[func] = Function(name, _kind(func, name), lookup.writes(name) or name == "__set__")
-    return found
+    return _known[func]
+
+
+def _function_of(func: Any) -> Function:
+    name = func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", "")
+    return Function(name, _kind(func, name), lookup.writes(name) or name == "__set__")
+
+
+_known = Memo(_function_of)
 
 
 def _kind(func: Any, name: str) -> Effect:

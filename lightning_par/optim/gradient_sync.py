@@ -15,9 +15,9 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.sharded import gradient_shares
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
-_NOBODY = Axis("data", (0,), 0, None)
 BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to start early
 
 
@@ -98,7 +98,8 @@ class GradientSync:
         self._module = module
         self._axis = axis
         self._split = split or axis
-        self._stored = stored or _NOBODY
+        self._nobody = Axis("data", (0,), 0, None)
+        self._stored = stored or self._nobody
         self._copies = axis.size if copies is None else copies
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, Any] = {}
@@ -109,11 +110,12 @@ class GradientSync:
         self._armed = False
         self._reached = False  # whether the backward that runs has given a gradient
         self._synced = False  # whether the backward that was announced is through, and averaged
+        self._state = RunState.current
         if axis.size > 1:
             _refuse_sparse(module)
             self._find_leaves()
             gradient_shares.install()
-            gradient_shares.around_backward.append(weakref.ref(self))
+            self._state.syncs.append(weakref.ref(self))
 
     def before_backward(self) -> None:
         """To be called before a backward whose end is announced by `after_backward`."""
@@ -156,9 +158,7 @@ class GradientSync:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        gradient_shares.around_backward[:] = [
-            one for one in gradient_shares.around_backward if one() not in (None, self)
-        ]
+        self._state.syncs = [one for one in self._state.syncs if one() not in (None, self)]
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -207,7 +207,8 @@ class GradientSync:
     def _along(self, parameter: Tensor) -> Axis:
         """The ranks that sum the gradients of ``parameter``."""
         if isinstance(parameter, Stored):
-            return self._stored if parameter.split_over is None else _NOBODY  # along the others its use has averaged
+            # Along the others its use has averaged.
+            return self._stored if parameter.split_over is None else self._nobody
         return self._split if isinstance(parameter, ShardedTensor) else self._axis
 
     def _fill_buckets(self, leaves: list[tuple[Tensor, Axis]]) -> None:

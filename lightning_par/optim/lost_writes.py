@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.rules.gather_report import name_of, user_line
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -27,9 +28,6 @@ class _Copy:
     tensor: weakref.ref[Tensor]
     counter: Tensor  # shares its version, and no memory
     version: int
-
-
-_copies: dict[int, tuple[StorageWeakRef, list[_Copy]]] = {}  # by the memory that they were taken of
 
 
 def note(name: str, source: Tensor, copy: Tensor) -> Tensor:
@@ -45,12 +43,12 @@ def note(name: str, source: Tensor, copy: Tensor) -> Tensor:
             copy = copy.clone()
     counter = copy.detach()
     counter.data = counter.new_empty(0)
-    memory = StorageWeakRef(source.untyped_storage())
-    if memory.cdata not in _copies:
-        for key in [key for key, (other, _) in _copies.items() if other.expired()]:
-            del _copies[key]
-        _copies[memory.cdata] = memory, []
-    _copies[memory.cdata][1].append(_Copy(name, weakref.ref(copy), counter, counter._version))
+    memory, copies = StorageWeakRef(source.untyped_storage()), RunState.current.copies
+    if memory.cdata not in copies:
+        for key in [key for key, (other, _) in copies.items() if other.expired()]:
+            del copies[key]
+        copies[memory.cdata] = memory, []
+    copies[memory.cdata][1].append(_Copy(name, weakref.ref(copy), counter, counter._version))
     return copy
 
 
@@ -59,9 +57,10 @@ def written(source: Tensor, value: Any = None) -> str | None:
 
     ``value`` is about to be put where it came from, as ``x[:, 0] += 1`` does, and counts no more.
     """
-    if not _copies or isinstance(source, FakeTensor):
+    known = RunState.current.copies
+    if not known or isinstance(source, FakeTensor):
         return None
-    memory, copies = _copies.get(memory_of(source), (None, []))
+    memory, copies = known.get(memory_of(source), (None, []))
     if memory is None or memory.expired():
         return None
     if value is not None:
@@ -75,7 +74,7 @@ def refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         RuntimeError: a copy that stands for a view of one was written to in place.
     """
-    for x in tree_leaves((args, kwargs)) if _copies else ():
+    for x in tree_leaves((args, kwargs)) if RunState.current.copies else ():
         maker = written(x._innermost, args[2] if name_of(func) == "__setitem__" else None) if _is_part(x) else None
         if maker is not None:
             with torch._C.DisableTorchFunctionSubclass():

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.part import StoragePart
-from lightning_par.fsdp.prefetch import use_throughout
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
 from lightning_par.optim.value_places import StagePlaces
@@ -158,8 +157,10 @@ class StagesPart(Part):
         """
         module = step.module
         held = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_elsewhere(p)}
-        throughout = self.storage is not None and self.storage.throughout
-        own = use_throughout([*held.values()]) if throughout else [leaf(p) for p in held.values()]
+        if self.storage is not None and self.storage.throughout:
+            own = self.storage.prefetch.use_throughout([*held.values()])
+        else:
+            own = [leaf(p) for p in held.values()]
         engine = self._prepared(step)
         for p in spent_gradients(module, optimizers):
             p.grad = None

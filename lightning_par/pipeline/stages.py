@@ -104,7 +104,7 @@ class Spread:
             ValueError: the module can't be cut as asked; on every rank.
         """
         started = time.monotonic()
-        make_message_groups(self.groups.layout, self.timeout, self.pairs())
+        make_message_groups(self.groups, self.timeout, self.pairs())
         module, step = first.module, first.step()
         with _as_the_loop_will_run(module, step):
             plan, stages, program, alike = self._agreed(lambda: self._decide_as_started(step, step.batch is not None))

@@ -94,3 +94,11 @@ def backward_hooks_on_all() -> list[Callable[..., Any]]:
     from torch.nn.modules import module
 
     return [*module._global_backward_pre_hooks.values(), *module._global_backward_hooks.values()]
+
+
+def drop_forward_hooks(module: nn.Module, kind: type) -> None:
+    """Take hooks of a class of ours off ``module``, be it a copy of the one that they were registered on; a handle
+    knows that one alone."""
+    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, kind)]:
+        for hooks in dicts_of_hooks(module):
+            hooks.pop(key, None)

@@ -7,6 +7,8 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_par.trial.memo import Memo
+
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 
@@ -28,7 +30,7 @@ class Names:
     words: frozenset[str]
 
 
-_known: dict[int, tuple[types.CodeType, Names]] = {}
+_known: Memo[int, tuple[types.CodeType, Names]] = Memo()  # by id, since code is compared by what it holds
 
 
 def names_of(code: types.CodeType) -> Names:

@@ -164,7 +164,7 @@ class Reach:
         if key in self.apart:
             self._name(self.apart[key], value)
             return
-        look = _LOOKS.get(type(value)) or next((f for kind, f in _BY_KIND if isinstance(value, kind)), Reach._other)
+        look = next((f for kind, f in _BY_KIND if isinstance(value, kind)), Reach._other)
         look(self, found)
 
     def _name(self, name: str, value: Any) -> str:
@@ -514,4 +514,3 @@ _BY_KIND: tuple[tuple[Any, Callable[[Reach, _Found], None]], ...] = (
     ((set, frozenset), Reach._set),
     (tuple, Reach._tuple),
 )
-_LOOKS: dict[type, Callable[[Reach, _Found], None]] = {}

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.trial.memo import Memo
+
 # Libraries whose code keeps nothing from step to step that a step goes by, and whose insides are many.
 _LIBRARIES = frozenset(
     """
@@ -65,15 +67,15 @@ def has_attributes(value: Any) -> bool:
 
 def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """The ``__slots__`` of a class and its bases, by name."""
-    found = _slots.get(kind)
-    if found is None:
-        members = ((name, x) for base in reversed(kind.__mro__) for name, x in vars(base).items())
-        found = {n: x for n, x in members if isinstance(x, types.MemberDescriptorType) and n[:2] != "__"}
-        _slots[kind] = found
-    return found
+    return _slots[kind]
 
 
-_slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
+def _find_slots(kind: type) -> dict[str, types.MemberDescriptorType]:
+    members = ((name, x) for base in reversed(kind.__mro__) for name, x in vars(base).items())
+    return {n: x for n, x in members if isinstance(x, types.MemberDescriptorType) and n[:2] != "__"}
+
+
+_slots = Memo(_find_slots)
 
 
 def packages_of(module: nn.Module) -> frozenset[str]:

@@ -16,7 +16,7 @@ from lightning_par.sequence.all_gather import Gathered
 from lightning_par.sequence.attention_arguments import Arguments, read
 from lightning_par.sequence.ring import PURPOSE, Ring
 from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
-from lightning_par.sharded.random_streams import sharded_draw, streams
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -86,7 +86,7 @@ def _attend(
     q, k, v, keys = _onto_heads(call, grid)
     mask = _own_mask(call, grid)
     if grid.ring is None:
-        with sharded_draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
+        with RunState.current.streams.draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
             if not call.fused and mask is not None and blockwise.shift(mask) is not None:
                 # Kernels differ there, see `blockwise`: of five dims torch, too, takes none that is fused.
@@ -94,7 +94,7 @@ def _attend(
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
             out = out.squeeze(0) if out.ndim > 4 else out
     else:
-        key = streams.next_key(axis.rank) if p > 0.0 else 0
+        key = RunState.current.streams.next_key(axis.rank) if p > 0.0 else 0
         task = blockwise.Task(
             outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused
         )

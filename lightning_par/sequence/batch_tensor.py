@@ -24,11 +24,13 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import RULES, dispatch, run_whole, writes
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
+from lightning_par.trial.memo import Memo
 
 _SLICES = {"__getitem__", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "select"}
 _NOT_TENSORS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
-_dims: dict[Any, tuple[tuple[int, Positions] | None, ...]] = {}
+_dims: Memo[Any, tuple[tuple[int, Positions] | None, ...]] = Memo()
 
 
 class BatchTensor(ShardedTensor):
@@ -229,12 +231,12 @@ def _tried(
     """By the rule of ``func`` on shapes alone; where it has none, an output of the same length is taken for one."""
     shards: list[Any] = [None] * len(outputs)
     found = RULES.get(getattr(func, "__name__", ""))
-    draws = found is not None and found.__module__.endswith(".random")  # a trial would move the streams
-    if found is not None and not draws and not writes(func.__name__):
+    if found is not None and not writes(func.__name__):
         silent = _Silent(lead._axis)
         fake_args, fake_kwargs = tree_map(lambda x: silent.shape_of(x), (args, kwargs))
         try:
-            result = dispatch(func, fake_args, fake_kwargs)
+            with RunState.current.streams.kept():  # the next call asks the memo, and draws the same
+                result = dispatch(func, fake_args, fake_kwargs)
             shards = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         except Exception:  # a rule may look at values; then the lengths are compared
             shards = [None] * len(outputs)

@@ -8,7 +8,6 @@ rounded once, not at every hop. In all 6bsh(c-1)/c elements leave a rank for b s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from lightning_par.sequence.plain_kernel import wide
 
 PURPOSE = "attention"
 _CALLS = 1 << 12  # tags of so many calls differ; no two ranks are ever that far apart
-_made: weakref.WeakKeyDictionary[Axis, int] = weakref.WeakKeyDictionary()
 
 
 class Ring:
@@ -44,8 +42,8 @@ class Ring:
 
     def __init__(self, axis: Axis, keys: Positions) -> None:
         self.axis, self.keys = axis, keys
-        number = _made[axis] = _made.get(axis, -1) + 1
-        self._tag = number % _CALLS * axis.size * 4
+        self._tag = axis.rings % _CALLS * axis.size * 4
+        axis.rings += 1
 
     def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
         for source, k_block, v_block in self._rotate(k, v, "forward"):

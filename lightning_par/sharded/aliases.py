@@ -348,8 +348,8 @@ def _about_to_write(x: Any) -> None:
     """What was gathered of a stored weight is not what it will be."""
     from lightning_par.sharded.rules import stored_weights
 
-    if hasattr(x, "positions") and x.axis.stores and stored_weights.about_to_write is not None:
-        stored_weights.about_to_write([x])
+    if hasattr(x, "positions") and x.axis.stores:
+        stored_weights.gathering_of(x).about_to_write([x])
 
 
 def _unseen(source: Any) -> Any:

@@ -19,11 +19,10 @@ from torch.autograd.graph import GradientEdge
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import accumulates, gathers, is_of_package
-from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import parts_along
 
 Axes = tuple[Axis, ...]
-_retained: list[tuple[int, Tensor]] = []  # with the step in which they asked to keep their gradients
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,16 @@ def behind(roots: Sequence[Tensor]) -> Reached:
                 leaves[id(following.variable)] = following.variable
             else:
                 stack.append(following)
-    kept = tuple(x for step, x in _retained if step == streams.step and x.grad_fn in seen)
+    state = RunState.current
+    kept = tuple(x for step, x in state.retained if step == state.streams.step and x.grad_fn in seen)
     return Reached(tuple(leaves.values()), kept, talks, uses)
 
 
 def retain(x: Tensor) -> None:
     """From now on ``x``, which keeps its gradient, is found by `behind` in this step."""
-    _retained[:] = [(step, other) for step, other in _retained if step == streams.step and other is not x]
-    _retained.append((streams.step, x))
+    state = RunState.current
+    now = state.streams.step
+    state.retained = [*((step, other) for step, other in state.retained if step == now and other is not x), (now, x)]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,36 +20,29 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.private.compiler import uncompiled
 from lightning_par.sharded import backward_reach
 from lightning_par.sharded.aliases import innermost
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, axes_of, full, parts_along
 
 Axes = tuple[Axis, ...]
-_axes: Axes = ()
-_within: Axes = ()  # those of the backward that runs
-_around: Axes = ()
-_depth = 0  # of backwards that run within each other
 _installed = False
-
-around_backward: list[weakref.ref[Any]] = []
-"""Objects whose ``begin`` and ``end`` are called around the outermost backward that reaches a leaf with its hook."""
 
 
 @contextlib.contextmanager
 def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     """Within, gradients begin as shares over ``axes``; on all ranks of these."""
-    global _axes
-    before, _axes = _axes, _shared(axes)
+    state = RunState.current
+    before, state.shared = state.shared, _shared(axes)
     try:
         # Compiled submodules run as written: a graph would take in what ranks say to each other, hidden from rules.
-        with uncompiled() if _axes else contextlib.nullcontext():
+        with uncompiled() if state.shared else contextlib.nullcontext():
             yield
     finally:
-        _axes = before
+        state.shared = before
 
 
 def shared_around(axes: Sequence[Axis]) -> None:
     """From now on a backward outside any step, too, begins with shares over ``axes``, where ranks sum up gradients."""
-    global _around
-    _around = _shared(axes)
+    RunState.current.shared_between_steps = _shared(axes)
 
 
 def _shared(axes: Sequence[Axis]) -> Axes:
@@ -59,24 +51,26 @@ def _shared(axes: Sequence[Axis]) -> Axes:
 
 def active() -> Axes:
     """The axes over which gradients are shares of what runs now, forward or backward."""
-    return _axes or _within
+    return RunState.current.shared or RunState.current.shared_backward
 
 
 @contextlib.contextmanager
 def unshared(axes: Axes | None = None) -> Iterator[None]:
     """While a backward runs over ``axes``: what is called within it, as reentrant checkpointing does, has its share."""
-    global _axes, _within, _depth
-    before = _axes, _within, _depth
-    _axes, _within, _depth = (), _axes if axes is None else axes, _depth + 1
+    state = RunState.current
+    before = state.shared, state.shared_backward
+    state.shared, state.shared_backward = (), state.shared if axes is None else axes
+    state.backwards += 1
     try:
         yield
     finally:
-        _axes, _within, _depth = before
+        state.shared, state.shared_backward = before
+        state.backwards -= 1
 
 
 def ranks() -> int:
     """How many ranks have a share of a replicated tensor's gradient now."""
-    return backward_reach.ranks(_axes)
+    return backward_reach.ranks(RunState.current.shared)
 
 
 def install() -> None:
@@ -94,12 +88,13 @@ def _sharing_backward(plain: Any) -> Any:
     @functools.wraps(plain)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
         given = {**kwargs, "inputs": None if inputs is None else [end(x) for x in _listed(inputs)]}
-        if not (_axes or _around) or _within or not _all_tensors(tensors):
+        state = RunState.current
+        if not (state.shared or state.shared_between_steps) or state.shared_backward or not _all_tensors(tensors):
             with _watched(True):
                 return plain(tensors, grad_tensors, *args, **given)
         roots = [end(x) for x in _listed(tensors)]
         behind = backward_reach.behind(roots)
-        axes = _axes or (_around if behind.talks or behind.is_synced else ())
+        axes = state.shared or (state.shared_between_steps if behind.talks or behind.is_synced else ())
         if not axes:
             return plain(tensors, grad_tensors, *args, **given)
         seeds = _seeds(_listed(tensors), grad_tensors, axes)
@@ -115,13 +110,15 @@ def _sharing_grad(plain: Any) -> Any:
         def usual() -> Any:
             return plain(outputs, inputs, grad_outputs, *args, **kwargs)
 
+        state = RunState.current
         tensors = _all_tensors(outputs) and _all_tensors(inputs)
-        shared, is_stored = (_axes or _around) and not _within, tensors and any(map(_is_stored, _listed(inputs)))
+        shared = (state.shared or state.shared_between_steps) and not state.shared_backward
+        is_stored = tensors and any(map(_is_stored, _listed(inputs)))
         if not tensors or not (shared or is_stored):
             return usual()
         roots = [end(x) for x in _listed(outputs)]
         behind = backward_reach.behind(roots)
-        axes = (_axes or (_around if behind.talks else ())) if shared else ()
+        axes = (state.shared or (state.shared_between_steps if behind.talks else ())) if shared else ()
         if not axes and not is_stored:
             return usual()
         given = [_Input.of(x, behind) for x in _listed(inputs)]
@@ -141,15 +138,15 @@ def _sharing_grad(plain: Any) -> Any:
 @contextlib.contextmanager
 def _watched(synced: bool) -> Iterator[None]:
     """Around a backward: who syncs gradients begins and ends with the outermost one, if that has any to be synced."""
-    global _depth
-    told = [one for one in (reference() for reference in around_backward) if one] if synced and not _depth else []
-    _depth += 1
+    state = RunState.current
+    told = [one for one in (ref() for ref in state.syncs) if one] if synced and not state.backwards else []
+    state.backwards += 1
     try:
         for one in told:
             one.begin()
         yield
     finally:
-        _depth -= 1
+        state.backwards -= 1
     for one in told:
         one.end()
 
@@ -175,7 +172,7 @@ def _found_again(plain: Any) -> Any:
     @functools.wraps(plain)
     def retain_grad(self: Tensor) -> None:
         plain(self)
-        if _axes and not self.is_leaf:
+        if RunState.current.shared and not self.is_leaf:
             backward_reach.retain(self)
 
     return retain_grad

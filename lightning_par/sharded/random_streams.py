@@ -17,7 +17,7 @@ import torch
 
 @dataclass
 class Streams:
-    """Where the process stands in its sharded draws: ``event`` counts them within a step."""
+    """Where a run stands in its sharded draws: ``event`` counts them within a step."""
 
     seed: int = 0
     step: int = 0
@@ -35,8 +35,32 @@ class Streams:
         self.event += 1
         return key
 
+    @contextlib.contextmanager
+    def draw(self, shard: int, device: torch.device) -> Iterator[None]:
+        """Draws within come from the next stream of ``shard``; the shared generator stays where it was."""
+        key = self.next_key(shard)
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index or 0]
+        elif device.type == "cpu":
+            generator = torch.default_generator
+        else:
+            yield
+            return
+        state = generator.get_state()
+        generator.manual_seed(key)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
 
-streams = Streams()
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Whatever is drawn within, afterwards they stand where they stood before."""
+        before = vars(self).copy()
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 def mix(*values: int) -> int:
@@ -49,22 +73,3 @@ def mix(*values: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state >> 1
-
-
-@contextlib.contextmanager
-def sharded_draw(shard: int, device: torch.device) -> Iterator[None]:
-    """Draws within the context come from the next stream of ``shard``; the shared generator stays where it was."""
-    key = streams.next_key(shard)
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index or 0]
-    elif device.type == "cpu":
-        generator = torch.default_generator
-    else:
-        yield
-        return
-    state = generator.get_state()
-    generator.manual_seed(key)
-    try:
-        yield
-    finally:
-        generator.set_state(state)

@@ -24,7 +24,8 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.storage import storage_of
-from lightning_par.sharded import aliases, tensor_names
+from lightning_par.sharded import aliases
+from lightning_par.sharded.run_state import RunState
 
 _dispatch: Callable[..., Any] | None = None
 
@@ -74,8 +75,9 @@ class ShardedTensor(torch.Tensor):
             self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
             is_leaf = local.requires_grad and local.is_leaf
         self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
-        if tensor_names.on:
-            self._name = tensor_names.current
+        names = RunState.current.names
+        if names.on:
+            self._name = names.current
         if is_leaf:
             _note_part(local, axis)
         return self
@@ -123,8 +125,9 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor, plain, on every rank along the axis. All of them must call it."""
         self._axis.about_to_gather("full_tensor", self)
-        if tensor_names.on:
-            tensor_names.current = self._name or tensor_names.current
+        names = RunState.current.names
+        if names.on:
+            names.current = self._name or names.current
         if aliases.is_any():
             aliases.settle(self._innermost, "full_tensor")
         return collectives.gather(self._local, self._dim, self._positions, self._axis, purpose)
@@ -179,7 +182,7 @@ class ShardedTensor(torch.Tensor):
         if grad is None:
             return None
         found = self.with_local(grad)
-        if tensor_names.on and self._name:
+        if self._name and RunState.current.names.on:
             found._name = f"the gradient of {self._name}"
         return found
 

@@ -11,42 +11,42 @@ from typing import Any
 
 from torch import nn
 
-on = False
-"""Whether tensors are named: no step runs, or the first of its kind, in a process where sharded tensors have names."""
-current = ""
-"""The name of the first tensor that the function that runs was given."""
 
+class TensorNames:
+    """The names in one run.
 
-_weights: dict[int, str] = {}  # by id, of the module's parameters
+    Attributes:
+        on: whether tensors are named: no step runs, or the first of its kind, where sharded tensors have names.
+        current: the name of the first tensor that the function that runs was given.
+    """
 
+    def __init__(self) -> None:
+        self.on = False
+        self.current = ""
+        self._weights: dict[int, str] = {}  # by id, of the module's parameters
 
-def name_weights(module: nn.Module) -> None:
-    """The parameters of ``module`` have their names from now on."""
-    global on
-    on = True
-    _weights.clear()
-    for name, parameter in module.named_parameters():
-        _weights[id(parameter)] = name
-        if hasattr(parameter, "positions"):
-            parameter._name = name  # type: ignore[attr-defined]
+    def name_weights(self, module: nn.Module) -> None:
+        """The parameters of ``module`` have their names from now on."""
+        self.on = True
+        self._weights.clear()
+        for name, parameter in module.named_parameters():
+            self._weights[id(parameter)] = name
+            if hasattr(parameter, "positions"):
+                parameter._name = name  # type: ignore[attr-defined]
 
+    def end(self) -> None:
+        """Nothing is named any more."""
+        self.on, self.current = False, ""
+        self._weights.clear()
 
-def end() -> None:
-    """The run has ended."""
-    global on, current
-    on, current = False, ""
-    _weights.clear()
+    def name_among(self, values: Iterable[Any]) -> str:
+        """What a function of ``values`` is called: by the weight among them, or else by the first that has a name."""
+        values = [*values]
+        weights = (name for x in values if (name := self._weights.get(id(x))))
+        return next(weights, "") or next(filter(None, map(self.name_of, values)), "")
 
-
-def name_among(values: Iterable[Any]) -> str:
-    """What a function of ``values`` is called: by the weight among them, or else by the first that has a name."""
-    values = [*values]
-    weights = (name for x in values if (name := _weights.get(id(x))))
-    return next(weights, "") or next(filter(None, map(name_of, values)), "")
-
-
-def name_of(value: Any) -> str:
-    """The name of a tensor, or of the named ones of a list or tuple; empty if there is none."""
-    if isinstance(value, (list, tuple)):
-        return ", ".join(name for x in value[:50] if (name := name_of(x)))
-    return str(getattr(value, "_name", "") or _weights.get(id(value), ""))
+    def name_of(self, value: Any) -> str:
+        """The name of a tensor, or of the named ones of a list or tuple; empty if there is none."""
+        if isinstance(value, (list, tuple)):
+            return ", ".join(name for x in value[:50] if (name := self.name_of(x)))
+        return str(getattr(value, "_name", "") or self._weights.get(id(value), ""))

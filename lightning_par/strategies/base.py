@@ -18,6 +18,7 @@ from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder,
 from lightning_par.callbacks.throughput import count_samples_once
 from lightning_par.fsdp.part import StoragePart, unstore
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.handshake import number_of
 from lightning_par.optim import precision
 from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
@@ -25,6 +26,7 @@ from lightning_par.pipeline.between_steps.send_away import bring_back
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.optimizers import move_optimizers
 from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
+from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run
 from lightning_par.strategies.building import BuildingMixin
 from lightning_par.strategies.experiments import read_with_the_logging_rank
@@ -48,12 +50,15 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self._state.end()  # of a run that was not torn down
+        self._state = RunState()
+        self._state.begin()
         self.parts = make_parts(self.groups, self.wanted())
         for part in self.parts:
             part.check(trainer, self.lightning_module)
         self._make_left_parts_whole(self.lightning_module)
         fitting = trainer.state.fn.value == "fit"
-        self._run, self._met_after_exception, self._evaluated = next(self.groups.runs), False, 0
+        self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
         self._starting = True
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
@@ -198,6 +203,14 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._share_metrics()
 
     def teardown(self) -> None:
+        state, self._state = self._state, RunState()
+        try:
+            with state.entered():
+                self._undo_setup()
+        finally:
+            state.end()
+
+    def _undo_setup(self) -> None:
         module = self.lightning_module
         self._close_gradients()
         for part in self.parts:

@@ -20,11 +20,11 @@ from lightning_par.pipeline.stages import Spread
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sequence.plan import SequenceDim
 from lightning_par.sequence.scheme import Asked
-from lightning_par.sharded.rules import several_axes
+from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.peers import PeersPart
 from lightning_par.tensor.part import TensorPart
-from lightning_par.tensor.residual_stream import shard_residual, whole_residual
+from lightning_par.tensor.residual_stream import shard_residual
 
 if TYPE_CHECKING:
     from lightning_par.strategies.namespace import Namespace
@@ -101,7 +101,7 @@ def make_parts(groups: Groups, wanted: Wanted) -> Parts:
     """The parts of a run with these axes. All ranks must call it, since process groups may be made."""
     split = [axis for axis in (groups.sequence, groups.tensor) if axis.size > 1]
     if len(split) > 1 or (split and groups.pipeline.size > 1):
-        several_axes.allow()
+        Mix(split if len(split) > 1 else [groups.pipeline, *split])
     tokens, tensor, storage = _tokens(groups, wanted), TensorPart(groups, wanted.plan), _storage(groups, wanted)
     laid_out = [part for part in (tokens, tensor, storage) if part is not None]
     # `residual` is an axis of its own only while its tokens are shared out, which `_tokens` settles.
@@ -112,7 +112,6 @@ def make_parts(groups: Groups, wanted: Wanted) -> Parts:
 
 
 def _tokens(groups: Groups, wanted: Wanted) -> TokensPart | None:
-    whole_residual(groups.tensor)  # an earlier run on these groups may have been interrupted
     if groups.sequence.size > 1:
         attend_along(groups, wanted.attention, wanted.group_timeout)
         return TokensPart(groups, wanted.sequence_dim, wanted.attention)

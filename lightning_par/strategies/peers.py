@@ -10,7 +10,7 @@ from functools import partial
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
-from lightning_par.sharded import tensor_names
+from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.stop_iteration import AllStop, Stopping
 from lightning_par.trial.first_step import FirstStep
@@ -39,7 +39,7 @@ class PeersPart(Part):
             self._meeting = Meeting(groups.stage if self.stored else among, self.timeout)
             for axis in self.talking:
                 axis.guard = partial(self._meeting.about_to_talk, axis)
-            tensor_names.name_weights(first.module)
+            RunState.current.names.name_weights(first.module)
         self._stops = AllStop(Meeting(groups.replica, self.timeout, "stop"))
 
     @contextmanager
@@ -54,4 +54,4 @@ class PeersPart(Part):
         for axis in self.talking:
             axis.guard = None
         self._meeting = self._stops = None
-        tensor_names.end()
+        RunState.current.names.end()

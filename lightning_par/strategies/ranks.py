@@ -17,6 +17,7 @@ from lightning_par.pipeline.run.located import Run
 from lightning_par.private.process_groups import init_process_group
 from lightning_par.private.trainer import given_anew
 from lightning_par.python_state import generators
+from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
@@ -51,6 +52,7 @@ class RanksMixin(_Base):
         self.parts = Parts()
         """What is laid out over the ranks, while a run goes on."""
         self._synced_batch_norm = False
+        self._state = RunState()
         self._ends_reading: Callable[[], None] | None = None
         self._run = 0
         self._met_after_exception = False

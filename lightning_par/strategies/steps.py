@@ -10,13 +10,12 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_par.fsdp.prefetch import let_go
+from lightning_par.fsdp.part import StoragePart
 from lightning_par.mesh.batch_broadcast import broadcast_batch
 from lightning_par.optim.shared_memory import Rivals, gradients_written, look_at_gradients
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
 from lightning_par.sharded.gradient_shares import shared_over
-from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.strategies.dataloader_iter import Fetching
 from lightning_par.strategies.entry_points import fetches_itself
@@ -44,7 +43,7 @@ class StepsMixin(RanksMixin):
     @contextmanager
     def _step(self, kind: str) -> Generator[None, None, None]:
         """What all ranks run alike."""
-        with ExitStack() as stack:
+        with self._state.entered(), ExitStack() as stack:
             stack.enter_context(shared_over([self.groups.sequence, self.groups.tensor]))
             for part in self.parts:
                 stack.enter_context(part.step(kind))
@@ -117,13 +116,12 @@ class StepsMixin(RanksMixin):
 
     @contextmanager
     def _draws(self, step: int) -> Generator[None, None, None]:
-        streams.begin_step(*self._key(step))
+        self._state.streams.begin_step(*self._key(step))
         try:
             with self._step("training_step" if step >= 0 else "evaluation"):
                 yield
         finally:
-            let_go()
-            streams.end_step()
+            self._state.streams.end_step()
             self.groups.tensor.forget_entries()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -136,7 +134,9 @@ class StepsMixin(RanksMixin):
             stages.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        let_go()
+        storage = self.parts.of(StoragePart)
+        if storage is not None:
+            storage.after_backward()
         if self._gradients is not None:
             self._gradients.after_backward()
         if self.lightning_module is not None:

@@ -16,8 +16,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sharded import aliases
-from lightning_par.sharded.random_streams import streams
-from lightning_par.sharded.rules import several_axes
+from lightning_par.sharded.rules.several_axes import Mix
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -60,7 +60,12 @@ class ResidualAxis(SequenceAxis):
 
     def closed(self, partial: Tensor, purpose: str) -> Any:
         """The sum of the islands' ``partial`` results, sharded by tokens; `NotImplemented` where it has none."""
-        if not streams.in_step or isinstance(partial, ShardedTensor) or partial.ndim < 3 or partial.shape[-1] == 1:
+        if (
+            not RunState.current.streams.in_step
+            or isinstance(partial, ShardedTensor)
+            or partial.ndim < 3
+            or partial.shape[-1] == 1
+        ):
             return NotImplemented
         dim = next((d for d in (1, 0) if partial.shape[d] in self.lengths), None)
         positions = None if dim is None else self.spread(partial.shape[dim])
@@ -71,12 +76,12 @@ class ResidualAxis(SequenceAxis):
 
 def shard_residual(axis: Axis) -> ResidualAxis:
     """From now on islands of ``axis`` begin and end on sharded tokens; until `whole_residual`."""
-    several_axes.allow()
     axis.gradient_shares = True
     axis.residual = ResidualAxis(axis)
+    Mix([axis, axis.residual])
     return axis.residual
 
 
 def whole_residual(axis: Axis) -> None:
     """Undo `shard_residual`."""
-    axis.gradient_shares, axis.residual = False, None
+    axis.gradient_shares, axis.residual, axis.mix = False, None, None

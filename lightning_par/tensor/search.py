@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.positions import Array
-from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.propagate import Found, Propagation
 from lightning_par.tensor.symbolic_ranks import NeedsGather, count_units
@@ -80,12 +80,10 @@ class Search(Propagation):
 
         Each pass that finds a parameter with fewer than two units leaves it whole and walks again.
         """
-        outside, streams.in_step = not streams.in_step, True  # the rules run as in a step
-        try:
-            with torch.no_grad():
-                return self._search()
-        finally:
-            streams.in_step = not outside
+        streams = RunState.current.streams
+        with streams.kept(), torch.no_grad():
+            streams.in_step = True  # the rules run as in a step
+            return self._search()
 
     def _search(self) -> Array:
         start = 0

@@ -315,9 +315,6 @@ def _reset(environment: dict[str, str], folder: str) -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    layout = sys.modules.get("lightning_par.mesh.layout")
-    if layout is not None:
-        layout._made.clear()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -1,13 +1,11 @@
 """The ranks of one mesh axis as threads of this process, for tests of what needs no process group.
 
-One rank runs at a time, until it meets a collective; the others then run up to theirs. What torch and this package
-keep once a process (the generator, the streams of sharded draws, who shares gradients) is exchanged with the rank, so
-each has its own.
+One rank runs at a time, until it meets a collective; the others then run up to theirs. What there is once a process
+(torch's generator, and which run is the current one) is exchanged with the rank, so each has its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import traceback
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.sequence.sequence_axis import SequenceAxis
-from lightning_par.sharded import gradient_shares, random_streams
+from lightning_par.sharded.run_state import RunState
 
 _PATIENCE = 100.0  # seconds; a wait this long is a deadlock that the checks below did not see
 
@@ -91,15 +89,21 @@ class _Stopped(BaseException):
     """Another rank failed."""
 
 
-def _process_state() -> tuple[Tensor, random_streams.Streams, tuple[tuple[Axis, ...], ...]]:
-    sharing = gradient_shares._axes, gradient_shares._within
-    return torch.default_generator.get_state(), dataclasses.replace(random_streams.streams), sharing
+def _process_state() -> tuple[Tensor, RunState]:
+    return torch.default_generator.get_state(), RunState.current
 
 
-def _restore(state: tuple[Tensor, random_streams.Streams, tuple[tuple[Axis, ...], ...]]) -> None:
+def _restore(state: tuple[Tensor, RunState]) -> None:
     torch.default_generator.set_state(state[0])
-    vars(random_streams.streams).update(vars(state[1]))
-    gradient_shares._axes, gradient_shares._within = state[2]
+    RunState.current = state[1]
+
+
+def _of_rank(state: tuple[Tensor, RunState]) -> tuple[Tensor, RunState]:
+    """A rank's own, which begins as ``state`` does."""
+    own = RunState()
+    vars(own.streams).update(vars(state[1].streams))
+    own.shared, own.shared_backward = state[1].shared, state[1].shared_backward
+    return state[0], own
 
 
 class _Received:
@@ -231,7 +235,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: type[Th
 
     def body(rank: int) -> None:
         with meeting.lock:
-            _restore(start)
+            _restore(_of_rank(start))
             try:
                 results[rank] = function(kind(size, rank, meeting), *args)
                 meeting.finish()

@@ -1,15 +1,21 @@
-"""Axis sizes, their arithmetic and its messages, and the rank grid. No process group is made."""
+"""Axis sizes, their arithmetic and its messages, the rank grid, and what two runs share of it."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from datetime import timedelta
 from typing import Any, get_args
 
 import pytest
+import torch.distributed as dist
 
 from lightning_par.mesh.layout import AxisName, Layout, make_groups
+from lightning_par.mesh.subgroups import attend_along
+from lightning_par.mesh.world_groups import process_group
+from tests.helpers.pool import Pool
 
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 
@@ -135,6 +141,29 @@ def test_prints_only_axes_in_use() -> None:
 
 def test_groups_of_one_rank_need_no_process_group() -> None:
     groups = make_groups(Layout(), timedelta(seconds=1))
-    assert make_groups(Layout(), timedelta(seconds=1)) is groups
     for axis in (groups.data, groups.pipeline, groups.sequence, groups.tensor, groups.replica, groups.world):
         assert (axis.size, axis.rank, axis.ranks, axis.group) == (1, 0, (0,), None)
+
+
+def _two_runs() -> None:
+    dist.init_process_group("gloo")
+    layout, timeout = Layout(data=2, sequence=2), timedelta(minutes=1)
+    first, second = make_groups(layout, timeout), make_groups(layout, timeout)
+    world = weakref.ref(dist.group.WORLD)
+    for name in ("data", "sequence", "gradients", "world"):
+        one, other = getattr(first, name), getattr(second, name)
+        assert one is not other and one.group is other.group and one.group is not None
+    attend_along(first, {"ulysses": 1, "ring": 2}, timeout)
+    assert second.sequence.attention is None
+    alone = process_group((0, 1, 2, 3), timeout, "checkpoints")
+    assert alone is not dist.group.WORLD and alone is process_group((0, 1, 2, 3), timeout, "checkpoints")
+    held = weakref.ref(first.data.group)
+    del one, other, first, second, alone
+    assert held() is not None, "the next run has to make its groups anew"
+    dist.destroy_process_group()
+    gc.collect()
+    assert held() is None and world() is None, "groups of a world that has ended are kept"
+
+
+def test_two_runs_share_process_groups_and_nothing_else(pool: Pool) -> None:
+    pool.run(4, _two_runs)

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin, is_elsewhere
-from lightning_par.fsdp.prefetch import about_to_write, gathered
+from lightning_par.fsdp.prefetch import Prefetch
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.optimizers import adopt
 from lightning_par.optim.value_places import StagePlaces
-from lightning_par.sharded.rules import stored_weights as rules_of_stored
 from lightning_par.sharded.tensor import OutOfSightError, ShardedTensor, full, sharded_parameter
 from lightning_par.strategies.end_of_run import unshard_optimizer_state
 from tests.helpers.differences import differences
@@ -482,6 +481,10 @@ class StorageThreadAxis(ThreadAxis):
     stores = gradient_shares = True
     copies = 2
 
+    def __init__(self, size: int, rank: int, meeting: Any, name: str = "data") -> None:
+        super().__init__(size, rank, meeting, name)
+        self.gathering = Prefetch()
+
 
 def sharded(axis: ThreadAxis, make: Any) -> Any:
     values = {name: _value(name) for name in SHAPES}
@@ -496,7 +499,6 @@ def sharded(axis: ThreadAxis, make: Any) -> Any:
 
 
 def stored(axis: Any, make: Any) -> Any:
-    rules_of_stored.gather, rules_of_stored.about_to_write = gathered, about_to_write  # as `StoragePart.apply` does
     values = {name: nn.Parameter(_value(name)) for name in SHAPES}
     return train({name: x if name == "g" else Stored.of(x, axis, axis) for name, x in values.items()}, make)
 
@@ -556,7 +558,6 @@ def _compare(make: Callable[[list[Tensor]], Optimizer], way: str) -> None:
             assert not differences(state, its_state, 1e-9)
     finally:
         torch.set_default_dtype(dtype)
-        rules_of_stored.gather = rules_of_stored.about_to_write = None
 
 
 TORCHS: dict[str, Callable[[list[Tensor]], Optimizer]] = {

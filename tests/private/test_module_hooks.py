@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 from torch import nn
 
 from lightning_par.private.leaf_hooks import number_of_leaf_hooks
 from lightning_par.private.module_hooks import (
+    dicts_of_hooks,
+    drop_forward_hooks,
     has_hooks,
     hooks_on,
     hooks_on_all,
@@ -49,3 +52,18 @@ def test_hooks_on_modules_and_on_all_of_them_are_found() -> None:
     module.register_forward_hook(functools.partial(hooks_on_all))  # of ours
     module.weight.register_hook(is_wrapped)
     assert not has_hooks(module) and number_of_leaf_hooks(module.weight) == 2
+
+
+class Hook:
+    def __call__(self, *args: object) -> None:
+        """Sees a call."""
+
+
+def test_hooks_of_a_class_are_dropped_of_a_copy_too() -> None:
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(Hook(), always_call=True)
+    kept = module.register_forward_hook(functools.partial(hooks_on_all), with_kwargs=True)
+    for one in (copy.deepcopy(module), module):
+        drop_forward_hooks(one, Hook)
+        assert [*one._forward_hooks] == [kept.id]
+        assert all({*hooks} <= {kept.id} for hooks in dicts_of_hooks(one))

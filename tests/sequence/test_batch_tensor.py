@@ -1,4 +1,4 @@
-"""What is written into a tensor of the batch, unseen by autograd, is seen by parts that were cut of it before."""
+"""Tensors of the batch: written into unseen by autograd, and drawn for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.sequence.batch_tensor import BatchTensor
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import full
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
 
@@ -67,3 +68,19 @@ def test_backward_and_later_uses_see_what_was_written_through_data(write: Callab
     for found in run_ranks(2, on_ranks, x, write, again, kind=SequenceThreadAxis):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def _draws(axis: Any, x: Tensor) -> list[Tensor]:
+    streams = RunState.current.streams
+    masks = []
+    for _ in range(2):  # the first meets the function for the first time in this process
+        torch.manual_seed(0)
+        streams.begin_step(0, 0)
+        batch = BatchTensor(x, 1, axis.spread(x.shape[1]), axis)
+        masks.append(F.dropout(F.dropout(batch, 0.37) @ torch.eye(4, requires_grad=True), 0.37).full_tensor())
+    return masks
+
+
+def test_a_step_draws_the_same_whatever_this_process_has_met() -> None:
+    for first, second in run_ranks(2, _draws, torch.ones(2, 8, 4), kind=SequenceThreadAxis):
+        assert torch.equal(first == 0, second == 0)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_par import SequenceParallelStrategy, ledger
 from lightning_par.mesh.ledger import Transfer
 from lightning_par.sequence.part import TokensPart
-from lightning_par.sharded.rules import gathers
+from lightning_par.sharded.run_state import RunState
 from tests.benchmarks.pipeline_step import GPT, Sizes
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
@@ -100,12 +100,11 @@ class Watch(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         planning: Any = trainer.strategy.parts.of(TokensPart)  # type: ignore[attr-defined]
-        self.books.gathered = tuple(gathers), planning.plan.gathers
+        self.books.gathered = tuple(RunState.current.gathers), planning.plan.gathers
 
 
 def fit(module: L.LightningModule, data: Any, window: int = 1, batch_size: int = b, **options: Any) -> Books:
     """Two steps; the books are of the second."""
-    gathers.clear()
     watch = Watch(window)
     trainer = L.Trainer(
         strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]),

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy
 from lightning_par.sequence.part import TokensPart
-from lightning_par.sharded.rules import gathers
+from lightning_par.sharded.run_state import RunState
 from tests.helpers.models import MODELS, Classifier, ConvNet, HuggingFace, images
 from tests.helpers.pool import Pool
 from tests.sequence.test_counts import Kept
@@ -38,10 +38,12 @@ class Seen(Kept):
     """The dims of the plan, too."""
 
     dims: Any = ()
+    gathered: tuple[tuple[str, str], ...] = ()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if isinstance(trainer.strategy, SequenceParallelStrategy):
             self.dims = trainer.strategy.parts.of(TokensPart).plan.dims  # type: ignore[union-attr]
+            self.gathered = tuple(RunState.current.gathers)
 
 
 def planned(kind: str, ranks: int) -> tuple[Any, Any, int]:
@@ -55,7 +57,6 @@ def planned(kind: str, ranks: int) -> tuple[Any, Any, int]:
     else:
         module = Classifier(AcrossChannels() if kind == "across_channels" else ConvNet())
         data = images()(0)
-    gathers.clear()
     seen = Seen()
     strategy: Any = SequenceParallelStrategy(attention="ring") if ranks > 1 else "auto"
     trainer = L.Trainer(
@@ -63,7 +64,7 @@ def planned(kind: str, ranks: int) -> tuple[Any, Any, int]:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
-    return seen.dims, tuple(gathers), seen.nbytes
+    return seen.dims, seen.gathered, seen.nbytes
 
 
 def test_patches_of_an_image_are_split_by_its_rows(pool: Pool) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_par.sequence import kernel, ring
 from lightning_par.sequence.attention import attention
 from lightning_par.sequence.plain_kernel import Block
-from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.run_state import RunState
 from tests.helpers.sequence_ranks import SCHEMES, Call, grads_of, normal, parts_on_rank, prepare, run
 from tests.helpers.thread_ranks import run_ranks
 
@@ -91,7 +91,7 @@ def test_merging_knows_infinities_and_huge_sums() -> None:
 def _shows_dropout(axis: Any, asked: Any, kind: str) -> tuple[Tensor, Tensor]:
     """The dropped weights themselves, as the output and as the gradient of the values show them."""
     prepare(axis, asked)
-    streams.begin_step(3, 4)
+    RunState.current.streams.begin_step(3, 4)
     T, heads = 24, 2 * axis.size
     inputs = (torch.zeros(2, heads, T, 3).double(), normal(2, heads, T, 3), torch.eye(T).double())
     call = Call(inputs, {}, kind, (-2, None, None))
@@ -119,7 +119,7 @@ def test_dropout_masks_are_drawn_again_and_differ_everywhere(asked: Any, ranks: 
 
 def _sum(axis: Any, asked: Any, step: float) -> tuple[float, float, list[Tensor]]:
     prepare(axis, asked)
-    streams.begin_step(3, 4)
+    RunState.current.streams.begin_step(3, 4)
     call = Call(tuple(normal(2, 4, 12, 3, seed=seed) for seed in range(3)), dict(dropout_p=0.4))
     moved = [x + step * normal(*x.shape, seed=7) for x in call.inputs]
     call = Call(tuple(moved), call.options, "zigzag")

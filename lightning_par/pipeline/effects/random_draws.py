@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from lightning_par.pipeline.trial.side_inputs import UnitError
-from lightning_par.sharded.random_streams import mix, streams
+from lightning_par.sharded.random_streams import mix
+from lightning_par.sharded.run_state import RunState
 
 _DRAWING = frozenset("""
 dropout dropout_ alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout rand_like randn_like
@@ -75,6 +76,7 @@ def _drawing(key: Sequence[int]) -> Any:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     state = torch.get_rng_state()
     device_state = torch.cuda.get_rng_state() if cuda else None
+    streams = RunState.current.streams
     event, streams.event = streams.event, key[-1] * 1000
     torch.default_generator.manual_seed(seed)
     if cuda:

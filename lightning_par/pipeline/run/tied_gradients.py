@@ -11,17 +11,16 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
+from lightning_par.mesh.world_groups import process_group
 from lightning_par.pipeline.between_steps.send_away import Placement
 
 Holders = tuple[int, ...]
-
-_made: dict[tuple[int, ...], tuple[object, dist.ProcessGroup]] = {}  # global ranks -> (the world of then, group)
 
 
 def make_holder_axes(placement: Placement, groups: Groups, timeout: timedelta) -> dict[Holders, Axis]:
     """An axis for each set of holders that this rank is in, by their indices along the pipeline axis.
 
-    All ranks of the world must call it, with the same ``placement``. Process groups are made once per process.
+    All ranks of the world must call it, with the same ``placement``.
 
     Args:
         placement: who holds what.
@@ -35,17 +34,10 @@ def make_holder_axes(placement: Placement, groups: Groups, timeout: timedelta) -
         if 1 < len(holders) < pipeline.size:
             for line in groups.layout.lines(("pipeline",)):  # every rank makes every group, in the same order
                 ranks = tuple(line[i] for i in holders)
-                group = _group(ranks, timeout)
+                group = process_group(ranks, timeout)
                 if line == pipeline.ranks and pipeline.rank in holders:
                     axes[holders] = Axis(pipeline.name, ranks, holders.index(pipeline.rank), group)
     return axes
-
-
-def _group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if ranks not in _made or _made[ranks][0] is not world:
-        _made[ranks] = (world, dist.new_group(list(ranks), timeout=timeout))
-    return _made[ranks][1]
 
 
 @torch.no_grad()

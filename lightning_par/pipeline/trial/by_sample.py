@@ -21,6 +21,7 @@ from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.rules.part_trial import LOUD, MISSING, REPEATED, Refused
 from lightning_par.sharded.rules.sample_trial import run_by_sample
+from lightning_par.trial.memo import Memo
 from lightning_par.trial.module_copy import stand_in
 
 _MOST = 2_000_000_000  # weights in a trial, of 4 bytes or 8; what is free differs from rank to rank, which must agree
@@ -32,7 +33,6 @@ _log_softmax median nanmedian mode kthvalue any all argmax argmin cumsum cumprod
 native_batch_norm _native_batch_norm_legit dist
 """.split()
 )
-_known: dict[Any, Code] = {}
 
 
 def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: A
         return NotImplemented
     if run.axis is not None:
         run.axis.tried = True
-    code = _known.setdefault(_described(inner), Code())
+    code = _known[_described(inner)]
     code.module, code.call, code.device = module, call, given[0].device
     try:
         result = run_by_sample(code, args, kwargs)
@@ -168,3 +168,6 @@ class Code:
 
     def _cast(self, value: Any) -> Any:
         return map_tensors(lambda x: x.to(self.device, self.dtype if x.is_floating_point() else x.dtype), value)
+
+
+_known: Memo[Any, Code] = Memo(lambda _: Code())

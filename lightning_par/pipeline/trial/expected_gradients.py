@@ -26,7 +26,7 @@ from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
-from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.host_memory import free_on
 from lightning_par.trial.module_copy import stand_in
 from lightning_par.trial.step import Step, loss_in
@@ -43,9 +43,9 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
         step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
         assert expected_gradients(step) == {"head.weight", "head.bias"}
     """
-    before = vars(streams).copy()
+    streams = RunState.current.streams
     try:
-        with generators.kept() as has_drawn, quiet(), hushed(), torch.enable_grad(), step.context():
+        with generators.kept() as has_drawn, streams.kept(), quiet(), hushed(), torch.enable_grad(), step.context():
             stood = standing()
             found = _gradients(step)
             if found is not None and has_drawn():
@@ -56,8 +56,6 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
         return found
     except Exception:  # user code on values that are not there, or torch's own limits
         return None
-    finally:
-        vars(streams).update(before)
 
 
 @untraced
@@ -67,7 +65,7 @@ def _gradients(step: Step) -> frozenset[str] | None:
 
 
 def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
-    streams.begin_step(0, 0)
+    RunState.current.streams.begin_step(0, 0)
     loss = loss_in(getattr(copy, step.name)(map_tensors(cloned, step.batch), *step.rest))
     if loss is None or not loss.requires_grad:
         return None
@@ -148,14 +146,12 @@ def _run_plainly(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             return _gradients_of(copy, step)
 
-    before = vars(streams).copy()
+    streams = RunState.current.streams
     try:
-        with generators.kept(), quiet(), hushed(), torch.enable_grad(), step.context(), around():
+        with generators.kept(), streams.kept(), quiet(), hushed(), torch.enable_grad(), step.context(), around():
             return run(step)
     except Exception:  # whatever this rank lacks, it must not end a run that might go well
         return None
-    finally:
-        vars(streams).update(before)
 
 
 def refuse_others(expected: frozenset[str] | None, found: Collection[str], held: Collection[str], rank: int) -> None:

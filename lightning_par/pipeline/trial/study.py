@@ -36,7 +36,7 @@ from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded.patches import intercept
-from lightning_par.sharded.random_streams import streams
+from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.entry_points import call_start_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, RepeatedGuesses, Trial, explore
 from lightning_par.trial.module_copy import TrainerView, stand_in
@@ -230,10 +230,10 @@ def _run(
     if units is not None:
         run.resetting = partial(units.call, keeping=run.keeping)
     sets = nullcontext() if units is None else units.listening(run)
-    before = vars(streams).copy()
+    streams = RunState.current.streams
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, sets, run:
+        with generators.kept(), streams.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, sets, run:
             streams.begin_step(0, 0)
             with standing_in(axis is not None, draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)
@@ -241,8 +241,6 @@ def _run(
         if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
             error.read_at = run.read_at  # type: ignore[union-attr]
         raise
-    finally:
-        vars(streams).update(before)
     run.refuse_backward_hooks(copy.modules())
     run.kept.append(result)
     if run.met_by_hooks:

@@ -26,12 +26,12 @@ from lightning_par.private.storage import replace_data_setter
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
 from lightning_par.sharded.patches import module_hooks, transforms
-from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.rules.gathered import GatheredCall
 from lightning_par.sharded.rules.lookup import announce_gather
 from lightning_par.sharded.rules.sample_trial import run_by_sample
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, axes_of, full
 
 _installed = False
@@ -214,6 +214,7 @@ def _replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Torch runs the non-reentrant kind's forward on ``fn`` itself: what is returned may run first in backward.
     """
+    streams = RunState.current.streams
     first = dataclasses.replace(streams)
 
     @functools.wraps(fn)

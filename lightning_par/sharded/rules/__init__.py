@@ -27,6 +27,6 @@ from lightning_par.sharded.rules import (  # noqa: F401
     row_loss,
     shape,
 )
-from lightning_par.sharded.rules.lookup import dispatch, gathers, on_gather, rule
+from lightning_par.sharded.rules.lookup import dispatch, on_gather, rule
 
-__all__ = ["dispatch", "gathers", "on_gather", "rule"]
+__all__ = ["dispatch", "on_gather", "rule"]

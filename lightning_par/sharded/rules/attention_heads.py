@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_par.sharded.random_streams import sharded_draw
 from lightning_par.sharded.rules.lookup import aligned, rule, view
 from lightning_par.sharded.rules.several_axes import turned
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
         attn_mask = aligned(attn_mask, dim, heads, axis)
         if attn_mask is None:
             return NotImplemented
-    stream = sharded_draw(axis.rank, query.device) if dropout_p > 0.0 else contextlib.nullcontext()
+    stream = RunState.current.streams.draw(axis.rank, query.device) if dropout_p > 0.0 else contextlib.nullcontext()
     if query._local.numel() == 0:
         out = _of_nothing(local[0], local[1], local[2], attn_mask)
     else:

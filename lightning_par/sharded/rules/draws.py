@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.sharded.random_streams import sharded_draw, streams
 from lightning_par.sharded.rules.lookup import rule
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -18,13 +18,13 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
-    off = _draws_nothing(func.__name__, args, kwargs)
+    off, streams = _draws_nothing(func.__name__, args, kwargs), RunState.current.streams
     if kwargs.get("generator") is not None or not (streams.in_step or off):
         return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
         if getattr(x, "_is_param", False):
             return NotImplemented  # a weight drawn anew is one device's
-    with contextlib.nullcontext() if off else sharded_draw(x._axis.rank, x.device):
+    with contextlib.nullcontext() if off else streams.draw(x._axis.rank, x.device):
         local = func(x._local, *args, **kwargs)
     return x if local is x._local else x.with_local(local)
 

@@ -1,21 +1,18 @@
-"""Functions that gather, counted and told to the user once by name and line."""
+"""Functions that gather, counted and told to the user once a run by name and line."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from typing import Any
 
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
-
-gathers: Counter[tuple[str, str]] = Counter()
-"""How often a function without a rule gathered its arguments, by (function, file:line)."""
 
 
 def on_gather(func: Any, views: list[ShardedTensor]) -> None:
@@ -30,7 +27,7 @@ def on_send(func: Any, x: Tensor, axis: Axis) -> None:
 
 
 def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None:
-    name, place = name_of(func), user_line()
+    name, place, gathers = name_of(func), user_line(), RunState.current.gathers
     gathers[name, place] += 1
     if gathers[name, place] == 1 and axis.ranks[axis.rank] == 0:
         log.warning("`%s` %s %s at %s", name, what, shape, place)

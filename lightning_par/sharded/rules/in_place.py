@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_par.trial.memo import Memo
+
 _IN_PLACE_DUNDERS = {
     f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")
 }
 _WRITE_NOTHING = {"requires_grad_", "detach_", "rename_", "share_memory_"}
-_inplace: dict[Any, int | None] = {}
 
 
 def writes(name: str) -> bool:
@@ -34,10 +35,15 @@ def _told_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return bool(kwargs["inplace"])
     if len(args) < 2:
         return False
-    if func not in _inplace:
-        try:
-            _inplace[func] = list(inspect.signature(func).parameters).index("inplace")
-        except (TypeError, ValueError):  # a builtin function, or one that has none
-            _inplace[func] = None
     place = _inplace[func]
     return place is not None and len(args) > place and bool(args[place])
+
+
+def _place_of_inplace(func: Any) -> int | None:
+    try:
+        return list(inspect.signature(func).parameters).index("inplace")
+    except (TypeError, ValueError):  # a builtin function, or one that has none
+        return None
+
+
+_inplace = Memo(_place_of_inplace)

@@ -13,11 +13,10 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.transforms import in_functorch
-from lightning_par.sharded import aliases, tensor_names
+from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.rules import several_axes, stored_weights
 from lightning_par.sharded.rules.alias import kept, shown
-from lightning_par.sharded.rules.gather_report import gathers as gathers
 from lightning_par.sharded.rules.gather_report import on_gather as on_gather
 from lightning_par.sharded.rules.gather_report import user_line as user_line
 from lightning_par.sharded.rules.gathered import announce_gather as announce_gather
@@ -25,13 +24,15 @@ from lightning_par.sharded.rules.gathered import run_in_transform
 from lightning_par.sharded.rules.gathered import run_whole as run_whole
 from lightning_par.sharded.rules.gathered import sharded_again as sharded_again
 from lightning_par.sharded.rules.in_place import writes as writes
+from lightning_par.sharded.rules.several_axes import Mix
+from lightning_par.sharded.rules.stored_weights import Gathering
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, moves
+from lightning_par.sharded.tensor_names import TensorNames
+from lightning_par.trial.memo import Memo
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
-_resolved: dict[Any, Rule | None] = {}
-_writers: set[Any] = set()  # functions that write in place
-_keywords: dict[Rule, tuple[frozenset[str], bool]] = {}  # a rule's parameters, and whether it takes any others
 
 # Names that torch knows for one parameter, and the rules' name for it.
 _ALIASES = {
@@ -39,8 +40,6 @@ _ALIASES = {
     "split_sizes": "split_size", "indices_or_sections": "chunks", "sections": "chunks", "tensor": "b", "axis0": "dim0",
     "axis1": "dim1",
 }  # fmt: skip
-
-_running: Any = None  # the function whose rule runs
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -56,24 +55,25 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule, or on gathered arguments."""
-    found = _rule_of(func)
+    found = _rules[func]
     if found is _metadata or found is _data:
         return found(func, *args, **kwargs)
-    if func in _writers:
+    if _writers[func]:
         aliases.count_write(args)
-    if tensor_names.on:
-        return _named(func, args, kwargs)
+    names = RunState.current.names
+    if names.on:
+        return _named(names, func, args, kwargs)
     return _shared(func, args, kwargs)
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _named(names: TensorNames, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `dispatch`, where tensors are named: what is made of a weight has its name."""
-    before = tensor_names.current
-    tensor_names.current = tensor_names.name_among((*args, *kwargs.values())) or before
+    before = names.current
+    names.current = names.name_among((*args, *kwargs.values())) or before
     try:
         return _shared(func, args, kwargs)
     finally:
-        tensor_names.current = before
+        names.current = before
 
 
 def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,18 +85,18 @@ def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if stored_weights.gather is not None and not in_functorch():
+    if Gathering.count and not in_functorch():
         call = stored_weights.with_whole(func, args, kwargs)
         if call is not None:
             return call.run()
-    if several_axes.possible and several_axes.needed(args, kwargs):
+    if Mix.count and several_axes.needed(args, kwargs):
         return several_axes.by_axis(func, args, kwargs)
     return by_rule(func, args, kwargs)
 
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `dispatch`, where the arguments are sharded over one axis alone."""
-    if _rule_of(func) is not _metadata and in_functorch():
+    if _rules[func] is not _metadata and in_functorch():
         return run_in_transform(func, args, kwargs)
     result = on_parts(func, args, kwargs)
     return run_whole(func, args, kwargs) if result is NotImplemented else result
@@ -104,31 +104,19 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule; `NotImplemented` where there is none for these arguments."""
-    found = _rule_of(func)
+    found = _rules[func]
     if found is None:
         return NotImplemented
-    global _running
-    caller, _running = _running, func
-    result = found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
-    _running = caller
-    return result
-
-
-def _rule_of(func: Any) -> Rule | None:
+    state = RunState.current
+    caller, state.running = state.running, func
     try:
-        return _resolved[func]
-    except KeyError:
-        found = _resolved[func] = _resolve(func)
-        if writes(getattr(func, "__name__", "")):
-            _writers.add(func)
-        return found
+        return found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
+    finally:
+        state.running = caller
 
 
 def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a rule whose parameters may have other names than torch's."""
-    if found not in _keywords:
-        parameters = inspect.signature(found).parameters.values()
-        _keywords[found] = frozenset(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
     names, takes_all = _keywords[found]
     if not args and "condition" not in kwargs:
         first = next((name for name in ("input", "tensor", "tensors") if name in kwargs and name not in names), None)
@@ -144,6 +132,11 @@ def _with_keywords(found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return found(func, *args, **kwargs)
 
 
+def _parameters_of(found: Rule) -> tuple[frozenset[str], bool]:
+    parameters = inspect.signature(found).parameters.values()
+    return frozenset(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def _resolve(func: Any) -> Rule | None:
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -153,6 +146,11 @@ def _resolve(func: Any) -> Rule | None:
     if module.startswith(("torch.fft", "torch.special", "torch.nn.init")):
         return None
     return RULES.get(name)
+
+
+_rules: Memo[Any, Rule | None] = Memo(_resolve)
+_writers: Memo[Any, bool] = Memo(lambda func: writes(getattr(func, "__name__", "")))  # whether it writes in place
+_keywords = Memo(_parameters_of)  # a rule's parameters, and whether it takes any others
 
 
 def _attribute(name: str) -> Rule:
@@ -201,8 +199,9 @@ def is_same_size(func: Any, x: Tensor, other: Tensor) -> bool:
 def gathered(x: ShardedTensor) -> Tensor:
     """All of ``x`` for the rule that runs, reported as a gather unless it is there already."""
     if moves(x):
-        x._axis.about_to_gather(_running, x)
-        on_gather(_running, [x])
+        running = RunState.current.running
+        x._axis.about_to_gather(running, x)
+        on_gather(running, [x])
     return collectives.gather(x._local, x._dim, x._positions, x._axis) if moves(x) else x.full_tensor()
 
 

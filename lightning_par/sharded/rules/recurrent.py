@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.sharded.random_streams import sharded_draw, streams
 from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
 from lightning_par.sharded.rules.reduce import every_rank_has_some
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -32,14 +32,14 @@ def recurrent(
         return NotImplemented
     positions, axis = lead._positions, lead._axis
     draws = dropout > 0 and training and layers > 1
-    if draws and not streams.in_step:
+    if draws and not RunState.current.streams.in_step:
         return NotImplemented
     local = [aligned(each, dim - 3, positions, axis) for each, dim in ((x, sample), *((h, 1) for h in states))]
     if any(part is None for part in local):
         return NotImplemented
     given = tuple(local[1:]) if isinstance(hx, (tuple, list)) else local[1]
     weights = [enter(w, axis) for w in weights]
-    with sharded_draw(axis.rank, x.device) if draws else contextlib.nullcontext():
+    with RunState.current.streams.draw(axis.rank, x.device) if draws else contextlib.nullcontext():
         out, *states = func(
             local[0], given, weights, has_biases, layers, dropout, training, bidirectional, batch_first
         )  # fmt: skip
@@ -53,9 +53,14 @@ def draw_by_row(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     given = args[1] if len(args) > 1 else kwargs.get("training", func.__name__ != "feature_alpha_dropout")
     draws = "dropout" not in func.__name__ or given
-    if kwargs.get("generator") is not None or kwargs.get("inplace") or len(args) > 2 or (draws and not streams.in_step):
+    if (
+        kwargs.get("generator") is not None
+        or kwargs.get("inplace")
+        or len(args) > 2
+        or (draws and not RunState.current.streams.in_step)
+    ):
         return NotImplemented
-    with sharded_draw(x._axis.rank, x.device) if draws else contextlib.nullcontext():
+    with RunState.current.streams.draw(x._axis.rank, x.device) if draws else contextlib.nullcontext():
         local = func(x._local, *args, **kwargs)
     return view(local, x._dim, x._positions, x._axis)
 

@@ -23,6 +23,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.sharded.rules.lookup import enter, view, writes
 from lightning_par.sharded.rules.part_trial import CONSTANT, EXTREME, Out, Place, Refused, TrialCall, trial
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.memo import Memo
 
 _LARGEST = 1_000_000  # elements of a trial's arguments in all
 _SEEDS = (0, 1, CONSTANT)
@@ -47,7 +48,7 @@ class ActsBySample:
     shapes: tuple[tuple[int, ...], ...]
 
 
-_known: dict[Any, ActsBySample | None] = {}
+_known: Memo[Any, ActsBySample | None] = Memo()
 
 
 def run_by_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

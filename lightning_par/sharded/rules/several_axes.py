@@ -8,6 +8,7 @@ axis or plain. To the outer rule an argument that has only the inner axis is as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -16,14 +17,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_par.mesh.axis import Axis
 from lightning_par.sharded.tensor import ShardedTensor
 
-possible = False
-"""Whether any tensor of this process may be sharded over more than one axis; else no argument is looked at."""
 
+class Mix:
+    """Axes over which one tensor may be sharded, or the arguments of one function.
 
-def allow() -> None:
-    """From now on, tensors may be sharded over several axes."""
-    global possible
-    possible = True
+    Attributes:
+        count: how many there are in this process; where there are none, no argument is looked at.
+    """
+
+    count = 0
+
+    def __init__(self, axes: Iterable[Axis]) -> None:
+        Mix.count += 1
+        for axis in axes:
+            axis.mix = self  # it lives as long as tensors are sharded over one of them
+
+    def __del__(self) -> None:
+        Mix.count -= 1
 
 
 class InnerAxisTensor(torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,37 @@ conv_transpose3d
 """.split())  # fmt: skip
 """What autocast runs in low precision, on all devices."""
 
-gather: Callable[[ShardedTensor, torch.dtype | None], Tensor] | None = None
-"""Makes a stored weight whole, in its own precision or the one that is given.
 
-None as long as no weight of this process was stored in parts.
-"""
-about_to_write: Callable[[Sequence[ShardedTensor]], None] | None = None
-"""Told of weights, or aliases of them, that are about to be written to in parts."""
+class Gathering:
+    """Makes the stored weights of one run whole; the ``gathering`` of the axes that they are stored over.
+
+    Attributes:
+        count: how many there are in this process; where there are none, no argument is looked at.
+    """
+
+    count = 0
+
+    def __init__(self) -> None:
+        Gathering.count += 1
+
+    def __del__(self) -> None:
+        Gathering.count -= 1
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Gathering:
+        """The same, as axes are: a copy of a module uses the weights of the same run."""
+        return self
+
+    def gathered(self, x: ShardedTensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole weight, in its own precision or the one that is given."""
+        raise NotImplementedError
+
+    def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
+        """Told of weights, or aliases of them, that are about to be written to in parts."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Forget what was gathered."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -76,15 +100,20 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> StoredCall | None:
         return None
     targets = [x for x in written(func, args, kwargs) if x._axis.stores]
     if targets:
-        assert about_to_write is not None
-        about_to_write(targets)
+        gathering_of(targets[0]).about_to_write(targets)
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
         return None
-    assert gather is not None
-    wholes = {id(x): (x, gather(x, _low(name, x))) for x in found if not any(x is y for y in stays)}
+    used = [x for x in found if not any(x is y for y in stays)]
+    wholes = {id(x): (x, gathering_of(x).gathered(x, _low(name, x))) for x in used}
     made: tuple[Any, Any] = tree_map(lambda x: wholes[id(x)][1] if id(x) in wholes else x, (args, kwargs))
     return StoredCall(func, made, list(wholes.values()))
+
+
+def gathering_of(x: ShardedTensor) -> Gathering:
+    """What makes the stored weight ``x`` whole, or what lies as it does."""
+    found: Gathering = x._axis.gathering  # type: ignore[attr-defined]  # of an axis that stores
+    return found
 
 
 def _low(name: str, x: Tensor) -> torch.dtype | None:

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.memo import Memo
 
 Strides = tuple[int, ...]
-_MOST = 4096
-_known: dict[Any, tuple[Strides | None, ...]] = {}
+_known: Memo[Any, tuple[Strides | None, ...]] = Memo()
 
 
 def strides_of(x: Any) -> Strides:
@@ -105,8 +105,6 @@ def viewed(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     shape, strides = tuple(x.shape), strides_of(x)
     key = func, shape, strides, repr(args), repr(kwargs)
     if key not in _known:
-        if len(_known) > _MOST:
-            _known.clear()
         with contextlib.suppress(Exception):  # whatever it may not do with a tensor that has a shape alone
             _known[key] = _tried(func, shape, strides, args, kwargs)
     return _known.get(key)

@@ -26,8 +26,9 @@ TIMEOUT = timedelta(minutes=30)
 
 def _axis(layout: Layout, **kwargs: object) -> Axis:
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    make_message_groups(layout, TIMEOUT, **kwargs)  # type: ignore[arg-type]
-    return make_groups(layout, TIMEOUT).pipeline
+    groups = make_groups(layout, TIMEOUT)
+    make_message_groups(groups, TIMEOUT, **kwargs)  # type: ignore[arg-type]
+    return groups.pipeline
 
 
 def _kinds_of_tensors() -> list[Tensor]:
@@ -100,9 +101,9 @@ def test_messages_of_both_kinds_cross(pool: Pool, separate: bool) -> None:
 def _make_twice() -> tuple[int, set[tuple[str, int, int]]]:
     layout = Layout(data=2, pipeline=2)
     axis = _axis(layout, separate=True)
-    before = dict(axis.links)
-    make_message_groups(layout, TIMEOUT, separate=True)
-    assert axis.links == before
+    again = make_groups(layout, TIMEOUT)
+    make_message_groups(again, TIMEOUT, separate=True)
+    assert again.pipeline.links == axis.links
     ranks = [tuple(dist.get_process_group_ranks(group)) for group in axis.links.values()]
     assert set(ranks) == {axis.ranks}
     return len(ranks), set(axis.links)
@@ -178,7 +179,7 @@ def test_a_dead_peer_is_an_error_long_before_the_timeout(pool: Pool) -> None:
 
 
 def test_one_rank_needs_nothing() -> None:
-    make_message_groups(Layout(), TIMEOUT)
+    make_message_groups(make_groups(Layout(), TIMEOUT), TIMEOUT)
     Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU).finish()
 
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.rules.sample_trial import acts_by_sample
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
 from tests.helpers.batch_calls import CALLS, Call
 
@@ -155,7 +155,7 @@ def test_zeros_show_nothing_of_whole_numbers() -> None:
 
 
 def test_a_row_is_drawn_by_its_own_microbatch() -> None:
-    streams.begin_step(seed=1, step=0)
+    RunState.current.streams.begin_step(seed=1, step=0)
     try:
         state = torch.get_rng_state()
         for draw in (lambda x: F.dropout2d(x, 0.5), lambda x: F.gumbel_softmax(x), _multinomial):
@@ -163,7 +163,7 @@ def test_a_row_is_drawn_by_its_own_microbatch() -> None:
             assert not torch.equal(*parts), "two events draw alike"
         assert torch.equal(state, torch.get_rng_state())
     finally:
-        streams.end_step()
+        RunState.current.streams.end_step()
 
 
 def _multinomial(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import scatter
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import gradient_shares
-from lightning_par.sharded.random_streams import streams
 from lightning_par.sharded.rules.lookup import RULES
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.rule_check import Case, call_on_one_rank, check
 from tests.helpers.thread_ranks import SequenceThreadAxis, ThreadAxis, run_ranks
@@ -100,7 +100,7 @@ def _sharded(axis: Any, x: Tensor, dim: int = 1) -> ShardedTensor:
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_sharded_draw_is_each_shards_own(name: str) -> None:
     def draw(axis: ThreadAxis, step: int) -> tuple[Tensor, Tensor, bool, list[str]]:
-        streams.begin_step(seed=3, step=step)
+        RunState.current.streams.begin_step(seed=3, step=step)
         before = torch.get_rng_state()
         first = DRAWS[name](_sharded(axis, torch.full((64, 4), 0.5)))
         second = DRAWS[name](_sharded(axis, torch.full((64, 4), 0.5)))
@@ -120,7 +120,7 @@ def test_a_sharded_draw_is_each_shards_own(name: str) -> None:
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_attention_drops_out_by_shard(need_weights: bool) -> None:
     def attend(axis: ThreadAxis) -> bool:
-        streams.begin_step(seed=3, step=0)
+        RunState.current.streams.begin_step(seed=3, step=0)
         q = _sharded(axis, torch.randn(2, 4, 3, 2))
         before = torch.get_rng_state()
         if need_weights:

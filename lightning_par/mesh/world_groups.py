@@ -1,0 +1,44 @@
+"""Process groups, made once for each world and handed to one run after another.
+
+To make one takes time, and what is no longer used is never given back: a gloo group keeps three threads that poll. So
+groups outlive a run, but hold nothing of it: the `Axis` around a group is made anew for each run. With the world that
+they are of, as ``torch.distributed.destroy_process_group`` ends it, they are let go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_Key = tuple[tuple[int, ...], str, str | None, timedelta | None]
+_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def process_group(
+    ranks: tuple[int, ...], timeout: timedelta | None, purpose: str = "", backend: str | None = None
+) -> dist.ProcessGroup:
+    """The group of ``ranks``, in this order. All ranks of the world must call it, in the same order.
+
+    Args:
+        ranks: global ranks.
+        timeout: of what it does.
+        purpose: of a group that is not to be shared with what is done for another purpose, as messages that must not
+            queue up behind others.
+        backend: the world's by default.
+
+    Example::
+
+        group = process_group((0, 1), timedelta(minutes=30))
+        assert process_group((0, 1), timedelta(minutes=30)) is group
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if not purpose and len(ranks) == dist.get_world_size():
+        return world
+    made = _of_world.setdefault(world, {})
+    key = ranks, purpose, backend, timeout
+    if key not in made:
+        made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return made[key]

@@ -1,0 +1,98 @@
+"""What one run of a Trainer's entry point keeps for code that is handed no object of the run.
+
+Functions of tensors, autograd's and torch's own, come without a word of the run that they belong to. They ask
+`RunState.current`. Everything else of a run hangs on its strategy, or on the axes that are made for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_par.sharded.random_streams import Streams
+from lightning_par.sharded.tensor_names import TensorNames
+
+if TYPE_CHECKING:
+    from lightning_par.mesh.axis import Axis
+
+
+class RunState:
+    """The state of one run, from the strategy's ``setup`` to its ``teardown``.
+
+    A run may begin within another's hooks. It is then the current one until it ends, and knows nothing of the other.
+    (No `contextvars.ContextVar`: autograd runs the backward of a GPU on threads of its own, which would have another.)
+
+    Attributes:
+        streams: where sharded draws stand.
+        running: the function whose rule runs.
+        names: of weights, for ranks that say what they are about to talk of.
+        shared: the axes over which gradients of what runs are shares.
+        shared_between_steps: those over which a backward outside of any step begins with shares.
+        shared_backward: those of the backward that runs.
+        backwards: how many backwards run within each other.
+        syncs: who is told where the outermost backward begins and ends that reaches one of their leaves.
+        retained: tensors that asked to keep their gradients, with the step in which they did.
+        copies: that stand for views of a memory; see `lightning_par.optim.lost_writes`.
+        gathers: how often a function without a rule gathered its arguments, by (function, file:line).
+
+    Example::
+
+        state = RunState()
+        state.begin()
+        assert RunState.current is state
+        state.end()
+    """
+
+    current: RunState
+
+    def __init__(self) -> None:
+        self.streams = Streams()
+        self.running: Any = None
+        self.names = TensorNames()
+        self.shared: tuple[Axis, ...] = ()
+        self.shared_between_steps: tuple[Axis, ...] = ()
+        self.shared_backward: tuple[Axis, ...] = ()
+        self.backwards = 0
+        self.syncs: list[weakref.ref[Any]] = []
+        self.retained: list[tuple[int, Tensor]] = []
+        self.copies: dict[int, tuple[Any, list[Any]]] = {}
+        self.gathers: Counter[tuple[str, str]] = Counter()
+        self._outer: RunState | None = None
+        self._ended = False
+
+    def __reduce__(self) -> tuple[type[RunState], tuple[()]]:
+        """A trainer that is copied or saved as a whole begins its own runs."""
+        return RunState, ()
+
+    def begin(self) -> None:
+        """From now on it is the current one, until it ends."""
+        self._outer, RunState.current = RunState.current, self
+
+    def end(self) -> None:
+        """The run that it began within is the current one again."""
+        self._ended = True
+        RunState.current = RunState.current._open()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within, it is the current one, whichever run has begun since."""
+        before, RunState.current = RunState.current, self
+        try:
+            yield
+        finally:
+            RunState.current = before._open()
+
+    def _open(self) -> RunState:
+        """This one or, where it has ended, the innermost one about it that has not."""
+        state = self
+        while state._ended and state._outer is not None:
+            state = state._outer
+        return state
+
+
+RunState.current = RunState()  # of what runs outside of any run
