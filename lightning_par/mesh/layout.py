@@ -39,22 +39,24 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def resolve(
-        cls,
-        world_size: int,
-        own: AxisName,
-        data: Size = "auto",
-        pipeline: Size = 1,
-        sequence: Size = 1,
-        tensor: Size = 1,
-    ) -> Layout:
+    def axes(cls) -> tuple[str, ...]:
+        """The names of the axes in the order of the grid's dims."""
+        return tuple(f.name for f in fields(cls))
+
+    @classmethod
+    def resolve(cls, world_size: int, own: AxisName, **asked: Size) -> Layout:
         """Fill in the sizes that are ``"auto"``: ``own`` takes the ranks, what is left over becomes data parallel.
+
+        Args:
+            world_size: processes that the Trainer starts.
+            own: the axis that takes what ranks nobody asked for.
+            asked: sizes by axis; what is left out is 1, and ``"auto"`` for data.
 
         Raises:
             ValueError: a size is no positive int, two axes other than data are ``"auto"``, or the sizes don't multiply
                 to ``world_size``. The message holds the arithmetic and a size that would do.
         """
-        sizes: dict[str, Size] = dict(data=data, pipeline=pipeline, sequence=sequence, tensor=tensor)
+        sizes = {name: asked.get(name, "auto" if name == "data" else 1) for name in cls.axes()}
         for name, size in sizes.items():
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"`{name}_parallel_size` must be a positive int or 'auto', got {size!r}.")
@@ -81,22 +83,22 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return tuple(getattr(self, name) for name in self.axes())
 
     def grid(self) -> torch.Tensor:
-        """Global ranks, one dim an axis: (data, pipeline, sequence, tensor)."""
+        """Global ranks, one dim an axis, in the order of `axes`."""
         return torch.arange(self.world_size).view(self.sizes)
 
     def lines(self, axes: tuple[AxisName, ...]) -> list[tuple[int, ...]]:
         """The groups of global ranks that differ only in their coordinates along ``axes``."""
-        names = [f.name for f in fields(self)]
+        names = self.axes()
         moved = [names.index(name) for name in axes]
         kept = [i for i in range(len(names)) if i not in moved]
         lines = self.grid().permute(*kept, *moved).reshape(-1, prod(self.sizes[i] for i in moved))
         return [tuple(line.tolist()) for line in lines]
 
     def __str__(self) -> str:
-        named = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
+        named = [f"{name} {size}" for name, size in zip(self.axes(), self.sizes) if size > 1]
         return " x ".join(named) or "one rank"
 
 
@@ -134,6 +136,21 @@ class Groups:
     stage: Axis
     stage_of_replica: Axis
     world: Axis
+
+    @property
+    def sharding(self) -> tuple[Axis, ...]:
+        """The axes along which activations of a replica are sharded, if they have more than one rank."""
+        return self.sequence, self.tensor
+
+    @property
+    def split(self) -> tuple[Axis, ...]:
+        """Those of `sharding` that have more than one rank."""
+        return tuple(axis for axis in self.sharding if axis.size > 1)
+
+    @property
+    def averaging(self) -> Axis:
+        """The ranks whose gradients of the same whole weights are averaged."""
+        return self.data if self.gradients.size == self.data.size else self.gradients
 
 
 _ALONG: dict[str, tuple[AxisName, ...]] = {

@@ -100,7 +100,7 @@ class TokensPart(Part):
         if self.groups.sequence.size > 1 and first.world.rank == 0:
             show_plan(self.plan, self.asked, self.groups.layout, self._seconds)
         refuse_partial_hooks(first.module)
-        shared_around((self.groups.sequence, self.groups.tensor))
+        shared_around(self.groups.sharding)
 
     def given(self, batch: Any) -> Any:
         return self.marked(batch)

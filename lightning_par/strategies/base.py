@@ -137,7 +137,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
 
     def _make_gradient_sync(self, module: nn.Module) -> GradientSync:
         groups = self.groups
-        split = groups.data if groups.sequence.size == 1 else groups.gradients
+        split = groups.averaging
         if not groups.tensor.gradient_shares:
             return GradientSync(module, split, copies=groups.data.size)
         return GradientSync(module, groups.stage, copies=groups.data.size, split=split, stored=groups.tensor)
@@ -179,7 +179,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     def _share_metrics(self) -> None:
         if self.lightning_module is not None:
             gather_metrics_over(self.groups.data, self.lightning_module)
-            if self.groups.tensor.size > 1 or self.groups.sequence.size > 1:
+            if self.groups.split:
                 hand_metrics_whole_tensors(self.lightning_module)
 
     def _stop_reading(self) -> None:

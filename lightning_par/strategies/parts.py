@@ -99,7 +99,7 @@ class Parts:
 
 def make_parts(groups: Groups, wanted: Wanted) -> Parts:
     """The parts of a run with these axes. All ranks must call it, since process groups may be made."""
-    split = [axis for axis in (groups.sequence, groups.tensor) if axis.size > 1]
+    split = groups.split
     if len(split) > 1 or (split and groups.pipeline.size > 1):
         Mix(split if len(split) > 1 else [groups.pipeline, *split])
     tokens, tensor, storage = _tokens(groups, wanted), TensorPart(groups, wanted.plan), _storage(groups, wanted)

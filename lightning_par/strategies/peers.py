@@ -33,7 +33,7 @@ class PeersPart(Part):
 
     def apply(self, first: FirstStep) -> None:
         groups = self.groups
-        split = [axis for axis in (groups.sequence, groups.tensor) if axis.size > 1]
+        split = groups.split
         if split or self.stored:
             among = split[0] if len(split) == 1 else groups.stage_of_replica
             self._meeting = Meeting(groups.stage if self.stored else among, self.timeout)

@@ -44,7 +44,7 @@ class StepsMixin(RanksMixin):
     def _step(self, kind: str) -> Generator[None, None, None]:
         """What all ranks run alike."""
         with self._state.entered(), ExitStack() as stack:
-            stack.enter_context(shared_over([self.groups.sequence, self.groups.tensor]))
+            stack.enter_context(shared_over(self.groups.sharding))
             for part in self.parts:
                 stack.enter_context(part.step(kind))
             yield

@@ -8,6 +8,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
+from lightning_par.mesh.layout import Layout
 from lightning_par.strategies.base import StrategyMixin
 from lightning_par.strategies.namespace import Namespace
 from lightning_par.strategies.registry import CLASSES
@@ -82,7 +83,7 @@ def _read(layout: Any, devices: int | None, namespace: Namespace) -> AskedLayout
 
 def _processes(strategy: Any) -> int:
     """What the sizes multiply to; an axis that takes what it gets has 2, if it is the strategy's own."""
-    sizes = {axis: getattr(strategy, f"{axis}_parallel_size") for axis in ("data", "pipeline", "sequence", "tensor")}
+    sizes = {axis: getattr(strategy, f"{axis}_parallel_size") for axis in Layout.axes()}
     known = prod(size for size in sizes.values() if isinstance(size, int))
     named = getattr(strategy.settings, "named", None)  # the devices that a placement names
     if named is not None:

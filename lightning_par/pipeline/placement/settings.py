@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -62,18 +62,16 @@ class PlacementSettings:
         data: Size,
         own: AxisName = "pipeline",
         pipeline: Size = "auto",
-        sequence: Size = 1,
-        tensor: Size = 1,
+        **inner: Size,
     ) -> Layout:
-        """The layout: the placement's devices, each of ``sequence * tensor`` ranks, what is left over data parallel.
+        """The layout: the placement's devices, each of as many ranks as ``inner`` has, the rest data parallel.
 
         Args:
             world_size: processes that the Trainer starts.
             data: copies of the model, or ``"auto"``.
             own: which axis takes the ranks that nobody asked for, where the placement names no devices.
             pipeline: devices of a copy, or ``"auto"``: those that a dict names, otherwise all that ``data`` leaves.
-            sequence: ranks that share a sequence.
-            tensor: ranks that share every layer's weights.
+            inner: sizes of the axes within a device.
 
         Raises:
             ValueError: they don't multiply to ``world_size``; or a limit is for a device that there is not.
@@ -83,8 +81,8 @@ class PlacementSettings:
             layout = PlacementSettings({"fc1": 0, "fc2": 1}).resolve(world_size=4, data="auto")
             assert (layout.data, layout.pipeline) == (2, 2)
         """
-        inner = Layout.resolve(world_size, own="data", sequence=sequence, tensor=tensor)
-        there = _There(inner.data, world_size, inner.sequence * inner.tensor)
+        each = Layout.resolve(world_size, own="data", **inner)
+        there = _There(each.data, world_size, world_size // each.data)
         if data != "auto":
             Layout.resolve(data if isinstance(data, int) else 1, own="data", data=data)  # is it a size at all
         places = self._named_places(pipeline, there, data) if self.named else _free_places(own, pipeline, there, data)
@@ -94,7 +92,7 @@ class PlacementSettings:
                 f"max_memory has a limit for device {unknown[0]}, but a copy of the model has the devices "
                 f"{_range(places)}. Leave it out."
             )
-        return Layout(there.count // places, places, inner.sequence, inner.tensor)
+        return replace(each, data=there.count // places, pipeline=places)
 
     def _named_places(self, pipeline: Size, there: _There, data: Size) -> int:
         assert isinstance(self.placement, Mapping) and self.named is not None

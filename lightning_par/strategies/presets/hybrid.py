@@ -114,14 +114,8 @@ class HybridParallelMixin(StrategyMixin):
         self.shard_residual = shard_residual
 
     def resolve_layout(self, world_size: int) -> Layout:
-        layout = self.settings.resolve(
-            world_size,
-            own=self.own_axis,
-            data=self.data_parallel_size,
-            pipeline=self.pipeline_parallel_size,
-            sequence=self.sequence_parallel_size,
-            tensor=self.tensor_parallel_size,
-        )
+        sizes = {axis: getattr(self, f"{axis}_parallel_size") for axis in Layout.axes()}
+        layout = self.settings.resolve(world_size, own=self.own_axis, **sizes)
         ulysses_size(self.attention, layout.sequence)
         if self.shard_residual and layout.sequence > 1:
             raise ValueError(
