@@ -22,7 +22,7 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
 
     So attributes of it live as long as the memory does; torch promises it nowhere. Its public name is the method.
     """
-    if x.layout != torch.strided or type(x).untyped_storage is not Tensor.untyped_storage:  # it is not made yet
+    if x.layout != torch.strided or hasattr(x, "no_storage"):  # deferred
         return None
     with torch._C.DisableTorchFunction():
         return x.untyped_storage()

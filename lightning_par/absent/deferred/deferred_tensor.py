@@ -36,6 +36,8 @@ class Deferred(AbsentTensor):
     """
 
     _facts: tuple[Store, Tensor]
+    no_storage = True
+    """Says, where any tensor may be met, that this one has no memory to ask for; see `private.storage.storage_of`."""
 
     @staticmethod
     def __new__(cls, store: Store, meta: Tensor, requires_grad: bool = False) -> Deferred:
