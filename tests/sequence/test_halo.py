@@ -15,7 +15,7 @@ from lightning_par.sequence.blocks import contiguous, zigzag
 from lightning_par.sequence.halo import fetch
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.tensor import ShardedTensor
-from tests.helpers.models import CausalConv
+from tests.helpers.models.convolutional import CausalConv
 from tests.helpers.pool import Pool
 from tests.helpers.rule_check import KINDS, Case, check
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks

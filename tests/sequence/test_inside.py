@@ -12,7 +12,11 @@ from torch.utils.data import DataLoader
 from lightning_par import SequenceParallelStrategy
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.run_state import RunState
-from tests.helpers.models import MODELS, Classifier, ConvNet, HuggingFace, images
+from tests.helpers.models import MODELS
+from tests.helpers.models.bases import Classifier
+from tests.helpers.models.convolutional import ConvNet
+from tests.helpers.models.data import images
+from tests.helpers.models.hugging_face import HuggingFace
 from tests.helpers.pool import Pool
 from tests.sequence.test_counts import Kept
 

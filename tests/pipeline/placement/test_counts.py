@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_par import LayerPlacementStrategy, ScheduleTrace, ledger
 from lightning_par.absent.elsewhere import is_elsewhere
-from tests.helpers.models import BackAndForth, Branches, UNet
+from tests.helpers.models.convolutional import UNet
+from tests.helpers.models.dense import BackAndForth, Branches
 from tests.helpers.pool import Pool
 
 B = 4  # samples in a batch
