@@ -11,9 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.helpers.slow import slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+@slow()
 @pytest.mark.timeout(600)
 def test_a_long_context_takes_less_memory_a_rank(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "long_context.py", "--lengths", "2048", "--accelerator", "cpu"]

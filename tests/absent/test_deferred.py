@@ -21,6 +21,7 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred, is_deferred
 from lightning_par.absent.deferred.materialise import materialise
 from lightning_par.absent.deferred.session import Session
 from lightning_par.python_state import generators
+from tests.helpers.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +138,7 @@ INITS = {
 }  # fmt: skip
 
 
+@slow(but=["branch", "data_slices", "from_list", "index_put", "kaiming", "new_data", "normal", "product", "sparse"])
 @pytest.mark.parametrize("name", INITS)
 def test_initialisations(name: str) -> None:
     _check(_initialised(INITS[name]))

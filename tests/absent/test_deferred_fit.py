@@ -29,6 +29,7 @@ from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
 from tests.helpers.process_memory import anonymous, watched
+from tests.helpers.slow import slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tensor_parallel_size=2),
@@ -96,6 +97,7 @@ def _one_device(pool: Pool, case: str) -> dict[str, Tensor]:
     return pool.run(1, _start, case, None, False)[0][0]
 
 
+@slow("dp2-*", "*-vit", "*-gpt", "*-hf_t5", "*-hf_gpt2", "pp2-hf_bert", "pp2-hf_llama")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_those_of_one_device(pool: Pool, case: str, layout: str) -> None:
@@ -124,6 +126,7 @@ def _train(case: str, layout: dict[str, Any] | None, folder: str | None, precisi
     return equality.run(case, layout, folder, precision, in_configure_model=True)
 
 
+@slow("pp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_training_is_that_of_one_device(pool: Pool, tmp_path: Path, layout: str) -> None:
     reference = pool.run(1, _train, "gpt_tied", None, None, "64-true")[0]
@@ -337,12 +340,13 @@ def _hold_their_part(pool: Pool, layout: str, width: int, layers: int) -> None:
         assert peak <= 1.1 * (own + largest)
 
 
+@slow()
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 def test_no_rank_holds_more_than_its_own_part_and_one_tensor(fresh: Pool, layout: str) -> None:
     _hold_their_part(fresh, layout, 1024, 16)  # 0.27 GB in all
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", SHARES)
 def test_no_rank_holds_more_at_a_gigabyte_a_rank(fresh: Pool, layout: str) -> None:

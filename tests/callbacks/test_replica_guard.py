@@ -19,6 +19,7 @@ from lightning_par.mesh.digest import outline
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": dict(data_parallel_size=2),
@@ -82,6 +83,7 @@ def _fit(
     return said, trainer.global_step, messages
 
 
+@slow(but=["dp2", "sp2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_copies_are_left_in_peace_and_cost_one_message_of_eight_bytes_a_parameter(
     pool: Pool, layout: str
@@ -104,6 +106,7 @@ SPOILED = [
 ]
 
 
+@slow(but=["dp2-1-blocks.0.attention.qkv.weight", "tp2-1-blocks.0.norm1.weight"])
 @pytest.mark.parametrize(("layout", "rank", "name"), SPOILED, ids=lambda x: str(x))
 def test_a_copy_that_one_rank_changes_is_named_on_all_ranks(pool: Pool, layout: str, rank: int, name: str) -> None:
     ranks = 4 if "-" in layout else 2

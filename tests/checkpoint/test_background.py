@@ -16,6 +16,7 @@ from lightning_par.checkpoint.reading import load_whole
 from tests.checkpoint.test_checkpoints import Model, data, load, quiet, trainer_for
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 PARTS = ["state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step"]
 
@@ -57,6 +58,7 @@ def _async(layout: str, folder: Path) -> tuple[list[Any], bool]:
         return slow.seen, (folder / "a.ckpt").exists()
 
 
+@slow("pp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2"])
 def test_what_is_saved_is_the_state_of_the_call_though_training_goes_on(
     layout: str, pool: Pool, tmp_path: Path

@@ -32,6 +32,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies import end_of_run
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "one": None,
@@ -275,6 +276,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@slow("tp4-*", "*-edits")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "dp2-tp2"])
 def test_the_file_is_the_one_that_one_device_writes(layout: str, kind: str, saved: Any) -> None:
@@ -294,13 +296,11 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@slow(but=["one-tp2-edits-False", "one-tp2-model-True", "tp2-one-model-False"])
 @pytest.mark.parametrize(
     ("writer", "reader", "kind", "mixed"),
     [
-        *(
-            pytest.param(writer, reader, "model", False, marks=[pytest.mark.slow] * (i % 2))
-            for i, (writer, reader) in enumerate(PAIRS)
-        ),
+        *((writer, reader, "model", False) for writer, reader in PAIRS),
         *((writer, reader, "edits", False) for writer, reader in PAIRS[:4:3]),
         *((writer, reader, "many_ranks", False) for writer, reader in PAIRS[1:5:3]),
         *((writer, reader, "model", True) for writer, reader in (("tp2", "one"), ("one", "tp2"), ("tp2", "dp2-tp2"))),
@@ -408,6 +408,7 @@ def _weights_only(layout: str, folder: Path, weights_only: bool | None) -> str:
     return "loaded"
 
 
+@slow("True-refused")
 @pytest.mark.parametrize(("weights_only", "outcome"), [(None, "refused"), (True, "refused"), (False, "loaded")])
 def test_weights_only_means_what_it_does_on_one_device(
     weights_only: bool | None, outcome: str, pool: Pool, tmp_path: Path
@@ -459,6 +460,7 @@ def _plugin(name: str, path: Path) -> str:
     return used
 
 
+@slow("async")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_checkpoint_plugin_of_the_users_is_used(name: str, pool: Pool, tmp_path: Path, saved: Any) -> None:
     inner = pool.run(2, _plugin, name, tmp_path / "a.ckpt")
@@ -497,6 +499,7 @@ def _unfit(layout: str, folder: Path, how: str) -> str:
     return ""
 
 
+@slow("part", "unexpected")
 @pytest.mark.parametrize("how", ["shape", "part", "missing", "unexpected", "groups"])
 def test_a_file_that_does_not_fit_is_refused_in_torchs_words_on_all_ranks(
     how: str, saved: Any, pool: Pool, tmp_path: Path
@@ -595,6 +598,7 @@ def test_a_checkpoint_is_saved_when_all_ranks_fail_alike(kind: str, pool: Pool, 
         assert not differences(a[part], b[part], 1e-9)
 
 
+@slow(but=["on_exception-1"])
 @pytest.mark.parametrize(("kind", "rank"), [("exception_only", 0), ("on_exception", 1)])
 def test_no_checkpoint_is_waited_for_when_one_rank_fails(kind: str, rank: int, pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:

@@ -27,6 +27,7 @@ from lightning_par.checkpoint.reading import load, load_whole
 from tests.checkpoint.test_checkpoints import Choice, Model, data, quiet, trainer_for
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
 
@@ -168,6 +169,7 @@ def _best_and_last(layout: str, folder: Path, how: Any) -> dict[str, Any]:
         return found
 
 
+@slow(but=["tp2-True"])
 @pytest.mark.parametrize(("layout", "how"), [("tp2", True), ("pp2", "async")])
 def test_a_trainer_treats_directories_as_it_does_files(layout: str, how: Any, pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _best_and_last, "one", tmp_path / "one", False)
@@ -189,6 +191,7 @@ def _draws(layout: str, folder: Path, ckpt_path: Path | None, epochs: int) -> di
         return {name: x.clone() for name, x in model.state_dict().items()}
 
 
+@slow("pp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_resumed_run_draws_what_one_that_was_not_stopped_draws(layout: str, pool: Pool, tmp_path: Path) -> None:
     whole, _ = pool.run(2, _draws, layout, tmp_path, None, 2)
@@ -309,6 +312,7 @@ def _unfit(layout: str, path: Path, folder: Path, model: type[Model]) -> tuple[s
     return "", -1
 
 
+@slow(but=["sp2", "tp2"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2", "placed"])
 def test_a_directory_that_does_not_fit_is_refused_on_all_ranks(
     layout: str, saved: Path, pool: Pool, tmp_path: Path

@@ -35,6 +35,7 @@ from lightning_par.sharded.tensor import leaf
 from tests.checkpoint.test_checkpoints import load, quiet
 from tests.helpers.fsspec_folders import register
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.helpers.watched_writes import told_of_writes
 
 STRATEGIES: dict[str, Any] = {"tp2": TensorParallelStrategy, "pp2": PipelineParallelStrategy}
@@ -254,6 +255,7 @@ def _try(folder: Path, how: Any, start: Callable[..., str], kills: list[tuple[in
     _check(trial, folder / "reference", steps)
 
 
+@slow(but=["True-pp2-victims1"])
 @pytest.mark.parametrize(("how", "layout", "victims"), [(*mode, ranks) for mode, ranks in zip(MODES, (*VICTIMS, (0,)))])
 def test_a_kill_within_a_save_loses_nothing(
     how: Any, layout: str, victims: tuple[int, ...], pool: Pool, tmp_path: Path
@@ -261,7 +263,7 @@ def test_a_kill_within_a_save_loses_nothing(
     _try(tmp_path, how, partial(_forked, pool, how, layout, 512), [victims])
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "layout"), MODES)
 def test_twenty_kills_lose_nothing(how: Any, layout: str, pool: Pool, tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def _launched(how: Any, layout: str, width: int, folder: Path, *args: Any) -> st
         return f"{said.read()}\nexit code {process.returncode}" if process.wait() else ""
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "layout"), MODES)
 def test_kills_of_what_lightning_started_lose_nothing(how: Any, layout: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lightning_par.checkpoint.reading import load_whole
 from tests.checkpoint.test_checkpoints import LAYOUTS, RANKS, Counts, Model, _scaled, data, load, quiet, trainer_for
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 ALL = [layout for layout in LAYOUTS if layout != "pp2-whole"]
 KINDS = ("file", "folder")
@@ -123,14 +124,14 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize(
-    "chain", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("all")) for name in CHAINS]
-)
+@slow(but=["each axis"])
+@pytest.mark.parametrize("chain", CHAINS)
 def test_a_checkpoint_goes_from_layout_to_layout_bit_by_bit(chain: str, pool: Pool, tmp_path: Path) -> None:
     kinds, layouts = CHAINS[chain]
     _chain(pool, layouts, tmp_path, kinds, mixed=False)
 
 
+@slow()
 def test_the_scaler_goes_with_it(pool: Pool, tmp_path: Path) -> None:
     _chain(pool, ["tp2", "pp2", "sp2", "placed"], tmp_path, ("folder", "folder"), mixed=True)
 
@@ -145,7 +146,7 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reader", ["plain", *ALL])
 def test_every_layout_loads_what_every_other_wrote(reader: str, written: Path, pool: Pool, tmp_path: Path) -> None:

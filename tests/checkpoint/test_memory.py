@@ -28,6 +28,7 @@ from lightning_par.sharded.tensor import leaf
 from tests.checkpoint.test_checkpoints import quiet
 from tests.helpers.pool import Pool
 from tests.helpers.process_memory import anonymous, watched
+from tests.helpers.slow import slow
 
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 BLOCKS = {"sgd": 15, "adamw": 5}  # 1 GB
@@ -151,7 +152,7 @@ def fresh() -> Iterator[Pool]:
     started.close()
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", STRATEGIES)

@@ -36,6 +36,7 @@ from tests.checkpoint.test_urls import _save
 from tests.helpers import hostile
 from tests.helpers.fsspec_folders import register
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 REFUSALS = (pickle.UnpicklingError, ValueError, RuntimeError)
 
@@ -338,7 +339,7 @@ def test_damaged_metadata_is_read_or_an_error(true: Path) -> None:
     assert min(outcomes[kind] for kind in ("Metadata", "EOFError", "UnpicklingError", "ValueError")) > 20
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("block", range(4))
 def test_much_that_is_damaged_is_an_error_that_names_it(block: int, true: Path, pool: Pool, tmp_path: Path) -> None:

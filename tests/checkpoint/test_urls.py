@@ -30,6 +30,7 @@ from tests.helpers.differences import differences
 from tests.helpers.fsspec_folders import SHELVES, register
 from tests.helpers.hostile import in_child
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 
 def _remote(layout: str, url: str, folder: Path, how: Any, ckpt_path: str | None = None) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def _remote(layout: str, url: str, folder: Path, how: Any, ckpt_path: str | None
         return state
 
 
+@slow(but=["False-shelf"])
 @pytest.mark.parametrize("scheme", ["shelf", "file"])
 @pytest.mark.parametrize("how", [False, True, "async"])
 def test_checkpoints_go_to_urls(how: Any, scheme: str, pool: Pool, tmp_path: Path) -> None:
@@ -143,6 +145,7 @@ def _dying(url: str, number: int, step: int) -> None:
     _save(url, number)
 
 
+@slow(but=["shelf"])
 @pytest.mark.parametrize("scheme", SHELVES)
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(scheme: str, pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(1, _killed, scheme, tmp_path)
@@ -175,6 +178,7 @@ def _read_meanwhile(path: str) -> list[int]:
     return [*found, _number(path)]
 
 
+@slow(but=["", "copying://"])
 @pytest.mark.parametrize("scheme", ["", *(f"{name}://" for name in SHELVES)])
 def test_who_reads_meanwhile_sees_the_old_or_the_new(scheme: str, pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(1, _read_meanwhile, f"{scheme}{tmp_path}/a.ckpt")

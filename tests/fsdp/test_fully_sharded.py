@@ -28,6 +28,7 @@ from lightning_par.sharded.tensor import leaf
 from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.law.test_equality import one_device as one_device  # a fixture
 from tests.law.test_hybrid_equality import GPT, PP_SP, PP_TP, SP_TP
 
@@ -77,16 +78,15 @@ def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **option
     )  # fmt: skip
 
 
-SLOW = ("hf_t5", "gpt_5_heads", "loss_accuracy", "mlp_l2", "hf_llama", "lstm")  # for make test-all
-
-
-def _is_slow(case: str, layout: dict[str, Any]) -> bool:
-    return case in SLOW or "sequence_parallel_size" in layout or PP_TP.items() <= layout.items()
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * _is_slow(*row[:2]), id=_name(row)) for row in ROWS]
+@slow(
+    but=[
+        "gpt_checkpointed-data=2-data=fsdp",
+        "gpt_tied-data=2-data=fsdp",
+        "mlp_functional-data=2-data=fsdp",
+        "mlp_odd-data=4-data=fsdp-clip=0.001-clip_algorithm=value",
+    ]
 )
+@pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_storing_parts_never_changes_results(
     row: Any, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -98,6 +98,7 @@ def test_storing_parts_never_changes_results(
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 
+@slow()
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_in_low_precision_it_errs_at_most_twice_as_much_as_one_device(
     precision: str, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
@@ -534,6 +535,7 @@ def _plain(layout: dict[str, Any]) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
+@slow(but=["data"])
 @pytest.mark.parametrize("layout", [DP, DP | PP], ids=["data", "pipeline"])
 def test_after_a_run_that_failed_the_module_trains_again(layout: dict[str, Any], pool: Pool) -> None:
     expected = pool.run(2, _plain, dict(data_parallel_size=2))[0]

@@ -323,7 +323,7 @@ def _reset(environment: dict[str, str], folder: str) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
     importlib.import_module("numpy").random.seed(0)
     gc.collect()

@@ -5,7 +5,7 @@ Models are in `tests.helpers.models`, what is compared and how closely in `tests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 
@@ -30,6 +31,9 @@ class Row:
     case: str
     layout: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.case in MODELS and self.layout in LAYOUTS, f"no such row: {self}"
 
     def __str__(self) -> str:
         return "-".join([self.case, self.layout, *(f"{key}={value}" for key, value in self.options.items())])
@@ -131,41 +135,6 @@ ROWS = [
     *SEQUENCES,
 ]
 
-# Each for something that the tensor axis does; the other models take longer than the suite has time for.
-SPLIT = """
-    gpt_chunk gpt_swiglu gpt_shared_blocks gpt_checkpointed gqa_repeat gpt_vocab_51 loss_accuracy loss_ragged
-    gpt_residual_dropout mlp_functional mlp_l2 mlp_gradient_penalty mlp_batch_norm mlp_built_late experts gan
-    torch_attention_5_heads encoder_decoder lstm unet vit hf_llama hf_t5
-""".split()
-SLOWER: dict[str, str] = {  # by layout, what is much like another row
-    "tp4": "encoder_decoder gpt_masked mlp_odd gqa_repeat loss_z hf_llama gpt_vocab_51",
-    "dp2-tp2": "mlp_functional lstm gpt_groups hf_bert vit loss_accuracy",
-    "tp2-residual": "loss_z vit lstm gan hf_t5 encoder_decoder loss_ignore gpt_groups hf_llama",
-    "pp2": "mlp_clamped gpt_groups gpt_own_clip lightning_demo vit mlp_l2 gpt_grad_norm recommender lstm"
-    " encoder_decoder gpt_lora gpt_checkpointed",
-    "pp2-uneven": "loss_ignore",
-    "dp2-pp2": "vit",
-    "sp2": "gpt_lora gpt_own_clip lightning_demo hf_bert gan gpt_checkpointed torch_encoder_length_first hf_t5 vit_16"
-    " hf_vit hf_mistral gpt_sdpa_mask encoder_decoder",
-}
-SLOW = {
-    *(str(Row(case, "tp2")) for case in MODELS if case not in SPLIT),
-    *(str(Row(case, layout)) for layout, cases in SLOWER.items() for case in cases.split()),
-    *(str(Row("unet", "pp2", dict(schedule=schedule))) for schedule in ("gpipe", "interleaved_1f1b", "zbv")),
-    *(str(Row("gpt_tied", "pp2", dict(schedule=schedule))) for schedule in ("gpipe", "1f1b")),
-    str(Row("gpt_tied", "pp4", dict(schedule="1f1b"))),
-    str(Row("loss_ignore", "pp4", dict(schedule="gpipe"))),
-    str(Row("unet", "pp4", dict(schedule="interleaved_1f1b"))),
-    str(Row("gpt_tied", "dp2-pp2", dict(schedule="zbv"))),
-    str(Row("vit", "dp2-tp2", dict(accumulate=2))),
-    str(Row("gpt", "pp2", dict(clip=None))),
-}
-
-
-def _marked(rows: list[Row], slow: Collection[str]) -> list[Any]:
-    return [pytest.param(row, marks=[pytest.mark.slow] * (str(row) in slow), id=str(row)) for row in rows]
-
-
 LOW = (
     [
         Row(case, layout, dict(precision=precision))
@@ -182,15 +151,6 @@ LOW = (
         for precision, layout in (("bf16-mixed", "sp2"), ("bf16-true", "sp2-ring"), ("16-mixed", "sp2-ring"))
     ]
 )
-
-
-LOW_FAST = {
-    str(Row("gpt", "tp2", dict(precision="bf16-mixed"))),
-    str(Row("vit", "tp2", dict(precision="16-mixed"))),
-    str(Row("gpt", "pp2", dict(precision="bf16-true", schedule="1f1b"))),
-    str(Row("gpt_tied", "pp2", dict(precision="16-mixed", schedule="zbv"))),
-    str(Row("gqa_sdpa", "sp2", dict(precision="bf16-mixed"))),
-}
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +183,25 @@ def _of_one_device(row: Row) -> dict[str, Any]:
     return {name: option for name, option in row.options.items() if name != "schedule"}
 
 
-@pytest.mark.parametrize("row", _marked(ROWS, SLOW))
+@slow(
+    but=[
+        "causal_conv-sp2",
+        "contrastive-pp2-auto",
+        "gan-tp2",
+        "gpt-dp2",
+        "gpt_tied-sp2",
+        "gqa_repeat-tp2",
+        "hf_llama-sp2",
+        "hf_llama-tp2",
+        "mlp_batch_norm-pp2-auto",
+        "mlp_batch_norm-tp2",
+        "mlp_gradient_penalty-sp2",
+        "mlp_gradient_penalty-tp2",
+        "mlp_hooked-pp2",
+        "mlp_odd-tp2-clip=0.001-clip_algorithm=value",
+    ]
+)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_layout_never_changes_results(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -234,7 +212,8 @@ def test_a_layout_never_changes_results(
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 
-@pytest.mark.parametrize("row", _marked(LOW, {str(row) for row in LOW} - LOW_FAST))
+@slow(but=["gpt-tp2-precision=bf16-mixed"])
+@pytest.mark.parametrize("row", LOW, ids=str)
 def test_in_low_precision_a_layout_errs_at_most_twice_as_much_as_one_device(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -254,6 +233,7 @@ def _drawing(case: str, schedule: str) -> tuple[Result, Tensor]:
     return result, torch.get_rng_state()
 
 
+@slow(but=["vae-1f1b"])
 @pytest.mark.parametrize(("case", "schedule"), [("gpt_residual_dropout", "zbv"), ("vae", "1f1b")])
 def test_draws_of_a_pipeline_repeat_bitwise_and_leave_all_generators_alike(
     case: str, schedule: str, pool: Pool

@@ -20,6 +20,7 @@ from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.law.test_equality import one_device as one_device  # a fixture
 
 TWO: dict[str, dict[str, Any]] = {
@@ -95,7 +96,7 @@ def _results(pool: Pool, case: str, name: str, folder: Path, **options: Any) -> 
     return copies, found
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.parametrize(("case", "layout"), CELLS)
 def test_a_model_under_a_layout(
     case: str, layout: str, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
@@ -110,7 +111,7 @@ def test_a_model_under_a_layout(
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
 def test_what_a_trainer_is_asked_for(

@@ -47,6 +47,7 @@ from lightning_par import (
 )
 from tests.helpers import surface
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import kept, metrics, weights
 
 V, T, C, BATCH, STEPS = 11, 8, 8, 4, 3
@@ -631,14 +632,10 @@ def cells(pool: Pool, tmp_path_factory: pytest.TempPathFactory, asked: Callable[
     return Cells(pool, tmp_path_factory.mktemp("features"), rows)
 
 
+@slow()
 @pytest.mark.parametrize(
     ("column", "name"),
-    [
-        # The other columns' features are much the same as in the tests of the surface.
-        pytest.param(column, name, marks=[pytest.mark.slow] * (column not in ("sequence", "placement")))
-        for column in COLUMNS
-        for name in FEATURES
-    ],
+    [(column, name) for column in COLUMNS for name in FEATURES],
 )
 def test_a_cell(cells: Cells, name: str, column: str) -> None:
     feature, found = FEATURES[name], cells.run(column, name)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.law.found import (
     FOUND,
     MEMORY,
@@ -147,6 +148,7 @@ def _wrong(pool: Pool, names: list[str], layout: dict[str, Any]) -> tuple[dict[s
 PARTS = 4  # jobs for the rows of `FOUND`, each with a time of its own on a slow machine
 
 
+@slow("pipeline-1", "pipeline-3", "placement-0", "placement-2")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -> None:
@@ -157,11 +159,13 @@ def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -
         assert [name for name in CUT if name in names and results[0][name][3] < 2] == []
 
 
+@slow("pipeline")
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None:
     assert _wrong(pool, list(STRANGE), LAYOUTS[layout])[0] == {}
 
 
+@slow("residual")
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
     assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]
@@ -191,6 +195,7 @@ def _fit_a_guarded(layout: dict[str, Any] | None) -> tuple[str, int]:
     return str(caught.value), trainer.global_step
 
 
+@slow(but=["pipeline"])
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
 def test_a_guard_raises_on_all_ranks_what_it_raises_on_one_device(pool: Pool, layout: str) -> None:
     layouts = {**LAYOUTS, "placement": {"placement": {"a": 0, "b": 1}, "microbatches": 2}}

@@ -14,6 +14,7 @@ from tests.fuzz.layouts import LAYOUTS, names_of
 from tests.fuzz.program import Program
 from tests.fuzz.shrinking import shrink
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 SAMPLE = (2, 7, 12)
 
@@ -96,7 +97,7 @@ def test_a_sample(pool: Pool) -> None:
         assert outcome.kind in GOOD, (program.seed, layout, outcome)
 
 
-@pytest.mark.slow
+@slow()
 @pytest.mark.timeout(4000)
 def test_an_hour(pool: Pool, tmp_path: Path) -> None:
     asked = Namespace(

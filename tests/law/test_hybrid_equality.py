@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.law.test_equality import one_device as one_device  # a fixture
 
 SP_TP = dict(sequence_parallel_size=2, tensor_parallel_size=2)
@@ -46,18 +47,8 @@ def _name(row: tuple[str, dict[str, Any]]) -> str:
     return "-".join([row[0], *options, *["placed"] * ("placement" in row[1])])
 
 
-# Much the same as others, for make test-all.
-SLOW = [
-    *(("hf_llama", SP_TP), ("vit", SP_TP), ("gpt_lora", SP_TP), ("gpt_tied", PP_TP)),
-    *(("hf_t5", PP_TP), ("encoder_decoder", PP_TP), ("encoder_decoder", PP_SP), ("lstm", PP_SP)),
-    ("encoder_decoder", PP_TP | dict(placement={"encoder": 0, "decoder": 1})),
-    ("gpt_tied", PP_SP | dict(schedule="interleaved_zero_bubble", attention="ring")),
-]
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW), id=_name(row)) for row in ROWS]
-)
+@slow(but=["gpt-data=2-sequence=2"])
+@pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_a_product_of_axes_never_changes_results(
     row: tuple[str, dict[str, Any]], pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:

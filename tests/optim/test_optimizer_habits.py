@@ -27,6 +27,7 @@ from lightning_par.sharded.tensor import OutOfSightError, ShardedTensor, full, s
 from lightning_par.strategies.end_of_run import unshard_optimizer_state
 from tests.helpers.differences import differences
 from tests.helpers.sequence_ranks import sub_axis
+from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import ThreadAxis, run_ranks
 
 STEPS = 6
@@ -542,6 +543,7 @@ WAYS = {
 }
 
 
+@slow(but=in_turn(RULES, list(WAYS)))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_habit_is_one_devices(name: str, way: str) -> None:
@@ -582,6 +584,7 @@ def _clips(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 3.0)
 
 
+@slow(but=in_turn([f"{hook}-{name}" for name in TORCHS for hook in ("hook", "")], list(WAYS)))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", TORCHS)
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", ""])

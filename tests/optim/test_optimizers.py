@@ -25,6 +25,7 @@ from lightning_par.optim.torch_optimizers import BY_ELEMENT, BY_PARAMETER, runs_
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 STEPS = 4
 
@@ -300,6 +301,29 @@ def trained(pool: Pool, asked: Callable[[str], list[Any]]) -> tuple[dict[str, An
     return one, pool.run(2, _train_all, names, dict(tensor_parallel_size=2))
 
 
+@slow(
+    but=[
+        "adagrad_initial",
+        "adam_l2",
+        "adamax",
+        "adamw",
+        "adamw_fused",
+        "adamw_maximize",
+        "asgd",
+        "groups",
+        "lamb_elementwise",
+        "lamb_warm",
+        "lbfgs",
+        "lookahead",
+        "muon",
+        "one_cycle",
+        "radam",
+        "rmsprop",
+        "sgd",
+        "sgd_fused",
+        "sgd_nesterov",
+    ]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_equals_one_device(name: str, trained: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     one, ranks = trained[0][name], [rank[name] for rank in trained[1]]
@@ -324,6 +348,7 @@ def _resume_half(folder: Path, layout: dict[str, int] | None) -> dict[str, dict[
     return {name: _train(name, layout, resume=folder / f"{name}.ckpt", batches=2, epochs=2) for name in RESUMED}
 
 
+@slow()
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1), (2, 4)])
 def test_state_of_any_kind_resumes_under_another_layout(writer: int, reader: int, pool: Pool, tmp_path: Path) -> None:
     layouts = {1: None, 2: dict(tensor_parallel_size=2), 4: dict(tensor_parallel_size=4)}
@@ -408,6 +433,7 @@ def _train_case(case: str, layout: dict[str, int] | None) -> dict[str, Any]:
     return _train(case, layout, net=net.double(), callbacks=callbacks)
 
 
+@slow("2-manual", "4-late_group", "4-plateau")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_users_do_with_optimizers_equals_one_device(case: str, ranks: int, pool: Pool) -> None:
@@ -432,6 +458,7 @@ def _overflow(name: str, layout: dict[str, int] | None) -> dict[str, Any]:
     return _train(name, layout, net=Overflow(name), precision=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
 
+@slow("adamw")
 @pytest.mark.parametrize("name", ["adamw_fused", "adamw", "adafactor"])
 def test_a_scaler_skips_the_step_on_all_ranks_or_none(name: str, pool: Pool) -> None:
     (one,) = pool.run(1, _overflow, name, None)

@@ -12,10 +12,12 @@ from tests.checkpoint.test_checkpoints import RANKS, _best_and_last, _hooks, _re
 from tests.checkpoint.test_checkpoints import saved as saved  # a fixture
 from tests.helpers.differences import differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 PARTS = ["state_dict", "optimizer_states", "lr_schedulers", "callbacks", "hyper_parameters"]
 
 
+@slow("edits")
 @pytest.mark.parametrize("kind", ["model", "edits"])
 def test_with_one_microbatch_the_file_is_bitwise_that_of_one_device(kind: str, saved: Any) -> None:
     for layout in ("pp2-whole", "placed"):
@@ -24,6 +26,7 @@ def test_with_one_microbatch_the_file_is_bitwise_that_of_one_device(kind: str, s
         assert stored(saved("one", kind)) == stored(saved(layout, kind)), "more than is needed"
 
 
+@slow(but=["zbv"])
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "zbv", "dp2-pp2"])
 def test_microbatches_change_the_file_by_rounding_alone(layout: str, saved: Any) -> None:
     one, other = load(saved("one")), load(saved(layout))
@@ -32,6 +35,7 @@ def test_microbatches_change_the_file_by_rounding_alone(layout: str, saved: Any)
     assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr(), "tied weights"
 
 
+@slow(but=["placed-one-model-False"])
 @pytest.mark.parametrize(
     ("writer", "reader", "kind", "mixed"),
     [
@@ -78,6 +82,7 @@ def test_hooks_may_save_at_any_time(pool: Pool, tmp_path: Path) -> None:
         assert not differences(*(load(tmp_path / layout / name) for layout in ("one", "pp2-whole")), 0.0), name
 
 
+@slow()
 def test_best_and_last_load_the_same_weights_as_on_one_device(pool: Pool, tmp_path: Path) -> None:
     (one,) = pool.run(1, _best_and_last, "one", tmp_path / "one")
     for found in pool.run(2, _best_and_last, "pp2", tmp_path / "pp2"):

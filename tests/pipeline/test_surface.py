@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers import surface
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import CLASSES, Net, Points, check, compare, kept, loader, metrics, weights
 
@@ -98,6 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@slow(but=["profiler, reload"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
     check(pool, _options, **OPTIONS[option])
@@ -154,6 +156,7 @@ def _callback(kind: str) -> Any:
     return module.seen, metrics(t), weights(module), t.global_step
 
 
+@slow(but=["ema"])
 @pytest.mark.parametrize("kind", ["accumulation", "swa", "ema", "finetuning"])
 def test_callbacks_that_train_otherwise(pool: Pool, kind: str) -> None:
     check(pool, _callback, kind)
@@ -262,6 +265,7 @@ def _precision(precision: str) -> Any:
     return weights(module)
 
 
+@slow(but=["32-true"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_precisions_keep_their_dtypes(pool: Pool, precision: str) -> None:
     check(pool, _precision, precision, tolerance=1e-4 if precision == "32-true" else 0.1)
@@ -303,6 +307,7 @@ def _lr_find() -> Any:
     return found.results, found.suggestion(), module.lr, weights(module)
 
 
+@slow()
 def test_lr_find(pool: Pool) -> None:
     check(pool, _lr_find)
 
@@ -443,6 +448,7 @@ def _combined() -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@slow()
 def test_a_combined_loader_whose_shorter_part_ends(pool: Pool) -> None:
     check(pool, _combined)
 
@@ -483,6 +489,7 @@ def _text() -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@slow()
 def test_a_new_sequence_length_at_each_step(pool: Pool) -> None:
     check(pool, _text)
 
@@ -789,6 +796,7 @@ def _in_sequence() -> Any:
     return seen
 
 
+@slow()
 def test_entry_points_in_sequence(pool: Pool) -> None:
     check(pool, _in_sequence)
 
@@ -817,6 +825,7 @@ def _fails(place: int, error: type[BaseException]) -> Any:
     return "nothing", "", ""
 
 
+@slow("0")
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_exception_in_one_unit_ends_all_ranks_long_before_the_timeout(pool: Pool, place: int) -> None:
     for error, name, said in ((ValueError, "ValueError", "on purpose"), (KeyboardInterrupt, "SystemExit", "1")):

@@ -65,12 +65,14 @@ CASES = [
         }.items()
     ],
     *[
-        Case(f"max_pool{n}d indices", partial(call, n), [inputs[n]], rows_and_channels)
+        Case(f"{name}{n}d indices", partial(call, n), [inputs[n]], rows_and_channels)
         for n in (1, 2, 3)
-        for call in (
-            lambda n, x: getattr(F, f"max_unpool{n}d")(*getattr(F, f"max_pool{n}d")(x, 2, return_indices=True), 2),
-            lambda n, x: getattr(F, f"adaptive_max_pool{n}d")(x, 2, return_indices=True),
-        )
+        for name, call in {
+            "max_unpool": lambda n, x: getattr(F, f"max_unpool{n}d")(
+                *getattr(F, f"max_pool{n}d")(x, 2, return_indices=True), 2
+            ),
+            "adaptive_max_pool": lambda n, x: getattr(F, f"adaptive_max_pool{n}d")(x, 2, return_indices=True),
+        }.items()
     ],
     Case(
         "interpolate",

@@ -16,7 +16,7 @@ from tests.rule_cases.data import flags, integers, normal, unit
 
 _UNARY = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin
-acos atan sinh cosh tanh sigmoid erf erfc floor ceil round trunc frac sign sgn logical_not isnan isinf isfinite
+acos atan sinh cosh erf erfc floor ceil round trunc frac sign sgn logical_not isnan isinf isfinite
 nan_to_num logit clone detach zeros_like ones_like
 """.split()
 _METHODS = "contiguous float double half bfloat16 int long bool cpu".split()
@@ -87,6 +87,7 @@ CASES = [
     *_named(_UNARY, [torch, Tensor], [x], _ONE),
     *_named(_METHODS, [Tensor], [x], _ONE),
     *_named(_ACTIVATIONS, [F, torch], [normal(4, 6)], _ONE),
+    *_named(["tanh", "sigmoid"], [Tensor], [x], _ONE),
     *_named(_BINARY, [torch, Tensor], [x, y], _BOTH),
     *_named(["bitwise_not"], [torch, Tensor], [mask], _ONE),
     *_named(_BITWISE, [torch, Tensor], [mask, flags(4, 6)], _BOTH),

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lightning_par.mesh.ledger import Ledger, ledger
 from tests.helpers.sequence_ranks import KINDS, PRODUCT, SCHEMES, Call, check, normal, on_one_device, over_ranks, run
+from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import run_ranks
 
 B, D = 2, 3
 schemes = pytest.mark.parametrize(("asked", "ranks"), SCHEMES, ids=str)
+COLUMNS = [f"{asked}-{ranks}" for asked, ranks in SCHEMES]
 
 
 def _qkv(T: int, S: int, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,6 +39,7 @@ UNMASKED: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
 }
 
 
+@slow(but=in_turn([*UNMASKED, *UNMASKED], COLUMNS))
 @schemes
 @pytest.mark.parametrize("name", UNMASKED)
 def test_without_a_mask(asked: Any, ranks: int, name: str) -> None:
@@ -71,6 +74,7 @@ def _masks(T: int, S: int, heads: int) -> dict[str, Tensor]:
     }
 
 
+@slow(but=in_turn([*_masks(13, 9, 2)] * 2, COLUMNS))
 @schemes
 @pytest.mark.parametrize("name", _masks(13, 9, 2))
 def test_with_a_mask(asked: Any, ranks: int, name: str) -> None:

@@ -26,6 +26,7 @@ from lightning_par.sharded.run_state import RunState
 from tests.benchmarks.pipeline_step import GPT, Sizes
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.tensor.test_counts import KV, LAYERS, Attention, Counted, V, b, h, s
 
 PRODUCT = {"ulysses": 2, "ring": 2}
@@ -123,6 +124,7 @@ def count(kv: int, window: int = 1, **options: Any) -> Books:
 SCHEMES = [("ring", 2), ("all_gather", 2), ("ulysses", 2), ("ring", 4), ("all_gather", 4), (PRODUCT, 4)]
 
 
+@slow(but=["*-4-as many key heads"])
 @pytest.mark.parametrize("kv", [h, KV], ids=["as many key heads", "fewer key heads"])
 @pytest.mark.parametrize(("attention", "c"), SCHEMES, ids=str)
 def test_attention_sends_the_fewest_bytes(attention: Any, c: int, kv: int, pool: Pool) -> None:

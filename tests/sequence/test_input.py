@@ -30,6 +30,7 @@ from lightning_par import SequenceParallelStrategy
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sequence.table import input_rows
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 C, HEADS, SAMPLES = 8, 2, 12
 
@@ -442,6 +443,7 @@ def test_what_cant_be_is_refused_alike_on_all_ranks_before_training(name: str, r
     assert not first.losses and not second.losses
 
 
+@slow("flex attention")
 @pytest.mark.parametrize("name", [*GATHERED, *ALLOWED])
 def test_what_may_be_trains_as_on_one_device(name: str, trained: Any) -> None:
     expected, *ranks = (answers[name] for answers in (trained[0], *trained[1]))

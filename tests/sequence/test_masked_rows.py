@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_par.sequence.attention_arguments import read
 from tests.helpers.sequence_ranks import SCHEMES, Call, check, leaf, normal, parts_on_rank, prepare
+from tests.helpers.slow import slow
 from tests.helpers.thread_ranks import run_ranks
 
 B, T, S, D = 2, 13, 9, 3
@@ -42,6 +43,7 @@ def _masks(heads: int) -> dict[str, Tensor]:
     return masks | {"both": some, "a row for all": keys}
 
 
+@slow(but=["*-ring-2", "*-ring-4", "*-ulysses-4", "*-ulysses-2", "*-all_gather-3"])
 @schemes
 @pytest.mark.parametrize("grouped", [False, True])
 def test_rows_that_see_nothing(asked: Any, ranks: int, grouped: bool) -> None:

@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_par import TensorParallelStrategy
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 
 SAMPLES, BATCH, REPLICAS = 40, 4, 2
 
@@ -133,6 +134,7 @@ CASES = {
 }
 
 
+@slow(but=["clip by value", "plain"])
 @pytest.mark.parametrize("case", CASES)
 def test_two_replicas_equal_one_device_that_accumulates(pool: Pool, case: str) -> None:
     kwargs = dict(CASES[case])

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.slow import slow
 
-@pytest.mark.parametrize("fits", [2, pytest.param(30, marks=pytest.mark.slow)])
+
+@slow(but=["2"])
+@pytest.mark.parametrize("fits", [2, 30])
 def test_fits_exit_with_code_0(fits: int) -> None:
     command = [sys.executable, "-m", "tests.helpers.exits", str(fits)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)

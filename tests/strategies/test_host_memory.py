@@ -17,6 +17,7 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.strategies import host_memory
 from lightning_par.strategies.host_memory import free_on_host, least
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": dict(tensor_parallel_size=2),
@@ -85,6 +86,7 @@ def _fit(layout: dict[str, Any], free: float, path: str) -> tuple[Any, ...]:
     return told, kinds, refusal, float(again.callback_metrics["tested"]), whole
 
 
+@slow(but=["tensor"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_without_room_for_the_whole_leaves_parts_that_can_be_saved(name: str, pool: Pool, tmp_path: Path) -> None:
     layout = LAYOUTS[name]

@@ -18,6 +18,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_par import TensorParallelStrategy
+from tests.helpers.slow import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,6 +131,7 @@ def _wait_until_gone(group: int) -> None:
         time.sleep(0.1)
 
 
+@slow("fork")
 @pytest.mark.parametrize("start_method", RUNS)
 def test_every_start_method_trains_and_hands_the_weights_back(runs: Runs, start_method: str) -> None:
     code, output = runs(start_method)
@@ -139,6 +141,7 @@ def test_every_start_method_trains_and_hands_the_weights_back(runs: Runs, start_
     assert "\ntrained" in output
 
 
+@slow("fork-1")
 @pytest.mark.parametrize(("start_method", "rank"), [("auto", 0), ("fork", 1)])
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(runs: Runs, start_method: str, rank: int) -> None:
     code, output = runs(start_method)

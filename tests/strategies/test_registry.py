@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.slow import slow
+
 CLASSES = {
     "tensor_parallel": "TensorParallelStrategy",
     "pipeline_parallel": "PipelineParallelStrategy",
@@ -113,6 +115,7 @@ except SystemExit:
 """)
 
 
+@slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_string_without_import(namespace: str, outputs: Outputs) -> None:
     out = outputs(_in_use, namespace)
@@ -121,6 +124,7 @@ def test_string_without_import(namespace: str, outputs: Outputs) -> None:
         assert f"{way} TensorParallelStrategy" in out
 
 
+@slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_lightning_cli(namespace: str, outputs: Outputs) -> None:
     out = outputs(_in_use, namespace)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_par
 from lightning_par.mesh import handshake
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 
 
 class Ends(nn.Module):
@@ -88,6 +89,7 @@ def test_where_all_ranks_stop_the_epoch_ends_as_on_one_device(pool: Pool, strate
         torch.testing.assert_close(result, one, rtol=1e-9, atol=1e-12)
 
 
+@slow(but=["placement-hook", "tensor-one rank"])
 @pytest.mark.parametrize(
     "strategy, where",
     [

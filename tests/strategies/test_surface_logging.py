@@ -32,6 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.text import Perplexity
 
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import CLASSES, Net, check, kept, loader, metrics, trainer, weights
 
 
@@ -295,6 +296,7 @@ def _write(folder: str, interval: str, give_back: bool, kind: type[Writer] = Wri
     return first, t.global_rank
 
 
+@slow("*-4")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("give_back", [True, False])
 @pytest.mark.parametrize("kind", [Writer, CallsSuper])

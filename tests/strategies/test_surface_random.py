@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import CLASSES, Net, check, kept, loader, metrics, trainer, weights
 
 REPLICATED = dict(embedding=0.3, residual=0.4)  # where activations are whole under tensor parallelism
@@ -75,6 +76,7 @@ def test_dropout_of_replicated_tensors_is_one_devices(pool: Pool) -> None:
     check(pool, _train, **REPLICATED)
 
 
+@slow(but=["True"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_of_replicated_tensors_under_a_checkpoint(pool: Pool, reentrant: bool) -> None:
     check(pool, _train, reentrant, **REPLICATED)
@@ -88,6 +90,7 @@ def _watched(reentrant: bool | None, **rates: float) -> Any:
     return module.seen, weights(module), module.masks, module.states
 
 
+@slow(but=["True"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_dropout_of_sharded_tensors(pool: Pool, reentrant: bool | None) -> None:
     a, b = pool.run(2, _watched, reentrant, **REPLICATED, **SHARDED)
@@ -119,6 +122,7 @@ def test_sharded_draws_do_not_move_the_shared_generator(pool: Pool) -> None:
         assert torch.equal(mine[0], theirs[0])
 
 
+@slow("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_draws_the_forwards_masks_again(pool: Pool, reentrant: bool) -> None:
     """Losses and gradients as without a checkpoint, from the same seed."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.helpers.surface import Net, check, loader, metrics, trainer, weights
 
 
@@ -23,6 +24,7 @@ def _alone(entry: str) -> Any:
     return {"result": result, "metrics": metrics(t), "weights": weights(module)}
 
 
+@slow("test")
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 def test_an_entry_point_alone(pool: Pool, entry: str) -> None:
     check(pool, _alone, entry)
@@ -133,6 +135,7 @@ def _moved(how: str) -> Any:
     return weights(module), metrics(t)
 
 
+@slow(but=["apply", "cpu", "double", "init", "requires_grad"])
 @pytest.mark.parametrize(
     "how",
     ["cpu", "to", "double", "round trip", "apply", "half precision copy", "requires_grad", "zero_grad", "init", "eval"],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.helpers.surface import Net, check, kept, loader, metrics, trainer, weights
 
 
@@ -68,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@slow(but=["check val every n", "deterministic", "fast dev run", "short window"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_the_trainer(pool: Pool, option: str) -> None:
     check(pool, _options, **OPTIONS[option])
@@ -123,6 +125,7 @@ def _scheduled(kind: str) -> Any:
     return module.seen, weights(module)
 
 
+@slow(but=["step", "two"])
 @pytest.mark.parametrize("kind", ["step", "epoch", "two", "swap", "val", "train"])
 def test_schedulers(pool: Pool, kind: str) -> None:
     check(pool, _scheduled, kind)
@@ -184,6 +187,7 @@ def _manual(how: str) -> Any:
     return module.seen, metrics(t), weights(module), t.global_step
 
 
+@slow(but=["clip value", "closure"])
 @pytest.mark.parametrize("how", [*MANUAL, "closure"])
 def test_manual_optimization(pool: Pool, how: str) -> None:
     check(pool, _manual, how)
@@ -214,6 +218,7 @@ def _scaled(overflows: bool) -> Any:
     return scaler.get_scale(), t.global_step, weights(module)
 
 
+@slow(but=["True"])
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_gradient_scaler_skips_the_same_steps(pool: Pool, overflows: bool) -> None:
     check(pool, _scaled, overflows, tolerance=1e-2)
@@ -229,6 +234,7 @@ def _precision(precision: str) -> Any:
     return weights(module)
 
 
+@slow(but=["*-true"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_precisions_keep_their_dtypes(pool: Pool, precision: str) -> None:
     check(pool, _precision, precision, tolerance=1e-4 if precision == "32-true" else 0.1)
@@ -342,6 +348,7 @@ def _hooks(how: str) -> Any:
     return module.seen, metrics(t), weights(module)
 
 
+@slow(but=["nan check", "noise in gradients"])
 @pytest.mark.parametrize("how", HOOKS)
 def test_a_users_hook(pool: Pool, how: str) -> None:
     check(pool, _hooks, how)
@@ -390,6 +397,7 @@ def _csv(folder: str) -> Any:
     return None
 
 
+@slow()
 def test_the_csv_file_equals_one_devices(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, _csv, str(tmp_path / "one"))
     pool.run(2, _csv, str(tmp_path / "two"))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import Net, check, kept, loader, metrics, trainer, weights
 
 
@@ -50,6 +51,7 @@ def _frozen(*names: str) -> Any:
     return _fit(Frozen(*names), gradient_clip_val=0.1)
 
 
+@slow("names1", "names3")
 @pytest.mark.parametrize("names", [("net.0",), ("net.2", "net.3"), ("net",), ("head",)])
 def test_frozen_layers(pool: Pool, names: tuple[str, ...]) -> None:
     check(pool, _frozen, *names)
@@ -98,6 +100,7 @@ def _finetuned(kind: str) -> Any:
     return _fit(module, UnfreezesOne(), max_epochs=4)
 
 
+@slow(but=["backbone"])
 @pytest.mark.parametrize("kind", ["backbone", "layers", "by hand"])
 def test_finetuning_unfreezes_in_the_middle_of_a_fit(pool: Pool, kind: str) -> None:
     check(pool, _finetuned, kind)
@@ -147,6 +150,7 @@ def _adapted(merges: bool) -> Any:
     return _fit(Adapted(), *([Merges()] if merges else []))
 
 
+@slow(but=["True"])
 @pytest.mark.parametrize("merges", [False, True])
 def test_lora_adapters(pool: Pool, merges: bool) -> None:
     check(pool, _adapted, merges)
@@ -229,6 +233,7 @@ def _averaged(kind: str) -> Any:
     return _fit(Net(), AVERAGES[kind](), max_epochs=4)
 
 
+@slow(but=["by hand in the fit", "swa"])
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_averages_of_weights(pool: Pool, kind: str) -> None:
     check(pool, _averaged, kind)
@@ -340,6 +345,7 @@ def _parametrized(kind: str) -> Any:
     return module.seen, state, metrics(t), t.predict(module, loader(8, 1))
 
 
+@slow(but=["old weight norm", "own", "random pruned", "weight norm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parametrizations(pool: Pool, kind: str) -> None:
     check(pool, _parametrized, kind)
@@ -370,6 +376,7 @@ def _pruned(kind: str) -> Any:
     return _fit(module, pruning, max_epochs=1 if kind == "lottery" else 3, must_split=kind != "kept")
 
 
+@slow(but=["kept", "lottery"])
 @pytest.mark.parametrize("kind", PRUNING)
 def test_model_pruning(pool: Pool, kind: str) -> None:
     check(pool, _pruned, kind)

@@ -24,6 +24,7 @@ from lightning_par import TensorParallelStrategy
 from lightning_par.trial.first_batch import peek_batch
 from lightning_par.trial.module_copy import TrainerView
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 SHORT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "test_examples.py")
 X = torch.arange(24, dtype=torch.float32).view(12, 2)
@@ -285,6 +286,7 @@ RUNS = [("fit", "given"), ("fit", "train_dataloader"), ("fit", "datamodule"), ("
         ("test", "train_dataloader"), ("predict", "given"), ("predict", "datamodule")]  # fmt: skip
 
 
+@slow("fit-*", "*-given")
 @pytest.mark.parametrize(("entry", "source"), RUNS)
 def test_a_run_is_the_same_after_a_peek(pool: Pool, entry: str, source: str) -> None:
     (results,) = pool.run(1, _with_and_without, entry, source)

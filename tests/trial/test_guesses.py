@@ -25,6 +25,7 @@ from lightning_par.trial.guessed_number import guessed
 from lightning_par.trial.guesses import EndlessError, Guesses, Trial, explore
 from lightning_par.trial.step import Step as StagedStep
 from lightning_par.trial.trial_run import quiet, record_step
+from tests.helpers.slow import slow
 
 Step = Callable[["Model", Any], Any]
 SCALAR = torch.empty((), device="meta")
@@ -195,6 +196,16 @@ STEPS: list[Step] = [
 ]  # fmt: skip
 
 
+@slow(
+    "asks_by_a_helper",
+    "asserts_in_a_long_loop",
+    "numbers",
+    "raises",
+    "shapes_by_values",
+    "values_of_the_batch",
+    "while_not_small",
+    "while_two",
+)
 @pytest.mark.filterwarnings("ignore:Converting a tensor")
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_trial_comes_to_the_end_of_a_step_that_decides_by_values(step: Step) -> None:

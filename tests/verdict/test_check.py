@@ -31,6 +31,7 @@ from lightning_par.verdict import Finding, LayoutVerdict, Verdict, command, proc
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 ROOT = Path(__file__).parents[2]
 AXES = ["tensor_parallel", "pipeline_parallel", "sequence_parallel"]
@@ -171,6 +172,7 @@ CASES: list[tuple[str, list[Any]]] = [
 ]
 
 
+@slow(but=["mlp_batch_norm-"])
 @pytest.mark.parametrize(("name", "layouts"), CASES, ids=lambda x: str(x) if isinstance(x, str) else "")
 def test_modules_that_are_equal_are_found_equal(pool: Pool, name: str, layouts: list[Any]) -> None:
     (verdict,) = pool.run(1, _check, name, layouts)
@@ -187,6 +189,7 @@ def test_layers_made_in_configure_model_are_checked_and_their_dropout_is_off(poo
     assert verdict and verdict.notes[0].startswith("Dropout was off for this ("), f"{verdict}"
 
 
+@slow()
 def test_dropout_that_stays_on_differs_on_shards_and_the_verdict_says_why(pool: Pool) -> None:
     (verdict,) = pool.run(1, _check, "gpt_residual_dropout", ["pipeline_parallel"], dropout=True)
     assert _states(verdict) == ["differs"]
@@ -379,6 +382,7 @@ def _run(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@slow()
 def test_a_script_that_guards_nothing_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     code, output, errors = _run(str(tmp_path / "script.py"))
@@ -387,6 +391,7 @@ def test_a_script_that_guards_nothing_is_not_run_again(tmp_path: Path) -> None:
     assert re.search(r"tensor_parallel +tensor 2 +equal\b.*True", output, re.DOTALL)
 
 
+@slow()
 def test_a_module_that_can_be_imported_is_checked_in_a_fresh_interpreter() -> None:
     verdict = lightning_par.check(ReadsRank, make_batch(), ["tensor_parallel"], steps=1)
     assert _states(verdict) == ["differs"] and verdict.steps == 1
@@ -406,6 +411,7 @@ def _arguments(*more: str, module: str = "Net", batch: str = "make_batch") -> li
     return ["check", f"{__file__}:{module}", "--batch", f"{__file__}:{batch}", *more]
 
 
+@slow()
 def test_the_command_line_says_the_same_and_ends_with_its_code(pool: Pool) -> None:
     layouts = ["--layout", "tensor_parallel", "--layout", '{"sequence_parallel_size": 2}']
     code, output, errors = _run("-m", "lightning_par", *_arguments(*layouts, "--init", '{"width": 12}', "--steps", "1"))

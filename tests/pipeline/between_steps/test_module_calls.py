@@ -18,6 +18,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh import handshake
 from lightning_par.sharded.tensor import full
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 from tests.optim.test_optimizers import Global
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
@@ -311,6 +312,7 @@ def agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@slow("Weights")
 @pytest.mark.parametrize("name", ["Reads", "Weights", "Overwrites", "Counts", "Thaws", "Calls", "Joint"])
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)

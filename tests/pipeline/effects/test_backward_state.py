@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 
 class Keeps(pl.LightningModule):
@@ -201,6 +202,16 @@ def _numbered(value: Any) -> Any:
 KINDS = [OnModules, OnActivations, OfForwardHooks, WithinUnits, WithParameters, ReadsFactor]
 
 
+@slow(
+    but=[
+        "OfForwardHooks-auto",
+        "OnActivations-zero bubble",
+        "OnModules-auto",
+        "ReadsFactor-auto",
+        "WithParameters-auto",
+        "WithinUnits-placement",
+    ]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)
 def test_what_hooks_on_gradients_keep_is_one_devices_on_every_rank(pool: Pool, make: Any, layout: str) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_par
 from tests.helpers.pool import Pool, RanksFailedError
+from tests.helpers.slow import slow
 
 
 class Noting(nn.Module):
@@ -123,6 +124,7 @@ def _fit(make: Any, layout: str | None) -> list[Any]:
     return [module.read, [x.detach() for x in module.state_dict().values()]]
 
 
+@slow("*-one", "*-at the end")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", [OwnMethod, Forward, CalledToo, Now], ids=lambda kind: kind.__name__)
 def test_what_the_step_keeps_on_a_layer_is_one_devices(pool: Pool, make: Any, layout: str) -> None:

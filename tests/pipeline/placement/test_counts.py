@@ -16,6 +16,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from tests.helpers.models.convolutional import UNet
 from tests.helpers.models.dense import BackAndForth, Branches
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 B = 4  # samples in a batch
 FLOAT = 4
@@ -121,6 +122,7 @@ def books(pool: Pool) -> Any:
     return get
 
 
+@slow("*-1")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("kind", SENT)
 def test_each_value_that_crosses_is_sent_once_each_way(kind: str, microbatches: int, books: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import equality
 from tests.helpers.equality import Result
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.law.test_equality import one_device as one_device  # a fixture
 
 SEED = {"fc1": 0, "fc2": 1, "fc3": 1, "fc4": 0}
@@ -84,20 +85,10 @@ ROWS = [
     Row("mlp_back_and_forth", SEED, dict(data_parallel_size=2, accumulate=2)),
     Row("gpt_tied", GPT, dict(data_parallel_size=2, microbatches=2)),
 ]
-SLOW = """
-    hf_t5-01 lstm-011-accumulate=3 encoder_decoder-01-microbatches=2 lstm-012 contrastive-balanced unet-0101
-    gpt_tied-1202-microbatches=2 mlp_branches-201201-microbatches=2 mlp_branches-001101 mlp_batch_norm-010
-    mlp_back_and_forth-0110 mlp_hooked-balanced mlp_writes_in_place-0101 lstm_cell-001 mlp_l2-101
-""".split()  # much like others, for make test-all
 STRATEGY = ("microbatches", "data_parallel_size")
 LOW = [
-    pytest.param(Row("gpt", GPT, dict(microbatches=2, precision=precision)), marks=marks, id=precision)
-    for precision, marks in (
-        ("bf16-mixed", ()),
-        ("16-mixed", pytest.mark.slow),
-        ("bf16-true", pytest.mark.slow),
-        ("32-true", pytest.mark.slow),
-    )
+    Row("gpt", GPT, dict(microbatches=2, precision=precision))
+    for precision in ("bf16-mixed", "16-mixed", "bf16-true", "32-true")
 ]
 
 
@@ -115,9 +106,8 @@ def _reference(one_device: Callable[..., Result], row: Row, **more: Any) -> Resu
     return one_device(row.case, data_size=row.copies, **options, **more)
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (str(row) in SLOW), id=str(row)) for row in ROWS]
-)
+@slow(but=["mlp_reused_linear-010", "mlp_target_network-0011", "mlp_writes_into_view-010-microbatches=2"])
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_placement_never_changes_results(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -128,7 +118,8 @@ def test_a_placement_never_changes_results(
     assert not lines, "\n" + "\n".join(lines[:40]) + f"\n{len(lines)} in all"
 
 
-@pytest.mark.parametrize("row", LOW)
+@slow()
+@pytest.mark.parametrize("row", LOW, ids=lambda row: row.options["precision"])
 def test_in_low_precision_a_placement_errs_at_most_twice_as_much_as_one_device(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -138,6 +129,7 @@ def test_in_low_precision_a_placement_errs_at_most_twice_as_much_as_one_device(
     assert not lines, "\n" + "\n".join(lines)
 
 
+@slow("lstm-011", "unet-0101")
 @pytest.mark.parametrize("row", [Row("mlp_back_and_forth", SEED), Row("lstm", LSTM), Row("unet", UNET)], ids=str)
 def test_with_one_microbatch_the_checkpoint_is_bitwise_that_of_one_device(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path

@@ -22,6 +22,7 @@ from lightning_par import PipelineParallelStrategy, ScheduleTrace, ledger
 from lightning_par.pipeline.simulate import bubble, replay
 from lightning_par.private.process_groups import default_store
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.tensor.test_counts import Counted
 from tests.tensor.test_counts import V as V_EXAMPLE
 from tests.tensor.test_counts import s as LENGTH
@@ -190,6 +191,7 @@ IN_FLIGHT = {
 }
 
 
+@slow(but=["1f1b"])
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_messages_and_bytes_between_stages_are_the_least(schedule: str, books: Any) -> None:
     for rank, found in enumerate(books(schedule)):
@@ -202,6 +204,7 @@ def test_messages_and_bytes_between_stages_are_the_least(schedule: str, books: A
         assert sum(t.purpose == "gradients of activations" for t in sent) == len(sent) - forward
 
 
+@slow(but=["1f1b"])
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_nothing_else_is_sent_but_one_message_of_what_the_last_stage_did(schedule: str, books: Any) -> None:
     for found in books(schedule):
@@ -210,6 +213,7 @@ def test_nothing_else_is_sent_but_one_message_of_what_the_last_stage_did(schedul
         assert sum(t.nbytes for t in rest) < 2000
 
 
+@slow(but=["1f1b", "zbv"])
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_the_bubble_of_a_recorded_step_is_the_closed_form(schedule: str, books: Any) -> None:
     spans = replay(books(schedule)[0].trace)
@@ -218,11 +222,13 @@ def test_the_bubble_of_a_recorded_step_is_the_closed_form(schedule: str, books: 
     assert bubble(spans, p) == pytest.approx(BUBBLE[schedule], abs=5e-4)
 
 
+@slow(but=["1f1b", "zbv"])
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_activations_of_no_more_microbatches_are_held(schedule: str, books: Any) -> None:
     assert [found.in_flight for found in books(schedule)] == IN_FLIGHT[schedule]
 
 
+@slow("interleaved_zero_bubble")
 @pytest.mark.parametrize("schedule", PLACEMENTS)
 def test_a_rank_holds_its_stages_and_no_more(schedule: str, books: Any) -> None:
     net = Net()
@@ -237,6 +243,7 @@ def test_a_rank_holds_its_stages_and_no_more(schedule: str, books: Any) -> None:
         assert found.of_blocks == 2 * 4 * BLOCKS // RANKS
 
 
+@slow("zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_tied_embedding_and_clipping_by_norm_cost_one_all_reduce_each(schedule: str, books: Any) -> None:
     placement = PLACEMENTS[schedule]

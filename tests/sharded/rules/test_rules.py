@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.rules.lookup import RULES
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
-from tests.helpers.rule_check import Case, call_on_one_rank, check
+from tests.helpers.rule_check import KINDS, Case, call_on_one_rank, check
+from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import SequenceThreadAxis, ThreadAxis, run_ranks
 from tests.rule_cases import CASES
 
@@ -28,12 +30,24 @@ gradient_shares.install()
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings that the cases call on purpose
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_value_and_gradient(case: Case) -> None:
+every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), list(zip(CASES, cycle(KINDS))), ids=in_turn([case.name for case in CASES], KINDS)
+)
+def test_value_and_gradient(case: Case, kind: str) -> None:
+    check(case, [kind])
+
+
+@slow()
+@every_case
+def test_value_and_gradient_on_positions_of_every_kind(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@slow(but=[case.name for case in CASES[::8]])
+@every_case
 def test_value_and_gradient_along_the_sequence(case: Case) -> None:
     check(case, ["zigzag"], SequenceThreadAxis)
 
@@ -65,6 +79,7 @@ def test_every_rule_has_a_case() -> None:
         "cuda",
     }  # test_training.py; needs a GPU
     elsewhere |= {"_has_compatible_shallow_copy_type"}  # test_surface_runs.py
+    assert elsewhere <= RULES.keys()
     missing = RULES.keys() - called.names - elsewhere
     # Some operators arrive under the function's name: `x + y` as `add`.
     covered = {RULES[name] for name in called.names & RULES.keys()}
