@@ -12,7 +12,7 @@ import torch
 class AbsentTensor(torch.Tensor):
     """It has shape, dtype and device, and one slot of facts: what is known of the values in place of these.
 
-    Subclasses say in ``__torch_dispatch__`` what becomes of what is done to it, in `_copied` what a copy is, and in the
+    Subclasses say in ``__torch_dispatch__`` what becomes of what is done to it, in `_made_anew` what a copy is, and in the
     methods of `torch.Tensor` that modes would see, were they not defined there, what reading its values does.
     """
 
@@ -37,13 +37,13 @@ class AbsentTensor(torch.Tensor):
         self._facts = facts
         return self
 
-    def _copied(self, memo: dict[int, Any]) -> AbsentTensor:
+    def _made_anew(self, memo: dict[int, Any]) -> AbsentTensor:
         """Another one of the same values, in memory of its own, without what the user hung on this one."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = copied = self._copied(memo)
+            memo[id(self)] = copied = self._made_anew(memo)
             attributes = {key: value for key, value in vars(self).items() if key != "_facts"}
             vars(copied).update(copy.deepcopy(attributes, memo))
         return memo[id(self)]

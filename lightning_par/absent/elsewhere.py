@@ -148,7 +148,7 @@ class Elsewhere(AbsentTensor):
     def _refuse(self, function: str) -> NoReturn:
         raise ElsewhereError(_message(self, function))
 
-    def _copied(self, memo: dict[int, Any]) -> Elsewhere:
+    def _made_anew(self, memo: dict[int, Any]) -> Elsewhere:
         return Elsewhere(self.shape, self.dtype, self.device, replace(self.origin), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -108,7 +108,7 @@ class Deferred(AbsentTensor):
     def __array__(self, dtype: Any = None) -> NoReturn:
         raise UndeferrableError("numpy would share the memory of a tensor")
 
-    def _copied(self, memo: dict[int, Any]) -> Deferred:
+    def _made_anew(self, memo: dict[int, Any]) -> Deferred:
         """Tensors that share memory have copies that do."""
         if id(self.store) not in memo:
             with torch.no_grad():
