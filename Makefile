@@ -69,9 +69,8 @@ package: $(VENV)/package-$(TORCH).stamp
 	$(BIN)/python .ci/check_wheel.py dist/*.whl
 	$(PYTHON) -m venv $(PACKAGED)
 	$(PACKAGED)/bin/pip install --quiet torch==$(TORCH) dist/*.whl
-	mkdir $(PACKAGED)/away
-	cp .ci/fit_installed.py $(PACKAGED)/away
-	cd $(PACKAGED)/away && PYTHONPATH= ../bin/python fit_installed.py
+	away=$$(mktemp -d) && cp .ci/fit_installed.py $$away && cd $$away && \
+		PYTHONPATH= $(CURDIR)/$(PACKAGED)/bin/python fit_installed.py && rm -r $$away
 
 clean:
 	rm -rf $(VENV) $(STRANGERS) $(PACKAGED) site dist build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,14 @@ def trained(**devices: object) -> dict[str, Tensor]:
     data = DataLoader(TensorDataset(torch.randn(64, 8).double(), torch.randint(2, (64,))), batch_size=16)
     module = Net()
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=2, precision="64-true", logger=False, enable_checkpointing=False, **devices
+        accelerator="cpu",
+        max_epochs=2,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **devices,
     )
     trainer.fit(module, data)
     return module.state_dict()
@@ -42,4 +50,6 @@ if __name__ == "__main__":
     assert all(torch.allclose(two[name], x, rtol=0, atol=1e-12) for name, x in one.items())
     home = Path(sys.modules["lightning_par"].__file__ or "")
     assert "site-packages" in home.parts, f"{home} is not what was installed"
-    print(f"lightning_par {importlib.metadata.version('lightning_par')} in {home.parent}: two processes as one device.")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        version = importlib.metadata.version("lightning_par")
+        print(f"lightning_par {version} in {home.parent}: two processes as one device.")
