@@ -13,11 +13,14 @@ import pytest
 from tests.docs.pages import ROOT, Block, blocks
 
 EXAMPLES = ("rule", "schedule", "attention")
-TESTS = """
-    tests/sharded/rules/test_rules.py tests/pipeline/plan/test_schedule.py tests/sequence/test_attention.py
-    tests/law/test_equality.py
-""".split()
-WHICH = "std_mean or var_mean or logaddexp or breadth_first or direct"
+RUNS = {
+    "by themselves": (
+        "tests/sharded/rules/test_rules.py tests/pipeline/plan/test_schedule.py tests/sequence/test_attention.py",
+        ("std_mean", "var_mean", "logaddexp", "breadth_first", "direct"),
+    ),
+    "in training": ("tests/law/test_equality.py", ("breadth_first", "direct")),
+}
+"""What is tested of the copy: files, and words of the tests' names, for each of which there must be one that passes."""
 
 
 def _put(block: Block, into: Path) -> None:
@@ -33,35 +36,30 @@ def _put(block: Block, into: Path) -> None:
     file.write_text(text.replace(old, new))
 
 
-@pytest.mark.timeout(600)
-def test_worked_examples(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout as it is after all that the examples say."""
+    folder = tmp_path_factory.mktemp("copy")
     unneeded = shutil.ignore_patterns("__pycache__", "docs", "strangers", "benchmarks")
-    for folder in ("lightning_par", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unneeded)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("lightning_par", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unneeded)
+    shutil.copy(ROOT / "pyproject.toml", folder)
     for name in EXAMPLES:
         changes = [block for block in blocks(ROOT / f"docs/contributing/{name}.md") if block.title]
         assert changes
         for block in changes:
-            _put(block, tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-n",
-        "0",
-        "--durations=8",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        WHICH,
-        *TESTS,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    print(done.stdout)
+            _put(block, folder)
+    return folder
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", ["by themselves", pytest.param("in training", marks=pytest.mark.slow)])
+def test_what_they_add_is_right(run: str, copy: Path) -> None:
+    files, words = RUNS[run]
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "-k", " or ".join(words)]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run([*command, *files.split()], cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = [line for line in done.stdout.splitlines() if "PASSED" in line]
-    for word in WHICH.split(" or "):
+    for word in words:
         assert any(word in line for line in passed), f"no test of {word} ran"
