@@ -12,8 +12,8 @@ import torch
 class AbsentTensor(torch.Tensor):
     """It has shape, dtype and device, and one slot of facts: what is known of the values in place of these.
 
-    Subclasses say in ``__torch_dispatch__`` what becomes of what is done to it, in `_made_anew` what a copy is, and in the
-    methods of `torch.Tensor` that modes would see, were they not defined there, what reading its values does.
+    Subclasses say in ``__torch_dispatch__`` what becomes of what is done to it, in `_made_anew` what a copy is, and
+    in the methods of `torch.Tensor` that modes would see, were they not defined there, what reading its values does.
     """
 
     _facts: Any
