@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_par.private.tensors import make_wrapper_subclass, no_torch_function
+
 
 class AbsentTensor(torch.Tensor):
     """It has shape, dtype and device, and one slot of facts: what is known of the values in place of these.
@@ -18,7 +20,7 @@ class AbsentTensor(torch.Tensor):
 
     _facts: Any
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def _standing(
@@ -33,7 +35,7 @@ class AbsentTensor(torch.Tensor):
             device: where it would be.
             geometry: strides and offset, where they are not plain, and ``requires_grad``.
         """
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device, **geometry)
+        self = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device, **geometry)
         self._facts = facts
         return self
 

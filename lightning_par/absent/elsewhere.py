@@ -19,6 +19,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.modes import innermost_mode
+from lightning_par.private.operators import schema_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 _SAME_STORAGE = {"aten::detach", "aten::alias", "aten::lift_fresh"}
@@ -99,7 +100,7 @@ class Elsewhere(AbsentTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, func._schema.name
+        kwargs, name = kwargs or {}, schema_of(func).name
         x = args[0] if args else None
         if isinstance(x, Elsewhere) and name in _SAME_STORAGE:
             return Elsewhere(x.shape, x.dtype, x.device, x.origin)
@@ -198,8 +199,8 @@ def _flat(value: Any) -> Iterable[Any]:
 
 def _is_by_entry(func: Any) -> bool:
     """Whether a function makes each entry of a new tensor of the same entries of its arguments."""
-    returns = [str(value.type) for value in func._schema.returns]
-    return torch.Tag.pointwise in func.tags and not func._schema.is_mutable and returns == ["Tensor"]
+    returns = [str(value.type) for value in schema_of(func).returns]
+    return torch.Tag.pointwise in func.tags and not schema_of(func).is_mutable and returns == ["Tensor"]
 
 
 def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
@@ -216,15 +217,15 @@ def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
 
 
 def _writes_to_first_alone(func: Any) -> bool:
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return bool(written) and written == [func._schema.arguments[0].name]
+    written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+    return bool(written) and written == [schema_of(func).arguments[0].name]
 
 
 def _write(func: Any, x: Elsewhere, args: Any, kwargs: Any) -> Elsewhere:
     """Nothing, if the holders can do it; random values are drawn all the same, so that generators stay equal."""
     for other in _flat((args[1:], kwargs)):
         if isinstance(other, Elsewhere) and not set(x.origin.holders) <= set(other.origin.holders):
-            raise ElsewhereError(_message(other, func._schema.name.removeprefix("aten::")))
+            raise ElsewhereError(_message(other, schema_of(func).name.removeprefix("aten::")))
     if torch.Tag.nondeterministic_seeded in func.tags:
         func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
     return x
@@ -235,7 +236,7 @@ def _write_those_here(func: Any, args: Any, kwargs: Any) -> Any:
     here = [i for i, x in enumerate(args[0]) if not isinstance(x, Elsewhere)]
     if len(here) == len(args[0]):
         held = next(y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
-        raise ElsewhereError(_message(held, func._schema.name.removeprefix("aten::")))
+        raise ElsewhereError(_message(held, schema_of(func).name.removeprefix("aten::")))
 
     def kept(value: Any) -> Any:
         many = isinstance(value, (list, tuple)) and len(value) == len(args[0])

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_par.absent.base import AbsentTensor
 from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.private.checkpoints import LateStorage, reduced_late
+from lightning_par.private.modules import hand_on_metadata
+from lightning_par.private.operators import schema_of
 from lightning_par.python_state.nested_tensors import map_tensors
 
 _CPU = torch.device("cpu")
@@ -126,16 +128,16 @@ class Unread(AbsentTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
-        if func._schema.name in _SAME_MEMORY and isinstance(first, Unread):
+        if schema_of(func).name in _SAME_MEMORY and isinstance(first, Unread):
             return Unread(first.source, like=first)
-        if func._schema.name == "aten::clone" and isinstance(first, Unread) and not first.is_kept:
+        if schema_of(func).name == "aten::clone" and isinstance(first, Unread) and not first.is_kept:
             return first.read()  # all strides are those of a contiguous tensor
-        if func._schema.name == "aten::copy_" and not isinstance(first, Unread) and not args[1].is_kept:
+        if schema_of(func).name == "aten::copy_" and not isinstance(first, Unread) and not args[1].is_kept:
             target, source = first, args[1].source
             if type(target) is Tensor and (target.shape, target.dtype) == (source.shape, source.dtype):
                 source.copy_into(target)
                 return target
-        aliases = [argument.alias_info is not None for argument in func._schema.arguments]
+        aliases = [argument.alias_info is not None for argument in schema_of(func).arguments]
         given = [_real(x, keep) for x, keep in zip(args, aliases)]
         out = func(*given, **{key: _real(x, keep=True) for key, x in kwargs.items()})
         return next((x for x, y in zip(args, given) if out is y and isinstance(x, Unread)), out)
@@ -178,8 +180,8 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     if type(value) is dict:
         return {key: mapped(function, x) for key, x in value.items()}
     new = map_tensors(function, value)
-    if new is not value and hasattr(value, "_metadata"):
-        new._metadata = value._metadata
+    if new is not value:
+        hand_on_metadata(value, new)
     return new
 
 

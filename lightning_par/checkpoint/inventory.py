@@ -17,6 +17,7 @@ from lightning_par.checkpoint.courier import Courier
 from lightning_par.checkpoint.owners import Place
 from lightning_par.mesh.broadcast import SMALL, Pickled
 from lightning_par.mesh.layout import Groups
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
 
@@ -102,7 +103,7 @@ class Inventory:
     def _add(self, place: Place, value: Any) -> Item:
         held = place.positions is None or self.groups.world.rank in place.ranks
         part = leaf(value) if isinstance(value, Tensor) and held and not is_elsewhere(value) else None
-        item = Item(len(self.items), place, part, 0 if part is None else part._version)
+        item = Item(len(self.items), place, part, 0 if part is None else write_count(part))
         self.items.append(item)
         self.scratch.nbytes = max(self.scratch.nbytes, place.shape.numel() * place.dtype.itemsize)
         return item
@@ -129,7 +130,7 @@ class Inventory:
     def item_of(self, x: Tensor) -> Item | None:
         """What ``x``, which `take` gave to this rank, is; None where it is another or was written to."""
         _, item = self._known.get(_identity(x), (None, None))
-        if item is None or (x.is_kept if isinstance(x, Unread) else x._version != item.version):
+        if item is None or (x.is_kept if isinstance(x, Unread) else write_count(x) != item.version):
             return None
         return item
 

@@ -21,16 +21,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_par.checkpoint.pickles import Asked, described
-from lightning_par.private.checkpoints import stored_at
+from lightning_par.private.checkpoints import METADATA_NAMES, STORAGE_INFO, stored_at
 
 _HOME = "torch.distributed.checkpoint.metadata"
 _DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _KINDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-          "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+          "MetadataIndex", "StorageMeta")  # fmt: skip
 _NAMES = {
     *((_HOME, kind) for kind in _KINDS),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), *(("torch", x.partition(".")[2]) for x in _DTYPES),
+    *METADATA_NAMES,
+    ("torch", "Size"), *(("torch", x.partition(".")[2]) for x in _DTYPES),
     ("builtins", "getattr"),  # how Python 3.11.0 to 3.11.3 write the member of an enum
     *((module, kind) for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath")),
 }  # fmt: skip
@@ -88,7 +88,7 @@ def _index(value: Any) -> MetadataIndex:
 
 
 def _place(value: Any) -> Any:
-    fields: dict[str, Any] = _asked(value, "torch.distributed.checkpoint.filesystem._StorageInfo", dict)
+    fields: dict[str, Any] = _asked(value, ".".join(STORAGE_INFO), dict)
     name, offset, length = _a(str, fields["relative_path"]), _a(int, fields["offset"]), _a(int, fields["length"])
     if os.path.basename(name) != name or name in ("", ".", "..") or min(offset, length) < 0:
         raise ValueError(f"it is garbled (a tensor lies at {offset} to {offset + length} of {name!r})")

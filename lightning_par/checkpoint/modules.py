@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.private.checkpoints import parameter_of_pickle
+from lightning_par.private.module_hooks import HOOKS
+from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS, modules_of
 
 _KEY = "tensors of modules, by where they are"
-_DICTS = ("_parameters", "_buffers")
+_DICTS = (PARAMETERS, BUFFERS)
 
 
 class _Parameter:
@@ -57,16 +59,16 @@ def _module_apart(module: nn.Module, path: str, tensors: dict[str, Tensor], made
     if id(module) in made:
         return made[id(module)]
     made[id(module)] = new = copy.copy(module)
-    for hooks in [name for name in vars(module) if name.endswith("_hooks")]:
+    for hooks in (name for name in HOOKS if name in vars(module)):
         vars(new)[hooks] = type(vars(module)[hooks])(
             (number, hook) for number, hook in vars(module)[hooks].items() if not _is_ours(hook)
         )
     for name in _DICTS:
         vars(new)[name] = own = dict(vars(module)[name])
         tensors.update((f"{path}.{key}", x) for key, x in own.items() if isinstance(x, Tensor))
-    vars(new)["_modules"] = {
+    vars(new)[MODULES] = {
         name: None if x is None else _module_apart(x, f"{path}.{name}", tensors, made)
-        for name, x in module._modules.items()
+        for name, x in modules_of(module).items()
     }
     return new
 
@@ -85,9 +87,9 @@ def _fill(value: Any, path: str, tensors: Mapping[str, Tensor], met: set[int]) -
             for name, x in vars(value)[kind].items():
                 if f"{path}.{name}" in tensors:
                     whole = tensors[f"{path}.{name}"]
-                    parameter = kind == "_parameters" and not isinstance(whole, nn.Parameter)
+                    parameter = kind == PARAMETERS and not isinstance(whole, nn.Parameter)
                     vars(value)[kind][name] = _Parameter(whole, x.requires_grad) if parameter else whole
-        for name, child in value._modules.items():
+        for name, child in modules_of(value).items():
             _fill(child, f"{path}.{name}", tensors, met)
     elif isinstance(value, (dict, list, tuple)):
         for key, x in value.items() if isinstance(value, dict) else enumerate(value):

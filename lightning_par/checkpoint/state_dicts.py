@@ -13,6 +13,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.absent.unread import Unread, read_all
 from lightning_par.checkpoint.buffers import GivenUp
 from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.private.modules import hand_on_metadata
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -80,7 +81,6 @@ def whole(state: Mapping[str, Any], inventory: Inventory) -> dict[str, Any]:
 def _like(state: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """``new`` in a dict of the kind of ``state``, with what a module hangs on it."""
     out = type(state)() if isinstance(state, dict) else {}
-    if hasattr(state, "_metadata"):
-        out._metadata = state._metadata  # type: ignore[attr-defined]
+    hand_on_metadata(state, out)
     out.update(new)
     return out

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.module_hooks import drop_forward_hooks
+from lightning_par.private.modules import parameters_of
 from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
@@ -27,13 +29,13 @@ class _Kept:
 
     @classmethod
     def of(cls, weight: Stored, used: Tensor) -> _Kept:
-        return cls(weight, weight._local._version, weight._local.data_ptr(), used)
+        return cls(weight, write_count(weight._local), weight._local.data_ptr(), used)
 
     @property
     def is_current(self) -> bool:
         """Whether the weight is as it was; of writes through ``.data`` only `Prefetch.about_to_write` knows."""
         local = self.weight._local
-        return (self.version, self.memory) == (local._version, local.data_ptr())
+        return (self.version, self.memory) == (write_count(local), local.data_ptr())
 
 
 Use = tuple[bool, torch.dtype]  # whether for backward, too, and in which precision
@@ -188,7 +190,7 @@ class _Again:
 
     def get(self) -> Tensor:
         x = self.weight
-        if x._local._version != self.version:
+        if write_count(x._local) != self.version:
             raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
         return x.held(self.dtype).as_strided(self.size, self.stride, self.offset)
 
@@ -204,13 +206,13 @@ class _LetGo:
         self._prefetch = prefetch
 
     def __call__(self, m: nn.Module, args: Any, output: Any) -> None:
-        self._prefetch.let_go(m._parameters.values())  # type: ignore[arg-type]
+        self._prefetch.let_go(parameters_of(m).values())  # type: ignore[arg-type]
 
 
 def let_go_after_calls(module: nn.Module, prefetch: Prefetch) -> None:
     """Have every module in ``module`` let go of its own weights after each call."""
     for m in module.modules():
-        if any(isinstance(p, Stored) for p in m._parameters.values()):
+        if any(isinstance(p, Stored) for p in parameters_of(m).values()):
             m.register_forward_hook(_LetGo(prefetch), always_call=True)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
@@ -80,7 +81,7 @@ class Stored(ShardedTensor):
         self = Stored(own, dim, positions, peers if within is None else axis)
         self._peers, self._inner = peers, inner
         self.split_over = None if within is None else (within._positions, within._axis)
-        self._is_param = True  # type: ignore[attr-defined]  # what `isinstance(x, nn.Parameter)` asks of a subclass
+        mark_parameter(self)  # what `isinstance(x, nn.Parameter)` asks of a subclass
         return self
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -118,7 +119,7 @@ class Stored(ShardedTensor):
 
     def used(self, held: Tensor) -> Tensor:
         """What all peers hold of it, as the step uses it."""
-        held._is_param = True  # type: ignore[attr-defined]  # to the rules it is no part of a batch
+        mark_parameter(held)  # to the rules it is no part of a batch
         return self.as_used(held)
 
     def held_like(self) -> Tensor:
@@ -136,7 +137,7 @@ class Stored(ShardedTensor):
                 own.grad = collectives.gather(self._local.grad, self._dim, self._inner, self._peers, "unshard").clone()
         used = self.used(own)
         if used is not own:
-            used._is_param = True  # type: ignore[attr-defined]
+            mark_parameter(used)
         return used
 
     def twin(self, local: Tensor | None = None) -> Stored:
@@ -147,7 +148,7 @@ class Stored(ShardedTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) not in memo:
             copied = self.twin(super().__deepcopy__(memo)._local)
-            copied._is_param = True  # type: ignore[attr-defined]
+            mark_parameter(copied)
             memo[id(self)] = copied
         return memo[id(self)]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, note
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.tensors import write_count
 
 Kind = Literal["forward", "backward"]
 Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
@@ -91,10 +92,10 @@ class Axis:
         if known is not None:
             reference, version, entry = known
             # An optimizer or `x.data = ...` may have changed x since.
-            if reference() is x and version == x._version and entry.data_ptr() == x.data_ptr():
+            if reference() is x and version == write_count(x) and entry.data_ptr() == x.data_ptr():
                 return entry
         entry = enter(x, self)
-        self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), x._version, entry)
+        self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), write_count(x), entry)
         return entry
 
     def forget_entries(self) -> None:

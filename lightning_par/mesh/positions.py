@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lightning_par.private.fake_tensors import unset_fake_temporarily
 
 Array = np.ndarray
 

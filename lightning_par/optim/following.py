@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.optim import lost_writes
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.gathered_parts import Wholes
 from lightning_par.private.compiler import uncompiled
-from lightning_par.private.modes import innermost_mode
+from lightning_par.private.modes import DisableTorchFunctionSubclass, innermost_mode
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.rules import lookup
 from lightning_par.sharded.rules.gather_report import on_gather
 from lightning_par.sharded.tensor import ShardedTensor, moves
@@ -102,7 +102,7 @@ class Following(TorchFunctionMode):
         if function.name == "data":
             return lookup.dispatch(func, args, kwargs)
         if function.kind is Effect.METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         lost_writes.refuse(func, args, kwargs)
         if torch.is_grad_enabled() and _wants_gradient((args, kwargs)):

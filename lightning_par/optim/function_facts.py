@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from lightning_par.private.operators import HOMES
 from lightning_par.sharded.rules import lookup, pointwise
 from lightning_par.trial.memo import Memo
 
@@ -86,7 +87,7 @@ def _kind(func: Any, name: str) -> Effect:
         return (
             Effect.VIEWS if name in _VIEWS else Effect.OTHER if name in ("real", "imag", "_base") else Effect.METADATA
         )
-    if module.startswith(("torch._ops", "torch.ops", "torch.fft", "torch.special")) or not module.startswith("torch"):
+    if module.startswith((*HOMES, "torch.fft", "torch.special")) or not module.startswith("torch"):
         return Effect.OTHER
     rule = lookup.RULES.get(name)
     if rule in (lookup._metadata, lookup.is_contiguous, lookup.is_same_size) or name == "requires_grad_":

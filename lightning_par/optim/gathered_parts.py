@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_par.optim import lost_writes
 from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -65,7 +66,7 @@ class Wholes:
                 whole = x.full_tensor("optimizer")
                 whole = whole.clone() if whole.is_set_to(x.local) else whole.detach()
                 part = x.local.detach()
-            made = _Whole(x, part, whole.requires_grad_(x.requires_grad), whole._version)
+            made = _Whole(x, part, whole.requires_grad_(x.requires_grad), write_count(whole))
             self._made.setdefault(memory_of(part), []).append(made)
             self._by_whole[memory_of(whole)] = made
         return whole
@@ -94,7 +95,7 @@ class Wholes:
                     f"A sharded tensor of shape {tuple(made.view.shape)} was given another one in place, "
                     f"{tuple(made.whole.shape)}, which it can't have."
                 )
-            if made.exposed or made.whole._version != made.version:
+            if made.exposed or write_count(made.whole) != made.version:
                 made.part.copy_(made.view.part_of(made.whole.detach()))
             for name, reference in made.views:
                 x = reference()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, leaf
@@ -185,7 +186,7 @@ class GradientSync:
     def _refuse_early_steps(self, bucket: _Bucket) -> None:
         """A hook of the user's own, as optimizers that step within backward have, would see what is not synced yet."""
         for x in bucket.leaves:
-            if len(x._post_accumulate_grad_hooks or ()) > 1:
+            if len(hooks_of(x)[1]) > 1:
                 raise RuntimeError(
                     f"{self._name(x)!r} has a hook of `register_post_accumulate_grad_hook`, which runs before the "
                     "ranks' gradients are synced. Do it in on_before_optimizer_step."

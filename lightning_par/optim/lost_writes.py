@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
+from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded.rules.gather_report import name_of, user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
@@ -48,7 +50,7 @@ def note(name: str, source: Tensor, copy: Tensor) -> Tensor:
         for key in [key for key, (other, _) in copies.items() if other.expired()]:
             del copies[key]
         copies[memory.cdata] = memory, []
-    copies[memory.cdata][1].append(_Copy(name, weakref.ref(copy), counter, counter._version))
+    copies[memory.cdata][1].append(_Copy(name, weakref.ref(copy), counter, write_count(counter)))
     return copy
 
 
@@ -65,7 +67,7 @@ def written(source: Tensor, value: Any = None) -> str | None:
         return None
     if value is not None:
         copies[:] = [copy for copy in copies if copy.tensor() is not value]
-    return next((copy.name for copy in copies if copy.counter._version != copy.version), None)
+    return next((copy.name for copy in copies if write_count(copy.counter) != copy.version), None)
 
 
 def refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -77,7 +79,7 @@ def refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for x in tree_leaves((args, kwargs)) if RunState.current.copies else ():
         maker = written(x._innermost, args[2] if name_of(func) == "__setitem__" else None) if _is_part(x) else None
         if maker is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 shape = tuple(x.shape)
             raise RuntimeError(
                 f"`{name_of(func)}` at {user_line()} uses a sharded tensor {shape} of which `{maker}` made a copy, "

@@ -28,7 +28,7 @@ from lightning_par.optim.staged_step import FollowingStages
 from lightning_par.optim.stand_ins import Copies, Parts, StandIns, own, sharded_parameters, with_inner
 from lightning_par.optim.torch_optimizers import BY_ELEMENT, BY_PARAMETER, runs_torchs_step
 from lightning_par.optim.value_places import StagePlaces, unmarked
-from lightning_par.private.optimizers import has_step_hooks
+from lightning_par.private.optimizers import has_step_hooks, scheduler_marks
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -110,8 +110,7 @@ class _Adopted:
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self.step(args, kwargs)
 
-        marks = {key: x for key, x in getattr(self._plain, "__dict__", {}).items() if key.startswith("_wrapped")}
-        vars(step).update(marks)
+        vars(step).update(scheduler_marks(self._plain))
         return MethodType(step, self.optimizer)
 
     def step(self, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import ElsewhereError
+from lightning_par.private.tensors import write_count
 from lightning_par.python_state.generators import snapshot
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import OutOfSightError, leaf
@@ -52,7 +53,7 @@ class Start:
 
     def is_written(self) -> bool:
         """Whether a parameter, a gradient or the state was written to."""
-        return any(x._version != version for x, version in self._versions)
+        return any(write_count(x) != version for x, version in self._versions)
 
     def restore(self) -> None:
         """Undo what the step did to Python's objects, and its draws."""
@@ -72,7 +73,7 @@ class Start:
         parameters = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         found: list[Tensor] = [x for p in parameters for x in (leaf(p), leaf(p).grad) if x is not None]
         found += [leaf(x) for one in self._optimizers for x in tensors_in([*one.state.values()])]
-        self._versions = [(x, x._version) for x in found]
+        self._versions = [(x, write_count(x)) for x in found]
 
 
 def is_out_of_sight(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.optim.stand_ins import sharded_parameters
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded import aliases
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -53,7 +54,7 @@ class Shared:
         return [p._innermost for p in {id(p): p for p in sharded_parameters(self.optimizer)}.values()]
 
     def _versions_now(self) -> list[int]:
-        return [x._version for x in self._parts()] if aliases.is_any() else []
+        return [write_count(x) for x in self._parts()] if aliases.is_any() else []
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.broadcast import send_to_all
@@ -23,6 +22,7 @@ from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.remote_state import StatesAway
 from lightning_par.optim.value_places import Place, StagePlaces, covers, find_places, innermost, mark, place_of, unmark
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.rules.gather_report import on_send
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf

@@ -34,6 +34,17 @@ def reduced_late(shape: torch.Size, dtype: torch.dtype, storage: LateStorage) ->
     return rebuild, (late, 0, tuple(shape), strides, *rest)
 
 
+STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+"""The class that describes where torch's reader of distributed checkpoints finds a tensor, by module and name."""
+
+METADATA_NAMES = (
+    STORAGE_INFO,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+)
+"""What the pickle of a distributed checkpoint's metadata names, of what has no public name."""
+
+
 def stored_at(file: str, offset: int, length: int) -> Any:
     """Where torch's reader of distributed checkpoints finds a tensor; its description has no public name."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

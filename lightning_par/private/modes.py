@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # has no public home
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["TorchDispatchMode"]  # it has no public home
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""Inside, neither classes of tensors nor modes see torch functions: both are to run as they are written."""
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Inside, classes of tensors don't see torch functions, modes do. What is public, to return from a class's
+``__torch_function__``, costs more."""
 
 
 def innermost_mode() -> Any:
@@ -21,7 +29,7 @@ def innermost_mode() -> Any:
 @contextlib.contextmanager
 def no_modes() -> Iterator[None]:
     """No mode sees what is done inside: neither those of torch functions nor those that make tensors fake."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if not torch._C._len_torch_dispatch_stack():  # the next line costs some time
             yield
             return

@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 
+CALL = "_compiled_call_impl"
+"""Where a module keeps what is called instead of it, if anything."""
+
+METHODS = frozenset("""
+_call_impl _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
+""".split())  # fmt: skip
+"""The code, by its names, that runs when a module is called, saved or loaded."""
+
 
 def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
     """What ``module(...)`` runs now: the user's compiled call, or forward with its hooks."""
@@ -17,16 +25,21 @@ def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
 def set_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
     """Let ``module(...)`` run ``call``, hooks and all left to it. `nn.Module.compile` uses the same attribute, which
     copies and pickles of the module leave behind; a replaced ``forward`` would be in them, and run the user's hooks."""
-    module.__dict__["_compiled_call_impl"] = call
+    module.__dict__[CALL] = call
 
 
 def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """What `set_call` set."""
-    return module.__dict__.get("_compiled_call_impl")
+    return module.__dict__.get(CALL)
 
 
 def reset_call(module: torch.nn.Module, before: Callable[..., Any]) -> None:
     """Undo `set_call`; ``before`` is what `plain_call` gave."""
-    module.__dict__.pop("_compiled_call_impl", None)
+    module.__dict__.pop(CALL, None)
     if before != module._call_impl:
-        module.__dict__["_compiled_call_impl"] = before
+        module.__dict__[CALL] = before
+
+
+def forget_call(module: torch.nn.Module) -> None:
+    """Let ``module(...)`` run what is not compiled, as the copy of a module must: what is compiled runs the first."""
+    module.__dict__.pop(CALL, None)

@@ -13,6 +13,10 @@ BackwardHook = torch.utils.hooks.BackwardHook
 """What a module makes of its full backward hooks at each call."""
 
 
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+"""The attributes in which a module keeps hooks."""
+
+
 def replace_backward_hook(kind: type) -> None:
     """Let modules make a ``kind`` of `BackwardHook`; torch offers no other place to see what their hooks are given."""
     torch.nn.modules.module.BackwardHook = kind  # type: ignore[misc,assignment]
@@ -102,3 +106,8 @@ def drop_forward_hooks(module: nn.Module, kind: type) -> None:
     for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, kind)]:
         for hooks in dicts_of_hooks(module):
             hooks.pop(key, None)
+
+
+def has_partial_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` has a hook of the deprecated ``register_backward_hook``; torch tells by a flag."""
+    return bool(module._backward_hooks) and not module._is_full_backward_hook

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+"""The attributes in which a module keeps its own; what is public walks those within, too, or hides what is None."""
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
+
+
+def hand_on_metadata(state: Any, new: Any) -> None:
+    """Let a state dict have the versions of modules that another has: a module hangs them on what it returns."""
+    if hasattr(state, "_metadata"):
+        new._metadata = state._metadata
 
 
 def weight_norms(module: nn.Module) -> list[Any]:

@@ -36,3 +36,8 @@ def found_infs(scaler: Any, optimizer: Any) -> list[Tensor]:
 def note_overflow_flag(scaler: Any, optimizer: Any, flag: Tensor) -> None:
     """Add a flag to those that `found_infs` shows: a rank without gradients has none, and its scaler would raise."""
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"][flag.device] = flag
+
+
+def scheduler_marks(step: Any) -> dict[str, Any]:
+    """What a learning rate scheduler hangs on ``optimizer.step``: what takes its place without it makes it warn."""
+    return {name: x for name, x in getattr(step, "__dict__", {}).items() if name.startswith("_wrapped")}

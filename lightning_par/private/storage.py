@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,32 +34,6 @@ def is_shared(x: Tensor) -> bool:
 
     with torch._C.DisableTorchFunction():
         return uses(x) > uses(torch.empty(1)) or not x.untyped_storage().resizable()
-
-
-class _Data(property):
-    """``torch.Tensor.data``, whose name is asked for by what watches torch functions."""
-
-    __name__ = "data"
-
-
-def replace_data_setter(takes: Callable[[Tensor, Any, Callable[[Tensor, Tensor], None]], bool]) -> None:
-    """Ask ``takes(x, value, set)`` first where a tensor's ``data`` is set: whether it has done so.
-
-    Torch asks no ``__torch_function__`` of the value, and takes one that has no memory for a plain one.
-    """
-    plain: Any = torch._C.TensorBase.data
-
-    def set_data(x: Tensor, value: Any) -> None:
-        if not takes(x, value, plain.__set__):
-            plain.__set__(x, value)
-
-    torch.Tensor.data = _Data(plain.__get__, set_data)  # type: ignore[assignment,misc]
-
-
-def is_held(x: Tensor) -> bool:
-    """Whether C++ code or a weak reference refers to ``x``, so that it can't be swapped; torch checks the same."""
-    count: int = x._use_count()  # type: ignore[attr-defined]
-    return count > 1 or bool(weakref.getweakrefs(x))
 
 
 def trim_memory() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.python_state.changes import ValueChange
 from lightning_par.python_state.mutable_objects import Cell
 from lightning_par.python_state.referents import holds

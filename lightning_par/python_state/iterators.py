@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.private.modes import no_modes
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.changes import ValueChange, as_it_is
 from lightning_par.python_state.mutable_objects import Cell

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.private.tensors import view_base, write_count
 from lightning_par.python_state.changes import Change, MappingChange, SequenceChange, SetChange
 from lightning_par.python_state.dict_entries import entries_of
 
@@ -482,7 +483,7 @@ def is_dunder(name: Any) -> bool:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; inference tensors don't count."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else write_count(tensor)
 
 
 def note_write(tensor: Tensor) -> None:
@@ -497,7 +498,7 @@ def forget_write(tensor: Tensor) -> None:
 
 def set_to(tensor: Tensor, value: Tensor) -> None:
     """Give ``tensor`` another value, such that a graph that holds it goes on with the one that it had."""
-    if tensor._base is not None:
+    if view_base(tensor) is not None:
         tensor.copy_(value)
         return
     tensor.data = torch.empty_like(tensor).copy_(value)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Size, Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
+from lightning_par.private.pytree import SUPPORTED_NODES, tree_map
 from lightning_par.python_state.user_code import has_attributes, slots_of
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Size)  # pytree would make a tuple of a size

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_par.private.module_hooks import hooks_on_all
+from lightning_par.private import lightning_modules, metrics
+from lightning_par.private.module_hooks import HOOKS, hooks_on_all
+from lightning_par.private.modules import MODULES, PARAMETERS, buffers_of, parameters_of
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.contents import CacheCell, cell_of_value
 from lightning_par.python_state.iterators import IteratorCell, Replay, copied_by
@@ -47,9 +49,6 @@ _ITEMS = 64  # of one container whose tensors get a spare
 _LOOKED_AT = 1000  # items of one container whose insides are watched
 _MOST = 50_000  # objects in all
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-_LIGHTNING = frozenset("_trainer _fabric _fabric_optimizers _device_mesh _compiler_ctx _metric_attributes".split())
-_METRIC = frozenset("_defaults _reductions _persistent _update_signature update compute forward dist_sync_fn".split())
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _STEPS = frozenset("training_step validation_step test_step predict_step forward on_before_batch_transfer "
                    "transfer_batch_to_device on_after_batch_transfer".split())  # fmt: skip
 _ANY_NAME = frozenset("getattr setattr delattr vars eval exec globals attrgetter methodcaller __dict__".split())
@@ -217,21 +216,21 @@ class Reach:
         if id(module) in self.names:
             return
         name = self._name(name, module)
-        skipped = _OWN | _LIGHTNING
-        if isinstance(module, Metric) or hasattr(module, "_groups_checked"):
+        skipped = _OWN | lightning_modules.ATTRIBUTES
+        if isinstance(module, Metric) or metrics.is_collection(module):
             self.metrics[name] = module
-            skipped |= _METRIC
+            skipped |= metrics.ATTRIBUTES
         cell = self.cells[name] = MappingCell(name, module, vars(module), skipped)
         self._inside(cell)
         self.of_modules.add(id(cell))
         if isinstance(module, torch.jit.ScriptModule):  # what it holds is not Python's: nothing else can be put there
-            self._inside(TupleCell(f"{name}._buffers", tuple(module._buffers.values()), None))
+            self._inside(TupleCell(f"{name}._buffers", tuple(buffers_of(module).values()), None))
         else:
             self._dicts(name, module)
-        for path, p in module._parameters.items():
+        for path, p in parameters_of(module).items():
             if p is not None and id(p) not in self.names:
                 self._name(f"{name}.{path}", p)
-        for kind in _HOOKS if self.hooks else ():
+        for kind in HOOKS if self.hooks else ():
             for n, hook in enumerate(vars(module)[kind].values()):
                 self._waiting.append(_Found(f"{name}.{kind}[{n}]", hook))
         self._class(type(module))
@@ -239,13 +238,13 @@ class Reach:
     def _dicts(self, name: str, module: nn.Module) -> None:
         """What a module keeps its buffers, submodules and parameters in."""
         uncounted = isinstance(module, _BATCH_NORMS)
-        buffers = (BuffersCell if uncounted else MappingCell)(f"{name}._buffers", module, module._buffers)
+        buffers = (BuffersCell if uncounted else MappingCell)(f"{name}._buffers", module, buffers_of(module))
         self.cells[buffers.name] = buffers
         if uncounted:
-            self.uncounted.update(map(id, module._buffers.values()))
+            self.uncounted.update(map(id, buffers_of(module).values()))
         self.of_modules.add(id(buffers))
         self._inside(buffers, buffers=True)
-        for fixed in ("_modules", "_parameters"):
+        for fixed in (MODULES, PARAMETERS):
             self.cells[f"{name}.{fixed}"] = MappingCell(name, module, vars(module)[fixed], fixed=_MODULES)
 
     def _hidden_module(self, found: _Found) -> None:

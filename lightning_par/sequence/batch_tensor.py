@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.private.modes import DisableTorchFunction, DisableTorchFunctionSubclass
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.tensors import make_wrapper_subclass, write_count
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sharded import aliases
@@ -54,8 +56,8 @@ class BatchTensor(ShardedTensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, dim: int, positions: Positions, axis: Any) -> BatchTensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            self = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+        with DisableTorchFunctionSubclass():
+            self = make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
         self._whole, self._dim, self._positions, self._axis = whole, dim, positions, axis
         self._cut = None
         return self
@@ -65,7 +67,7 @@ class BatchTensor(ShardedTensor):
         whole = self._whole
         if whole.requires_grad:
             return self._kept(collectives.scatter(whole, self._dim, self._positions, self._axis))
-        version = None if whole.is_inference() else whole._version, aliases.writes_into(whole)
+        version = None if whole.is_inference() else write_count(whole), aliases.writes_into(whole)
         if self._cut is None or self._cut[0] != version:
             self._cut = version, self._kept(self._part(whole))
         return self._cut[1]
@@ -94,7 +96,7 @@ class BatchTensor(ShardedTensor):
     def data(self, value: Tensor) -> None:
         self._whole.data = full(value).detach()
         if self._cut is not None:  # what saved it for backward has the new memory, as what saves the whole has
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._cut[1].data = self._part(self._whole.data)
             self._kept(self._cut[1])
 

@@ -3,7 +3,7 @@
 With the log-sum-exp of a query over all blocks at hand, each block's gradients can be computed by themselves:
 P = exp(S - lse), D = rowsum(dO * O), dS = P * (dP - D) (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B.2;
 Liu et al., "Ring Attention", arXiv 2310.01889). So torch's own fused kernels serve a block as they serve a whole
-sequence. No public name takes or gives the log-sum-exp, hence this file, and no other, calls the private ones.
+sequence. No public name takes or gives the log-sum-exp; `lightning_par.private.attention_kernels` has the private ones.
 
 Shapes: q (B, H, T, d), k (B|1, K, S, d), v (B|1, L, S, e), where K and L divide H. Outputs and sums are float32 at
 least: rounding each block's part to half precision adds up over the ranks.
@@ -11,17 +11,15 @@ least: rounding each block's part to half precision adds up over the ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.private import attention_kernels
 from lightning_par.sequence import plain_kernel
 from lightning_par.sequence.plain_kernel import Block, spread, summed, wide
 
 _HALVES = (torch.float16, torch.bfloat16)
-_aten: Any = torch.ops.aten
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -49,14 +47,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
     bias = _additive(block.bias, q)
     if kernel == "cpu":
         q, k, v = _dense(wide(q)), *_fitting(q, wide(k), wide(v))
-        op = _aten._scaled_dot_product_flash_attention_for_cpu
+        op = attention_kernels.cpu
         out, lse = op(q, k, v, 0.0, block.causal, attn_mask=bias, scale=block.scale)
     elif kernel == "flash":
         q, k, v = _dense(q), *_equal_heads(q, k, v)
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=block.scale)[:2]
+        out, lse = attention_kernels.flash(q, k, v, 0.0, block.causal, False, scale=block.scale)[:2]
     else:
         q, k, v = _dense(q), *_equal_heads(q, k, v)
-        op = _aten._scaled_dot_product_efficient_attention
+        op = attention_kernels.efficient
         out, lse = op(q, k, v, _aligned(bias, q, k), True, 0.0, block.causal, scale=block.scale)[:2]
         lse = lse[..., : q.shape[2]]  # padded to a multiple of 32
     out, lse = wide(out), wide(lse)
@@ -97,7 +95,7 @@ def attend_backward(
     shapes = k.shape, v.shape
     if kernel == "cpu":
         k, v = _fitting(q, wide(k), wide(v))
-        op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        op = attention_kernels.cpu_backward
         rows = [_dense(wide(x)) for x in (grad, q)]
         grads = op(*rows, k, v, wide(out), lse, 0.0, causal, attn_mask=bias, **options)
     else:
@@ -105,10 +103,10 @@ def attend_backward(
         rows = [_dense(grad.to(q.dtype)), _dense(q), k, v]
         seed = torch.zeros((2,), dtype=torch.uint64, device=q.device)  # of a dropout that is not done
         if kernel == "flash":
-            op, sizes = _aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+            op, sizes = attention_kernels.flash_backward, (q.shape[2], k.shape[2])
             grads = op(*rows, out.to(q.dtype), lse, None, None, *sizes, 0.0, causal, seed, seed[0], **options)
         else:
-            op, bias, seed = _aten._scaled_dot_product_efficient_attention_backward, _aligned(bias, q, k), seed.long()
+            op, bias, seed = attention_kernels.efficient_backward, _aligned(bias, q, k), seed.long()
             lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
             wanted = [True, True, True, False]
             grads = op(*rows, bias, out.to(q.dtype), lse, seed[0], seed[1], 0.0, wanted, causal, **options)

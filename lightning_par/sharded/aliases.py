@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.storage import storage_of
+from lightning_par.private.tensors import write_count
 
 Axes = tuple[Axis, ...]
 _ATTRIBUTE = "_lightning_par_memory"
@@ -150,7 +151,7 @@ class Memory:
             x: lies in it.
             quiet: whether its version does not show it, as through ``.data``.
         """
-        version = None if x.is_inference() else x._version
+        version = None if x.is_inference() else write_count(x)
         told = self._told
         if told is None or told[0]() is not x or told[1] != version or version is None:
             self._told = weakref.ref(x), version

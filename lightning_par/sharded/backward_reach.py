@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import accumulates, gathers, is_of_package
+from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import parts_along
 
@@ -107,11 +108,12 @@ def whole_in_hooks(leaves: Sequence[Tensor], axes: Axes) -> Iterator[None]:
     """Within, hooks of ``leaves`` see whole gradients, and what they return is shared out again."""
     handles = []
     for x in leaves:
-        if x._backward_hooks and sharing(x, axes):
-            users = list(x._backward_hooks.items())
-            x._backward_hooks.clear()
+        hooks, _ = hooks_of(x)
+        if hooks and sharing(x, axes):
+            users = list(hooks.items())
+            hooks.clear()
             handles.append(x.register_hook(lambda grad, x=x: leave(grad, sharing(x, axes))))
-            x._backward_hooks.update(users)
+            hooks.update(users)
             handles.append(x.register_hook(lambda grad, x=x: grad / ranks(sharing(x, axes))))
     try:
         yield
@@ -169,7 +171,7 @@ def begins_whole(x: Any, axes: Axes) -> Any:
 
 
 def _is_synced(x: Tensor) -> bool:
-    return x.is_leaf and bool(x._post_accumulate_grad_hooks)
+    return x.is_leaf and bool(hooks_of(x)[1])
 
 
 def _add(x: Tensor, grad: Tensor) -> None:

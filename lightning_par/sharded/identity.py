@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.private.modules import forget_weak_references, renew_weak_references, weight_norms
+from lightning_par.private.tensors import PARAMETER_MARK
 
 _OWN = {
     "_local",
     "_dim",
     "_positions",
     "_axis",
-    "_is_param",
+    PARAMETER_MARK,
     "_facts",
     "_peers",
     "_inner",

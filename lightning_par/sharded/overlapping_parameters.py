@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -69,7 +70,7 @@ def _run(x: Tensor) -> tuple[Any, int, int]:
 def _attributes(module: nn.Module, holders: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in (PARAMETERS, BUFFERS, MODULES):
                 yield from _held(f"{path}.{name}" if path else name, value, _DEPTH)
     for holder in holders:
         for name, value in getattr(holder, "__dict__", {}).items():

@@ -23,7 +23,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import storage_of
+from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter
 from lightning_par.sharded import aliases
 from lightning_par.sharded.run_state import RunState
 
@@ -69,10 +71,10 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
-        with torch._C.DisableTorchFunction():  # nor do modes look: it is made often
+        with DisableTorchFunction():  # nor do modes look: it is made often
             shape = list(local.shape)
             shape[dim] = positions.size
-            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+            self = make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
             is_leaf = local.requires_grad and local.is_leaf
         self._local, self._dim, self._positions, self._axis = local, dim, positions, axis
         names = RunState.current.names
@@ -191,7 +193,7 @@ class ShardedTensor(torch.Tensor):
         if value is None:
             self._local.grad = None
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._local.grad, shares = self._own_part(value)
         if not shares:
             aliases.link(self.with_local(self._local.grad), value)
@@ -211,7 +213,7 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._local.data, shares = self._own_part(value)
         if not shares:
             aliases.link(self, value)
@@ -267,8 +269,8 @@ class ShardedTensor(torch.Tensor):
 
         if id(self) not in memo:
             copied = self.with_local(copy.deepcopy(self._local, memo))
-            if getattr(self, "_is_param", False):
-                copied._is_param = True
+            if is_marked(self):
+                mark_parameter(copied)
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -303,7 +305,7 @@ def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis)
     """A parameter of which this rank keeps its part of ``whole``, as a fresh leaf."""
     part = collectives.scatter(whole.detach(), dim, positions, axis).clone(memory_format=torch.contiguous_format)
     param = ShardedTensor(torch.nn.Parameter(part, requires_grad=whole.requires_grad), dim, positions, axis)
-    param._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
+    mark_parameter(param)  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
     return param
 
 

@@ -24,7 +24,9 @@ from lightning_par.optim.clipping import Counting
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.between_steps.send_away import bring_back
 from lightning_par.pipeline.part import StagesPart
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.optimizers import move_optimizers
+from lightning_par.private.strategies import layer_sync
 from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run
@@ -163,10 +165,10 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     def _sync_batch_norm(self) -> None:
         assert self.model is not None
         layers = [name for name, m in self.model.named_modules() if isinstance(m, _BATCH_NORMS)]
-        if self._layer_sync is None or not layers or self.groups.data.size == 1:
+        if layer_sync(self) is None or not layers or self.groups.data.size == 1:
             return
-        if not isinstance(self._layer_sync, self.namespace.from_pytorch("plugins", "TorchSyncBatchNorm")):
-            self.model = self._layer_sync.apply(self.model)
+        if not isinstance(layer_sync(self), self.namespace.from_pytorch("plugins", "TorchSyncBatchNorm")):
+            self.model = layer_sync(self).apply(self.model)
         elif self.root_device.type == "cpu":
             raise ValueError(
                 f"sync_batchnorm=True: torch's SyncBatchNorm does not run on CPU, and {layers[0]!r} is a BatchNorm. "
@@ -218,14 +220,14 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._stop_reading()
         if module is not None:
             restore_metrics(module)
-            trainer: Any = module._trainer
+            trainer: Any = trainer_of(module)
             if trainer is not None:
                 restore_writers(trainer.callbacks)
             # After an exception on one rank the others may be gone: nothing that waits for them.
             if trainer is not None and trainer.state.status.value != "interrupted" and self._groups is not None:
                 self._unshard_model()
-        if self._synced_batch_norm and self._layer_sync is not None and self.model is not None:
-            self.model = self._layer_sync.revert(self.model)
+        if self._synced_batch_norm and layer_sync(self) is not None and self.model is not None:
+            self.model = layer_sync(self).revert(self.model)
             self._synced_batch_norm = False
         precision.restore(self.precision_plugin)
         super().teardown()

@@ -14,8 +14,9 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.run.located import Run
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.process_groups import init_process_group
-from lightning_par.private.trainer import given_anew
+from lightning_par.private.strategies import given_anew, launched_by
 from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 
 @given_anew
+@launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
 class RanksMixin(_Base):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
@@ -145,9 +147,6 @@ class RanksMixin(_Base):
         # Here, when the Trainer is made, no rank waits for another yet.
         self.layout = self.resolve_layout(self.num_nodes * self.num_processes)
 
-    def _configure_launcher(self) -> None:
-        self._launcher = launch.make_launcher(self.namespace, self, self.start_method)
-
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
@@ -195,7 +194,7 @@ class RanksMixin(_Base):
 
     def _meet_after_exception(self) -> None:
         """Before anything waits for other ranks once a run was interrupted; see `end_of_run.meet_after_exception`."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
             return
         progress = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"

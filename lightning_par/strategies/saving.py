@@ -23,6 +23,8 @@ from lightning_par.checkpoint.state_dicts import cut_to_parts, detach_from_file,
 from lightning_par.optim.optimizers import adopt
 from lightning_par.pipeline.between_steps.gather_states import whole_where_held
 from lightning_par.pipeline.part import StagesPart
+from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.strategies import give_checkpoint_io, given_checkpoint_io
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
@@ -58,15 +60,15 @@ class SavingMixin(RanksMixin):
     @property
     def checkpoint_io(self) -> Any:
         """The user's plugin, else ours; a wrapping plugin of the user's is given ours to wrap."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_checkpoint_io()
-        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:
-            setattr(self._checkpoint_io, "checkpoint_io", self._default_checkpoint_io())  # noqa: B010
-        return self._checkpoint_io
+        if given_checkpoint_io(self) is None:
+            give_checkpoint_io(self, self._default_checkpoint_io())
+        elif getattr(given_checkpoint_io(self), "checkpoint_io", self) is None:
+            setattr(given_checkpoint_io(self), "checkpoint_io", self._default_checkpoint_io())  # noqa: B010
+        return given_checkpoint_io(self)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
+        give_checkpoint_io(self, io)
 
     def _default_checkpoint_io(self) -> Any:
         from lightning_par.checkpoint.files import make_checkpoint_io
@@ -101,7 +103,7 @@ class SavingMixin(RanksMixin):
 
     def _running_save(self) -> FrameType | None:
         """The call of `Trainer.save_checkpoint` that this one is a part of."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         methods = [vars(kind).get("save_checkpoint") for kind in type(trainer).__mro__]
         codes = [getattr(method, "__code__", None) for method in methods if method is not None]
         frame = inspect.currentframe()
@@ -141,7 +143,7 @@ class SavingMixin(RanksMixin):
             checkpoint[OWN] = {"generators": generators.saved_state()}
         writing = Writing(self.broadcast(str(filepath)), inventory)
         writing.begin(checkpoint, [*map(self._names, self.optimizers, checkpoint.get("optimizer_states", ()))])
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         running = trainer is not None and trainer.state.status.value == "running"
         if self.save_distributed_checkpoint != "async" or not running:
             writing.finish()

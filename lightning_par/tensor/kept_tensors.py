@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.private.modules import MODULES, PARAMETERS
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.apply import unshard_module
 
@@ -28,7 +29,7 @@ def make_held_whole(holders: Iterable[Any], but: Iterable[Tensor] = ()) -> None:
 def _attributes(holder: Any, seen: set[int]) -> None:
     held = getattr(holder, "__dict__", {})
     for name, value in list(held.items()):
-        if not (isinstance(holder, nn.Module) and name in ("_parameters", "_modules")):
+        if not (isinstance(holder, nn.Module) and name in (PARAMETERS, MODULES)):
             new = _whole(value, seen)
             if new is not value:
                 held[name] = new

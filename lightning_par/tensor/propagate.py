@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.rules import dispatch
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.symbolic_ranks import Book, Labels, NeedsGather, PlanAxis

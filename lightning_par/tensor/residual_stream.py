@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.tensors import write_count
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.several_axes import Mix
@@ -46,7 +47,7 @@ class ResidualAxis(SequenceAxis):
     def opened(self, x: ShardedTensor) -> Tensor:
         """All tokens of ``x``, for an island. What reads the same tensor shares one all-gather, and one sum back."""
         local = x._local
-        version = local._version, aliases.writes_into(aliases.innermost(local))
+        version = write_count(local), aliases.writes_into(aliases.innermost(local))
         known = self._opened.get(id(local))
         if known is not None and known[0]() is local and known[1] == version:
             return known[2]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from lightning_par.private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -15,8 +16,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map
-
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import ShardedTensor
 

@@ -13,8 +13,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_par.mesh.batch_broadcast import broadcast_batch
+from lightning_par.private.lightning_modules import before_batch_transfer
 from lightning_par.private.loaders import data_source, mode_of, request_loader
-from lightning_par.private.trainer import before_batch_transfer, resumes
+from lightning_par.private.trainer import resumes
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import Snapshot, kept
 from lightning_par.python_state.user_code import is_library, packages_of

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par.private.fake_tensors import FakeTensorMode
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.private.transforms import in_functorch, is_wrapped
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
@@ -131,7 +132,7 @@ def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
         raise RuntimeError("copy.deepcopy of a tensor that is no leaf of the graph")
     if id(x) not in memo:
         memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-        memo[id(x)]._is_param = isinstance(x, nn.Parameter)
+        mark_parameter(memo[id(x)], isinstance(x, nn.Parameter))
     return memo[id(x)]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.tensors import write_count
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
@@ -191,9 +192,9 @@ def _take(stream: Any, count: int, may_begin: bool, begun: Replaced) -> list[Any
     copied = copy_of(stream)
     if copied is not None:
         tensors = generators.find([stream], (Tensor,))  # large ones are not copied
-        versions = [x._version for x in tensors]
+        versions = [write_count(x) for x in tensors]
         items = _begin(copied, count)
-        if not _same(items, _begin(copy_of(stream), count)) or versions != [x._version for x in tensors]:
+        if not _same(items, _begin(copy_of(stream), count)) or versions != [write_count(x) for x in tensors]:
             raise UnrepeatableError(stream)
     elif not may_begin:
         raise NoBatchError

@@ -6,6 +6,7 @@ import inspect
 import types
 from typing import Any
 
+from lightning_par.private.lightning_modules import HPARAMS
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.reachable import ATOMS
 from lightning_par.python_state.user_code import is_library
@@ -49,7 +50,7 @@ def _named(owner: Any, hook: str) -> set[str]:
         code = _code(owner, name)
         if code is not None:
             waiting += names_of(code).attributes
-    return names | {"_hparams"} if "hparams" in names else names
+    return names | {HPARAMS} if "hparams" in names else names
 
 
 def _code(owner: Any, name: str) -> types.CodeType | None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
+from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
@@ -32,7 +34,7 @@ def stand_in(
     """
     memo: dict[int, Any] = {id(x): x for x in shared}
     for submodule in module.modules():
-        for held in (*submodule._parameters.values(), *submodule._buffers.values()):
+        for held in (*parameters_of(submodule).values(), *buffers_of(submodule).values()):
             if held is not None:
                 memo[id(held)] = tensor(held)
         for value in vars(submodule).values():
@@ -46,10 +48,10 @@ def stand_in(
         for name, value in vars(submodule).items():
             state[name] = _copied(value, memo)
     top = memo[id(module)]
-    trainer = vars(module).get("_trainer")
+    trainer = trainer_of(module)
     optimizers = Optimizers(top, lambda: _made(trainer), memo)
     if trainer is not None:
-        top.__dict__["_trainer"] = TrainerView(trainer, optimizers)
+        give_trainer(top, TrainerView(trainer, optimizers))
     if hasattr(module, "automatic_optimization"):
         _silence(top, optimizers)
     for submodule in top.modules():

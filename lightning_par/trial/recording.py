@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.trial.guesses import Patterns
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.private.modes import no_modes
+from lightning_par.private.pytree import tree_leaves
 
 _PLAIN = (bool, int, float, str)
 

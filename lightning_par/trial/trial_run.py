@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
 from lightning_par.private.compiler import uncompiled
+from lightning_par.private.fake_tensors import FakeTensorMode, log
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import kept
 from lightning_par.sharded.tensor import OutOfSightError
@@ -115,7 +116,7 @@ def _record(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in fakes:
             fakes[id(parameter)] = _fake(parameter, mode)
-            fakes[id(parameter)]._is_param = True  # type: ignore[attr-defined]  # what `isinstance` asks
+            mark_parameter(fakes[id(parameter)])  # what `isinstance` asks
         names.setdefault(id(fakes[id(parameter)]), []).append(name)
 
     def stand(x: Tensor) -> Tensor:
@@ -182,11 +183,10 @@ def _last_user_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What fake tensors can't run is told in the recording; torch's own log of it would alarm."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level, logger.level = logger.level, logging.CRITICAL
+    level, log.level = log.level, logging.CRITICAL
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will give them
             yield
     finally:
-        logger.level = level
+        log.level = level

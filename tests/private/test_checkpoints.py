@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import io
+import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, load, save
 
-from lightning_par.private.checkpoints import LateStorage, parameter_of_pickle, reduced_late
+from lightning_par.private.checkpoints import (
+    METADATA_NAMES,
+    STORAGE_INFO,
+    LateStorage,
+    parameter_of_pickle,
+    reduced_late,
+    remote_reader,
+    stored_at,
+)
 
 
 def test_bytes_are_fetched_when_they_are_written() -> None:
@@ -48,3 +59,32 @@ def test_a_parameter_is_pickled_by_a_function_of_tensor_flag_and_hooks() -> None
     assert made is parameter_of_pickle()
     again = made(*given)
     assert type(again) is nn.Parameter and again.sum() == 2 and not again.requires_grad
+
+
+def test_metadata_of_a_distributed_checkpoint_names_these(tmp_path: Path) -> None:
+    named: set[tuple[str, str]] = set()
+
+    class Naming(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            named.add((module, name))
+            return super().find_class(module, name)
+
+    save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    with open(tmp_path / ".metadata", "rb") as file:
+        Naming(file).load()
+    of_torch = {(module, name) for module, name in named if module.startswith("torch") and name.startswith("_")}
+    assert of_torch == set(METADATA_NAMES) and STORAGE_INFO in named
+
+
+def test_where_a_tensor_is_stored_is_told_to_torchs_reader(tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    (found,) = metadata.storage_data.values()
+    assert found == stored_at(found.relative_path, found.offset, found.length)
+
+
+def test_a_checkpoint_at_a_url_is_read(tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    read = {"a": torch.zeros(2)}
+    load(read, storage_reader=remote_reader()(f"file://{tmp_path}"))
+    assert read["a"].tolist() == [1, 1]

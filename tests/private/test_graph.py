@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_par.private.graph import at_end_of_backward, gathers, node_of
+from lightning_par.private.graph import accumulates, at_end_of_backward, gathers, in_backward, is_of_package, node_of
 
 
 def test_a_callback_runs_at_the_end_of_the_backward() -> None:
@@ -45,3 +45,29 @@ def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
     assert made.grad_fn is None
     assert node_of(made) is not None
     assert node_of(torch.ones(2)) is None
+
+
+def test_where_a_graph_ends_is_known() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    node = leaf.exp().grad_fn
+    end = node.next_functions[0][0]  # type: ignore[union-attr]
+    assert accumulates(end) and end.variable is leaf and not accumulates(node)
+
+
+def test_nodes_of_our_own_functions_are_known() -> None:
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.clone()
+
+    ours = type("Ours", (Plain,), {"__module__": "lightning_par.somewhere"})
+    leaf = torch.ones(1, requires_grad=True)
+    assert is_of_package(ours.apply(leaf).grad_fn)  # type: ignore[attr-defined]
+    assert not is_of_package(Plain.apply(leaf).grad_fn) and not is_of_package(leaf.exp().grad_fn)
+
+
+def test_a_running_backward_is_known() -> None:
+    leaf, seen = torch.ones(1, requires_grad=True), list[bool]()
+    leaf.register_hook(lambda grad: seen.append(in_backward()))
+    leaf.exp().backward()
+    assert seen == [True] and not in_backward()

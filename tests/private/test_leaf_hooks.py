@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_par.private.leaf_hooks import hooks_of, set_hooks
+from lightning_par.private.leaf_hooks import hooks_of, number_of_leaf_hooks, put_hooks, set_hooks, take_hooks
 
 
 def test_hooks_of_a_leaf_are_known() -> None:
@@ -33,3 +33,17 @@ def test_hooks_left_behind_by_a_swap_run_again() -> None:
     set_hooks(weight, hooks_of(weight))
     weight.sum().backward()
     assert ran == ["before", "after"]
+
+
+def test_hooks_of_a_leaf_are_taken_off_for_a_while() -> None:
+    weight, ran = torch.nn.Parameter(torch.ones(2)), list[str]()
+    weight.register_hook(lambda grad: ran.append("before"))
+    handle = weight.register_post_accumulate_grad_hook(lambda leaf: ran.append("after"))
+    taken = take_hooks(weight)
+    weight.sum().backward()
+    assert ran == [] and number_of_leaf_hooks(weight) == 0
+    put_hooks(taken)
+    assert number_of_leaf_hooks(weight) == 2
+    handle.remove()
+    weight.sum().backward()
+    assert ran == ["before"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_par.private.loaders import data_source, mode_of, note_fetched, request_loader
-from lightning_par.private.trainer import before_batch_transfer, resumes
+from lightning_par.private.trainer import resumes
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -31,7 +31,6 @@ def test_the_trainers_loops_tell_where_their_loaders_come_from(namespace: Namesp
         source.dataloader = lambda: "ours"
         assert request_loader(namespace, source) == "ours"
     assert resumes(trainer) is False
-    assert before_batch_transfer(module, "batch") == "batch"
 
 
 @both

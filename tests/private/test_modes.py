@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.private.modes import innermost_mode, no_modes
+from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
+from lightning_par.private.modes import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    innermost_mode,
+    no_modes,
+)
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(torch.Tensor):
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(("disable", "of_mode"), [(DisableTorchFunction, 0), (DisableTorchFunctionSubclass, 1)])
+def test_classes_don_t_see_functions_where_that_is_disabled(disable: Any, of_mode: int) -> None:
+    seen, x = list[Any](), torch.ones(1).as_subclass(Seen)
+    Seen.functions.clear()
+    with Functions(seen), disable():
+        x.exp()
+    assert len(seen) == of_mode and not Seen.functions
+    x.exp()
+    assert Seen.functions
+
+
+def test_a_mode_sees_operations() -> None:
+    seen: list[Any] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Operations():
+        x.exp()
+    assert seen == [torch.ops.aten.exp.default]
 
 
 def test_no_mode_sees_what_is_done_without_modes() -> None:
     seen: list[Any] = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Functions(), FakeTensorMode():
+    with Functions(seen), FakeTensorMode():
         assert isinstance(torch.ones(1), FakeTensor) and len(seen) == 1
         with no_modes():
             assert type(torch.ones(1)) is torch.Tensor
@@ -27,10 +72,7 @@ def test_no_mode_sees_what_is_done_without_modes() -> None:
 
 
 def test_the_innermost_mode_is_known() -> None:
-    class Functions(TorchFunctionMode):
-        pass
-
-    outer, inner = Functions(), Functions()
+    outer, inner = Functions([]), Functions([])
     assert innermost_mode() is None
     with outer, inner:
         assert innermost_mode() is inner

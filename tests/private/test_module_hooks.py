@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
+import pytest
+import torch
 from torch import nn
 
 from lightning_par.private.leaf_hooks import number_of_leaf_hooks
 from lightning_par.private.module_hooks import (
+    HOOKS,
+    BackwardHook,
+    backward_hooks_on_all,
     dicts_of_hooks,
     drop_forward_hooks,
+    handles_made,
+    hang,
     has_hooks,
+    has_partial_hooks,
     hooks_on,
     hooks_on_all,
+    marks_module_ends,
     number_of_backward_hooks,
     number_of_hooks,
+    replace_backward_hook,
+    users_hooks,
+    users_of,
 )
 from lightning_par.private.transforms import is_wrapped
 
@@ -67,3 +80,79 @@ def test_hooks_of_a_class_are_dropped_of_a_copy_too() -> None:
         drop_forward_hooks(one, Hook)
         assert [*one._forward_hooks] == [kept.id]
         assert all({*hooks} <= {kept.id} for hooks in dicts_of_hooks(one))
+
+
+_KINDS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+
+
+@pytest.mark.parametrize("kind", (*_KINDS, "state_dict_pre_hook", "state_dict_post_hook", "load_state_dict_post_hook"))
+def test_each_hook_is_in_a_dict_of_its_module(kind: str) -> None:
+    module = nn.Linear(1, 1)
+
+    def hook(*args: Any) -> None: ...
+
+    getattr(module, f"register_{kind}")(hook)
+    assert [[*vars(module)[name].values()] for name in HOOKS if vars(module)[name]] == [[hook]]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_are_hung_off_and_on(everywhere: bool) -> None:
+    module, of_user = nn.Linear(1, 1), list[Any]()
+    dicts, made = dicts_of_hooks(None if everywhere else module), handles_made()
+    ours: Any = functools.partial(lambda *args: None)
+    ours.func.__module__ = "lightning_par.somewhere"
+    home: Any = nn.modules.module if everywhere else module
+    kinds = [kind.replace("hook", "") for kind in _KINDS] if not everywhere else ()
+    names = [f"register_{kind}hook" for kind in kinds] or [
+        f"register_module_{kind}" for kind in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook")
+    ]
+
+    def hook(*args: Any) -> None:
+        of_user.append(args)
+
+    handles = [getattr(home, name)(x) for name in names for x in (hook, ours)]
+    try:
+        assert handles_made() == made + len(handles)
+        held = users_hooks(dicts)
+        hang(dicts, tuple({} for _ in dicts))
+        assert not any(users_hooks(dicts)) and [x for held in dicts for x in users_of(held)] == []
+        module(torch.ones(1, requires_grad=True)).backward()
+        assert not of_user
+        hang(dicts, held)
+        assert users_hooks(dicts) == held and sum(map(len, dicts)) >= len(handles)
+        module(torch.ones(1, requires_grad=True)).backward()
+        assert len(of_user) == len(names)
+        assert len(backward_hooks_on_all()) == everywhere * 2  # both of ours and the user's
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_what_a_module_makes_of_its_backward_hooks_is_replaced() -> None:
+    made: list[Any] = []
+
+    class Hook(BackwardHook):  # type: ignore[misc]
+        def __init__(self, *args: Any) -> None:
+            made.append(args)
+            super().__init__(*args)
+
+    module = nn.Linear(1, 1)
+    handle = module.register_full_backward_hook(lambda *args: None)
+    before = nn.modules.module.BackwardHook
+    replace_backward_hook(Hook)
+    try:
+        out = module(torch.ones(1))
+    finally:
+        replace_backward_hook(before)
+    assert len(made) == 1 and made[0][0] is module
+    assert marks_module_ends(type(out.grad_fn)._forward_cls) and not marks_module_ends(torch.autograd.Function)
+    handle.remove()
+    assert nn.modules.module.BackwardHook is before
+
+
+def test_the_deprecated_kind_of_hook_is_told_from_the_other() -> None:
+    for register, partial in (("register_backward_hook", True), ("register_full_backward_hook", False)):
+        module = nn.Linear(1, 1)
+        assert not has_partial_hooks(module)
+        getattr(module, register)(lambda *args: None)
+        assert has_partial_hooks(module) == partial

@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.private.modules import forget_weak_references, is_persistent, renew_weak_references, weight_norms
+from lightning_par.private.modules import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    buffers_of,
+    forget_weak_references,
+    hand_on_metadata,
+    is_persistent,
+    modules_of,
+    parameters_of,
+    renew_weak_references,
+    weight_norms,
+)
 
 
 def test_an_rnns_weights_can_be_swapped() -> None:
@@ -30,3 +42,26 @@ def test_a_buffer_says_whether_it_is_persistent() -> None:
     module.register_buffer("kept", torch.zeros(1))
     module.register_buffer("made", torch.zeros(1), persistent=False)
     assert [name for name in ("kept", "made") if is_persistent(module, name)] == list(module.state_dict())
+
+
+def test_a_module_has_its_own_in_these_dicts() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
+    norm = module[0]
+    module.register_module("none", None)
+    assert modules_of(module) == {"0": norm, "1": module[1], "none": None} and not parameters_of(module)
+    assert parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias}
+    assert buffers_of(norm) == dict(norm.named_buffers())
+    kinds = {MODULES: modules_of, PARAMETERS: parameters_of, BUFFERS: buffers_of}
+    assert all(vars(module)[name] is function(module) for name, function in kinds.items())
+
+
+def test_versions_of_modules_are_handed_on() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    new = type(state)(state)
+    hand_on_metadata(state, new)
+    hand_on_metadata({}, new)  # of a user's own
+    module = nn.BatchNorm1d(2)
+    # Without a version, `num_batches_tracked` may be missing, as it is in old files.
+    del new["num_batches_tracked"]
+    assert module.load_state_dict(new, strict=False).missing_keys == ["num_batches_tracked"]
+    assert not module.load_state_dict(dict(new), strict=False).missing_keys

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_par.private.optimizers import found_infs, has_step_hooks, move_optimizers, note_overflow_flag
+from lightning_par.private.optimizers import (
+    found_infs,
+    has_step_hooks,
+    move_optimizers,
+    note_overflow_flag,
+    scheduler_marks,
+)
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -60,3 +68,24 @@ def test_a_scaler_without_gradients_takes_a_flag_from_outside() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**15
+
+
+def test_a_scheduler_marks_the_step_that_it_wraps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not scheduler_marks(optimizer.step)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    marks = scheduler_marks(optimizer.step)
+    assert marks
+
+    def step(*args: object) -> None: ...
+
+    optimizer.step = step  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="overridden"):
+        scheduler.step()
+    vars(step).update(marks)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = step  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*overridden")
+        scheduler.step()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from lightning_par.private.storage import is_shared, memory_of, replace_data_setter, storage_of, trim_memory
+from lightning_par.private.storage import is_shared, memory_of, storage_of, trim_memory
 
 
 def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
@@ -29,29 +28,6 @@ def test_a_memory_is_one_object_that_lives_as_long_as_a_tensor_lies_in_it() -> N
     assert storage_of(x.view(2, 2)).note == "kept"  # type: ignore[union-attr]
     del x
     assert gone() is None
-
-
-def test_setting_the_data_of_a_tensor_asks_first() -> None:
-    plain, x, asked = torch.Tensor.__dict__.get("data"), torch.zeros(2), []
-
-    def takes(x: torch.Tensor, value: object, set_data: Callable[..., None]) -> bool:
-        asked.append(value)
-        if value == "ones":
-            set_data(x, torch.ones(2))
-        return value == "ones"
-
-    try:
-        replace_data_setter(takes)
-        x.data = "ones"  # type: ignore[assignment]
-        assert x.tolist() == [1, 1]
-        x.data = torch.full((2,), 3.0)
-        assert x.data.tolist() == [3, 3] and len(asked) == 2
-        assert torch.Tensor.data.__get__.__self__.__name__ == "data"  # type: ignore[attr-defined]
-    finally:
-        if plain is None:
-            del torch.Tensor.data
-        else:
-            torch.Tensor.data = plain  # type: ignore[assignment,method-assign]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")

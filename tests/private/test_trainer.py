@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
 
-from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
-from lightning_par.private.trainer import resumes, throughputs
+from lightning_par.private.trainer import replace_dummy_experiments, resumes, throughputs
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -35,15 +33,6 @@ def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> No
     assert told == [False, True]
 
 
-@pytest.mark.parametrize("kind", [TensorParallelStrategy, PipelineParallelStrategy])
-def test_a_strategy_is_given_to_one_trainer_after_another(kind: Any) -> None:
-    strategy, trainers = kind(), []
-    for _ in range(2):
-        trainers.append(Trainer(accelerator="cpu", devices=1, precision="64-true", strategy=strategy, logger=False))
-        assert trainers[-1].strategy is strategy and trainers[-1].accelerator is strategy.accelerator
-        assert strategy.precision_plugin is trainers[-1].precision_plugin
-
-
 @both
 def test_a_throughput_monitor_counts_by_ranks_and_flops(namespace: Namespace) -> None:
     monitor = namespace.from_pytorch("callbacks", "ThroughputMonitor")(batch_size_fn=len)
@@ -52,3 +41,16 @@ def test_a_throughput_monitor_counts_by_ranks_and_flops(namespace: Namespace) ->
     monitor.setup(trainer, None, "validate")
     (throughput,) = throughputs(monitor)
     assert throughput.world_size == 1 and throughput.available_flops is None
+
+
+@both
+def test_what_a_rank_that_logs_nothing_is_given_tells_its_calls(namespace: Namespace) -> None:
+    logger_of_others = namespace.from_fabric("loggers.logger", "_DummyExperiment")()
+    handed: list[Any] = []
+    undo = replace_dummy_experiments(namespace, lambda *given: handed.append(given))
+    try:
+        logger_of_others.add_scalar("loss", 1, step=2)
+    finally:
+        undo()
+    logger_of_others.add_scalar("loss", 3)
+    assert handed == [(("loss", 1), {"step": 2})]

@@ -21,31 +21,6 @@ from tests.helpers.sequence_ranks import SCHEMES, Call, grads_of, normal, parts_
 from tests.helpers.thread_ranks import run_ranks
 
 schemes = pytest.mark.parametrize(("asked", "ranks"), SCHEMES, ids=str)
-_OPS = {
-    "_scaled_dot_product_flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
-    "is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    "_scaled_dot_product_flash_attention": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
-    "is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor "
-    "cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
-    "_scaled_dot_product_flash_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor "
-    "out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool "
-    "is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor "
-    "grad_key, Tensor grad_value)",
-    "_scaled_dot_product_efficient_attention": "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool "
-    "compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor "
-    "log_sumexp, Tensor philox_seed, Tensor philox_offset)",
-    "_scaled_dot_product_efficient_attention_backward": "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, "
-    "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
-    "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
-}
-
-
-@pytest.mark.parametrize("name", _OPS)
-def test_private_kernels_are_what_they_were(name: str) -> None:
-    assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{_OPS[name]}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError, is_deferred
 from lightning_par.absent.deferred.materialise import make_real
 from lightning_par.absent.deferred.session import Session
-from lightning_par.private.storage import is_held
+from lightning_par.private.tensors import is_held
 from lightning_par.python_state import generators
 from lightning_par.sharded.identity import swappable
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.absent.deferred.generator_draws import Draw
 from lightning_par.mesh.digest import digest
+from lightning_par.private.pytree import tree_leaves
 
 _serials = count()
 

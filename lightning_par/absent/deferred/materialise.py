@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.deferred.replay import values
 from lightning_par.private.storage import trim_memory
+from lightning_par.private.tensors import is_view
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.tensor import leaf
 
@@ -45,7 +46,7 @@ def make_real(tensors: Sequence[Deferred], name: str) -> None:
     Raises:
         RuntimeError: something else holds one of them, as an autograd graph does.
     """
-    order = sorted(tensors, key=lambda x: x._is_view())  # the last go first: views hold what they are views of
+    order = sorted(tensors, key=is_view)  # the last go first: views hold what they are views of
     real = values([x.ref() for x in order])
     while order:
         become(order[-1], _like(order[-1], real.pop()), name)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
 from lightning_par.absent.deferred.generator_draws import FILLS, Draw, ScratchDraws, draws
@@ -14,6 +13,8 @@ from lightning_par.absent.deferred.history import Geometry, History, Op
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
 from lightning_par.absent.deferred.session import Session
+from lightning_par.private.operators import schema_of
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 
 SMALL = 1 << 16  # bytes: what functions without deferred arguments make of this size is real at once
@@ -24,7 +25,7 @@ _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 def make(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func``, which has no tensors among its arguments; a large result is deferred."""
     out = None
-    if any(argument.name == "device" for argument in func._schema.arguments):
+    if any(argument.name == "device" for argument in schema_of(func).arguments):
         device = torch.device(kwargs.get("device") or "cpu")
         try:
             out = func(*args, **on_meta({**kwargs, "device": device}))
@@ -42,13 +43,13 @@ def make(func: Any, args: Any, kwargs: Any) -> Any:
 
 def record(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func``, which has a deferred argument. Where its results depend on values, these are computed."""
-    if func._schema.name == "aten::set_":
+    if schema_of(func).name == "aten::set_":
         return _adopt(*args)
     written = written_by(func, args, kwargs)
     if any(not isinstance(x, Deferred) for x in written):  # a real tensor takes values of a deferred one
         args, kwargs = tree_map(lambda x: x.value() if isinstance(x, Deferred) else x, (args, kwargs))
         return func(*args, **kwargs)
-    if func._schema.name in FILLS and len(deferred_in((args, kwargs))) == 1:
+    if schema_of(func).name in FILLS and len(deferred_in((args, kwargs))) == 1:
         return _fill(func, args, kwargs)
     if draws(func) or _needs_data(func):
         return _compute(func, args, kwargs)
@@ -117,7 +118,7 @@ def _adopt(x: Any, source: Any = None, *rest: Any) -> Any:
 
 def _renew(func: Any, args: Any, written: list[Any]) -> None:
     """Forget what was written to a memory that ``func`` will write whole, reading nothing of it."""
-    if func._schema.name not in _WRITE_WHOLE:
+    if schema_of(func).name not in _WRITE_WHOLE:
         return
     x: Deferred = written[0]
     reads = any(y.store is x.store for y in deferred_in(args[1:]))
@@ -126,5 +127,5 @@ def _renew(func: Any, args: Any, written: list[Any]) -> None:
 
 
 def _needs_data(func: Any) -> bool:
-    kinds = (str(r.type) for r in func._schema.returns)
+    kinds = (str(r.type) for r in schema_of(func).returns)
     return any(tag in func.tags for tag in _DATA) or any("Tensor" not in kind for kind in kinds)

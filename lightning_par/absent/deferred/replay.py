@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.absent.deferred.history import Constant, Geometry, Op, Ref
 from lightning_par.private.modes import no_modes
+from lightning_par.private.pytree import tree_leaves, tree_map
 
 
 def values(refs: Sequence[Ref]) -> list[Tensor]:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
 from lightning_par.absent.deferred.history import Constant, Geometry, History, Op, Store
 from lightning_par.absent.deferred.session import Session
 from lightning_par.mesh.digest import digest
+from lightning_par.private.operators import schema_of
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 
 _COPIED = 1 << 20  # bytes: real tensors up to this size are copied, since their owner may write to them
@@ -24,7 +25,7 @@ def deferred_in(value: Any) -> list[Deferred]:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The tensors among the arguments that ``func`` writes to."""
     found: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
@@ -91,8 +92,8 @@ def results(func: Any, op: Op, out: Any, args: Any, kwargs: Any) -> Any:
         store.history.append(op)
     for x in written:
         follow_meta(x)
-    if written and all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns):
-        count = len(func._schema.returns)
+    if written and all(r.alias_info is not None and r.alias_info.is_write for r in schema_of(func).returns):
+        count = len(schema_of(func).returns)
         return written[0] if count == 1 else tuple(written[:count]) or None
     stores = {memory_of(x.meta): x.store for x in inputs}
     device = torch.device(kwargs.get("device") or (inputs[0].device if inputs else "cpu"))

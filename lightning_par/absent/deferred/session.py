@@ -7,11 +7,11 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.absent.deferred.generator_draws import ScratchDraws
 from lightning_par.absent.deferred.history import Constant
 from lightning_par.private.modes import TorchDispatchMode
+from lightning_par.private.pytree import tree_leaves
 
 
 class Session(TorchDispatchMode):

@@ -20,6 +20,7 @@ from lightning_par.mesh.broadcast import Kind, kind_of, send_to_all
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import Weight, copied, sent
 from lightning_par.pipeline.between_steps.send_away import away_of
+from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import is_shared, memory_of
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.rules.gather_report import user_line
@@ -127,7 +128,7 @@ class Replicas:
             )
 
     def _note(self, key: tuple[str, object], name: str, current: Callable[[], Tensor | None], given: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             here, plain = current(), None if is_elsewhere(given) else given.data
             memory = memory_of(here if here is not None and plain is None else given)
             own = here is not None and memory_of(here) == memory
@@ -175,7 +176,7 @@ class Replicas:
         return x.given is None and here is not None and memory_of(here) == x.memory
 
     def _send(self, x: _Replica) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             values = send_to_all(x.current(), x.kind, x.source, self._axis, "weights")
             if x.given is not None:
                 x.given.copy_(values)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch
@@ -25,6 +24,7 @@ from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.private.module_calls import get_call
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import version_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in

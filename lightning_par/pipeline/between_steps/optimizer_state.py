@@ -12,15 +12,15 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of
 from lightning_par.pipeline.between_steps.remote_weight import user_of
 from lightning_par.private.graph import in_backward
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.pytree import tree_map
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -209,7 +209,7 @@ def _plain(x: Tensor) -> Tensor:
     """The same memory, without ways of its own."""
     if isinstance(x, ShardedTensor):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return x.detach()
 
 

@@ -18,6 +18,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.function_facts import Effect, function_of
 from lightning_par.pipeline.run.located import is_metadata
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import writes
@@ -49,9 +51,7 @@ class Gradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, owner: JointGradients, of: str, parameter: Tensor, here: Tensor | None) -> Gradient:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
-        )
+        self = make_wrapper_subclass(cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device)
         vars(self).update(owner=owner, of=of, here=here, sharding=sharding_of(parameter))
         return self
 
@@ -95,7 +95,7 @@ class Gradient(torch.Tensor):
         if name == "detach" or name == "__get__" and func.__self__.__name__ == "data":
             return first
         if is_metadata(func, name) and name not in _READ_ALL and name != "__set__":
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name.startswith("_foreach_") and writes(name):
             return _write_those_here(func, args, kwargs)
@@ -157,7 +157,7 @@ class _Norm(torch.Tensor):
 
     @staticmethod
     def __new__(cls, owner: JointGradients, value: Tensor) -> _Norm:
-        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=value.dtype, device=value.device)
+        self = make_wrapper_subclass(cls, (), dtype=value.dtype, device=value.device)
         vars(self).update(owner=owner, value=value)
         return self
 
@@ -167,7 +167,7 @@ class _Norm(torch.Tensor):
         if name == "to":
             return _Norm(args[0].owner, args[0].value.to(*args[1:], **kwargs))
         if is_metadata(func, name):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "stack":
             return _joined(args[0])

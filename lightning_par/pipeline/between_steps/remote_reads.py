@@ -33,6 +33,8 @@ from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, present
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.private.graph import in_backward
+from lightning_par.private.modules import buffers_of
+from lightning_par.private.optimizers import scheduler_marks
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -167,8 +169,7 @@ class JointGradients:
                 self.replicas.refresh()
             return result
 
-        marks = {key: value for key, value in getattr(step, "__dict__", {}).items() if key.startswith("_wrapped")}
-        vars(plain_step).update(marks)
+        vars(plain_step).update(scheduler_marks(step))
         optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
         self._optimizers += [one for one in with_inner(optimizer) if "state" in vars(one)]
         undo = contextlib.ExitStack()
@@ -326,7 +327,7 @@ def _spread(tensors: Iterable[tuple[str, Tensor]], placement: Placement, axis: A
 
 def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
     path, _, own = name.rpartition(".")
-    return module.get_submodule(path)._buffers, own
+    return buffers_of(module.get_submodule(path)), own
 
 
 def _be_plain(x: Tensor) -> None:

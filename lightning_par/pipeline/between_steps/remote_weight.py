@@ -25,6 +25,8 @@ from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.run.located import is_metadata
 from lightning_par.private.graph import in_backward
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.module_calls import METHODS
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.in_place import targets
@@ -55,9 +57,7 @@ _TRANSPARENT = ("torch", "copy", "collections")
 _USERS = ("torch.optim.swa_utils", "lightning_par.strategies.experiments")
 # What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
 _CALLS = {
-    "torch.nn.modules.module": frozenset("""
-        _call_impl _wrapped_call_impl state_dict _save_to_state_dict load_state_dict load _load_from_state_dict
-    """.split()),
+    "torch.nn.modules.module": METHODS,
     "torch.optim.optimizer": frozenset(("state_dict", "<dictcomp>")),
 }  # fmt: skip
 _LOG = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # one rank alone will read what is logged
@@ -147,7 +147,7 @@ def copied(x: Any) -> object | None:
 
 def _plain(x: Any) -> Any:
     """The same memory in a tensor without ways of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return x.detach()
 
 
@@ -168,7 +168,7 @@ def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("numpy", "tolist") and is_elsewhere(args[0]):
         return getattr(Elsewhere, name)(args[0])
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import Elsewhere, Origin, sharding_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, kinds_at, send_to_all, wanted_of
-from lightning_par.private.modules import is_persistent, weight_norms
+from lightning_par.private.modules import buffers_of, is_persistent, weight_norms
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
@@ -142,7 +143,7 @@ def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
     for name, x in here.items():
         if isinstance(x, Elsewhere) and name not in told[x.origin.holders[0]]:
             owner, _, own = name.rpartition(".")
-            module.get_submodule(owner)._buffers[own] = None
+            buffers_of(module.get_submodule(owner))[own] = None
     inner, near = dict(module.named_modules()), next((p.device for p in module.parameters()), torch.device("cpu"))
     for source, theirs in enumerate(told):
         for name, (kind, device, persistent) in theirs.items():
@@ -165,7 +166,7 @@ def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
     like = x if like is None else like
     away = Elsewhere(like.shape, like.dtype, like.device, origin, x.requires_grad)
     if isinstance(x, nn.Parameter):
-        away._is_param = True  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
+        mark_parameter(away)  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
     return away
 
 
@@ -177,7 +178,7 @@ def _here(x: Elsewhere, part: Tensor) -> Tensor:
         return local
     sharded = ShardedTensor(local, *x.origin.sharding)
     if isinstance(x, nn.Parameter):
-        sharded._is_param = True
+        mark_parameter(sharded)
     return sharded
 
 

@@ -23,6 +23,7 @@ from lightning_par.mesh.batch_broadcast import Known, broadcast_batch, refusal
 from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
+from lightning_par.private.metrics import with_latest
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
 
 if TYPE_CHECKING:
@@ -187,11 +188,8 @@ def _log(record: LogRecord, module: Any, snapshot: Snapshot) -> None:
         module.log(record.name, record.value, *record.args, **record.kwargs)
         return
     metric = _metric(record.value.name, module, snapshot)
-    after, metric._forward_cache = metric._forward_cache, record.value.cache
-    try:
+    with with_latest(metric, record.value.cache):
         module.log(record.name, metric, *record.args, **record.kwargs)
-    finally:
-        metric._forward_cache = after
 
 
 def _metric(name: str, module: Any, snapshot: Snapshot) -> Any:

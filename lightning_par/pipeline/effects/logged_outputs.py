@@ -12,6 +12,8 @@ from torchmetrics import Metric
 
 from lightning_par.pipeline.effects.console import Said, SayingCall, heard_of_module, hearing, hearing_loggers, hushed
 from lightning_par.pipeline.run.located import no_events
+from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.metrics import latest
 from lightning_par.python_state.nested_tensors import map_tensors
 
 
@@ -70,7 +72,7 @@ class OutputRecorder:
         known = self.names.get(id(value)) or self._in_unit(value)
         if known is None:
             raise ValueError(f"self.log({name!r}, ...) got a metric that is no attribute of the module. Make it one.")
-        return MetricReference(known, value._forward_cache)
+        return MetricReference(known, latest(value))
 
     def _in_unit(self, metric: nn.Module) -> str | None:
         return next((f"self.{name}" for name, module in self.module.named_modules() if module is metric), None)
@@ -127,7 +129,7 @@ def _of_one_replica(module: nn.Module) -> Callable[..., Any]:
 
 
 def _trainer(module: nn.Module) -> Any:
-    return vars(module).get("_trainer")
+    return trainer_of(module)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

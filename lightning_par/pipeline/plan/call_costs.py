@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.plan.units import ModuleCall
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import ShardedTensor
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.run.located import Key, writes_into
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import note_write
 from lightning_par.python_state.nested_tensors import tensors_in

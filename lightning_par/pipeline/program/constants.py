@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
 
 _MUCH = 4096  # elements

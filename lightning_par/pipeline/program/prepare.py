@@ -25,6 +25,7 @@ from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixErro
 from lightning_par.pipeline.trial.code_attributes import Attributes
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.trial.step import Step
@@ -248,7 +249,7 @@ class Programs:
         return not known
 
     def _of_trainer(self) -> tuple[Any, ...]:
-        trainer = vars(self.module).get("_trainer")
+        trainer = trainer_of(self.module)
         values = [getattr(trainer, name, None) for name in sorted(self.deciding)]
         plain = tuple(value for value in values if isinstance(value, (bool, int, float, str)))
         if trainer is None or self.deciding.isdisjoint(("optimizers", "lr_scheduler_configs")):

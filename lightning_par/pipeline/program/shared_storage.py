@@ -6,13 +6,13 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.located import Key
-from lightning_par.private.modes import TorchDispatchMode
+from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
+from lightning_par.private.operators import schema_of
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 
@@ -50,7 +50,7 @@ class SharedStorage(TorchDispatchMode):
             value = args[place] if place < len(args) else kwargs.get(name)
             for x in tensors_in(value):
                 self.note_write(x)
-        with torch._C.DisableTorchFunction():  # a kernel is no event, even where no torch function stands before it
+        with DisableTorchFunction():  # a kernel is no event, even where no torch function stands before it
             return func(*args, **kwargs)
 
     def note_write(self, x: Tensor) -> None:
@@ -85,8 +85,8 @@ _STATISTICS = ("running_mean", "running_var")
 @cache
 def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that a function writes into, by place and name."""
-    arguments = list(enumerate(func._schema.arguments))
-    if func._schema.name.endswith("_batch_norm") and any(a.name == "training" for _, a in arguments):
+    arguments = list(enumerate(schema_of(func).arguments))
+    if schema_of(func).name.endswith("_batch_norm") and any(a.name == "training" for _, a in arguments):
         return tuple((place, a.name) for place, a in arguments if a.name in _STATISTICS)  # which no schema says
     return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
@@ -100,6 +100,5 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 @cache
 def _flag(func: Any) -> int | None:
     norm = _mutable(func) and _mutable(func)[0][1] in _STATISTICS
-    return (
-        next((place for place, a in enumerate(func._schema.arguments) if a.name == "training"), None) if norm else None
-    )
+    arguments = schema_of(func).arguments if norm else ()
+    return next((place for place, a in enumerate(arguments) if a.name == "training"), None)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in

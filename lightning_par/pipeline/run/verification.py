@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.trial.analysis_copy import cloned
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
-from lightning_par.private.modes import TorchDispatchMode
+from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
+from lightning_par.private.operators import schema_of
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
@@ -167,8 +168,8 @@ class Constants(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            name = func._schema.name.removeprefix("aten::")
+        with DisableTorchFunction():
+            name = schema_of(func).name.removeprefix("aten::")
             if name == "native_dropout" and args[2] is not False:
                 x, p = args[0], args[1]
                 return x / (1 - p) if p < 1 else torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)

@@ -13,8 +13,6 @@ from math import inf
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.metrics import value_like
@@ -37,7 +35,9 @@ from lightning_par.pipeline.trial.placeholders import read_placeholder
 from lightning_par.pipeline.trial.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import Handed, UnitError, maker_of
 from lightning_par.pipeline.trial.unit_trial import acts_plainly
+from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.module_hooks import number_of_backward_hooks
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.changes import as_it_is, stored_by
 from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
-from lightning_par.private.module_calls import plain_call, set_call
+from lightning_par.private.fake_tensors import FakeTensorMode
+from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.module_calls import forget_call, plain_call, set_call
+from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
@@ -51,7 +54,7 @@ class Fakes:
             fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=self.step.device)
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
-            fake._is_param = True  # type: ignore[attr-defined]
+            mark_parameter(fake)
         return fake
 
     def names(self) -> dict[int, str]:
@@ -87,7 +90,7 @@ def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[in
     for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
         _listen_to_metric(metric)
     for path, module in copy.named_modules():
-        module.__dict__.pop("_compiled_call_impl", None)
+        forget_call(module)
         if _is_metric(module):
             _listen_to_metric(module)
         elif path in homes:
@@ -103,7 +106,7 @@ def _listen_to_metric(metric: nn.Module) -> None:
 def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
     """Metrics in lists and dicts of the module's."""
     for name, value in vars(module).items():
-        if name not in ("_modules", "_parameters", "_buffers") and isinstance(value, (list, tuple, dict)):
+        if name not in (MODULES, PARAMETERS, BUFFERS) and isinstance(value, (list, tuple, dict)):
             for x in value.values() if isinstance(value, dict) else value:
                 if isinstance(x, nn.Module) and _is_metric(x):
                     yield x
@@ -130,7 +133,7 @@ def listen(copy: nn.Module, run: Analysis) -> None:
 
     if hasattr(copy, "automatic_optimization"):
         vars(copy).update(log=log, log_dict=log_dict)
-    trainer = vars(copy).get("_trainer")
+    trainer = trainer_of(copy)
     if isinstance(trainer, TrainerView):
         views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]
         vars(trainer).update(loggers=views, logger=views[0] if views else None)

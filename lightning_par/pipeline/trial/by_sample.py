@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.trial.fake_step import FakeRun
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import TorchDispatchMode
+from lightning_par.private.module_calls import CALL, forget_call
 from lightning_par.private.module_hooks import has_hooks, hooks_on_all
+from lightning_par.private.modules import buffers_of, parameters_of
+from lightning_par.private.operators import schema_of
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.rules.part_trial import LOUD, MISSING, REPEATED, Refused
@@ -25,7 +28,7 @@ from lightning_par.trial.memo import Memo
 from lightning_par.trial.module_copy import stand_in
 
 _MOST = 2_000_000_000  # weights in a trial, of 4 bytes or 8; what is free differs from rank to rank, which must agree
-_OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
+_OF_TORCH = {*vars(nn.Module()), CALL} - {"training"}
 _REDUCTIONS = frozenset(
     """
 sum nansum mean prod max min amax amin aminmax std var std_mean var_mean norm linalg_vector_norm logsumexp _softmax
@@ -76,7 +79,8 @@ def _described(inner: list[nn.Module]) -> Any:
         return object() if tensors_in(content) else (type(value), repr(content))
 
     return tuple(
-        (type(m), *((name, described(x)) for name, x in m._parameters.items()), *map(_of_buffer, m._buffers.values()),
+        (type(m), *((name, described(x)) for name, x in parameters_of(m).items()),
+         *map(_of_buffer, buffers_of(m).values()),
          *((name, described(x)) for name, x in vars(m).items() if name not in _OF_TORCH))
         for m in inner
     )  # fmt: skip
@@ -93,12 +97,12 @@ class _NoReductions(TorchDispatchMode):
 
 
 def _reduces_first_dim(func: Any, args: Any, kwargs: Any) -> bool:
-    name, x = func._schema.name.removeprefix("aten::"), args[0] if args else None
+    name, x = schema_of(func).name.removeprefix("aten::"), args[0] if args else None
     if name not in _REDUCTIONS or not isinstance(x, Tensor) or not x.ndim or isinstance((*args, None)[1], Tensor):
         return False
     if not x.is_floating_point() and name == "sum" or x.ndim == 1 and name == "cumsum":  # they count
         return False
-    values = {a.name: v for a, v in zip(func._schema.arguments, args)} | kwargs
+    values = {a.name: v for a, v in zip(schema_of(func).arguments, args)} | kwargs
     dims = values.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
     return 0 in [dim % x.ndim for dim in dims] and x.shape[0] > 1
@@ -163,7 +167,7 @@ class Code:
 
         copy = stand_in(module, real, (), lambda *args, **kwargs: None)
         for m in copy.modules():
-            m.__dict__.pop("_compiled_call_impl", None)
+            forget_call(m)
         self.copy = copy
 
     def _cast(self, value: Any) -> Any:

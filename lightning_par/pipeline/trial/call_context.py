@@ -10,11 +10,11 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.mesh.digest import digest
 from lightning_par.pipeline.trial.code_attributes import FEW, Number
 from lightning_par.private.modes import no_modes
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.pointwise import BY_ENTRY
 

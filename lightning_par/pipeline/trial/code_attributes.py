@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.private.tensors import write_count
 from lightning_par.python_state.mutable_objects import BodyCell, Cell, SetCell, TupleCell
 from lightning_par.python_state.reachable import ATOMS, Reach
 from lightning_par.python_state.user_code import packages_of
@@ -80,8 +81,8 @@ class Attributes:
                 if type(x) is Tensor and x.device.type != "meta" and x.numel() <= FEW:
                     place = cell.place(key)
                     before, version, content = (was or {}).get(place, (None, 0, ""))
-                    same = before is x and version == x._version
-                    now[place] = (x, x._version, content if same else repr(x.tolist()))
+                    same = before is x and version == write_count(x)
+                    now[place] = (x, write_count(x), content if same else repr(x.tolist()))
         self._contents = now
         return (
             {} if was is None else {place: x for place, (_, _, x) in now.items() if x != was.get(place, (0, 0, ""))[2]}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics import Metric
 
 from lightning_par.absent.elsewhere import Elsewhere
@@ -24,6 +23,7 @@ from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.random_draws import stand_at, standing
 from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
+from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.run_state import RunState

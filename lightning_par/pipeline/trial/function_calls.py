@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
+from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import RULES
 from lightning_par.sharded.tensor import ShardedTensor

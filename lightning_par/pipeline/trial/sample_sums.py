@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from lightning_par.private.fake_tensors import unset_fake_temporarily
+from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 _KEEPS = frozenset("""
@@ -101,7 +102,7 @@ def is_additive(func: Any, args: Any, kwargs: Any, tags: dict[int, Any]) -> bool
     if sum(x.numel() for x in tensors) > _LARGEST:
         return True
     generator = torch.Generator().manual_seed(0)
-    with unset_fake_temporarily(), torch.no_grad(), torch._C.DisableTorchFunction():
+    with unset_fake_temporarily(), torch.no_grad(), DisableTorchFunction():
         return any(  # integers may be divisors, or indices of the only entry
             all(_adds(func, args, kwargs, tags, scale, fill, generator) for scale in (1e-6, 1.0, 1e6))
             for fill in (1, 0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.console import hushed
@@ -30,6 +29,8 @@ from lightning_par.pipeline.trial.analysis import Analysis, Layouts
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import DRAWS, standing_in
+from lightning_par.private.fake_tensors import FakeTensorMode
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -210,7 +211,7 @@ def _run(
             call_start_hooks(copy, step.name, batch)
     numbers = nullcontext() if axis is None else watched_numbers(copy, stages.homes, run.deciding)
     if axis is not None:
-        trainer = vars(copy).get("_trainer")
+        trainer = trainer_of(copy)
         if isinstance(trainer, TrainerView):
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
     run.guesses, run.module = guesses, copy

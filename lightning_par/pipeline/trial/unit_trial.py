@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.by_sample import by_sample
 from lightning_par.pipeline.trial.function_calls import Trace, tracing
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.changes import Change, MappingChange
 from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.python_state.snapshot import Snapshot

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.functions import mask_is_left_aligned
 from lightning_par.private.graph import node_of
+from lightning_par.private.metrics import has_states
 from lightning_par.private.module_hooks import marks_module_ends
-from lightning_par.private.storage import replace_data_setter
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.tensors import replace_data_setter, write_count
+from lightning_par.private.tensors import set_data as plain_set_data
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
 from lightning_par.sharded.patches import module_hooks, transforms
@@ -128,15 +131,12 @@ def _take_data(x: Tensor, value: Any, set_data: Callable[[Tensor, Tensor], None]
         return bool(lend(x))
     if not isinstance(value, ShardedTensor) or isinstance(x, ShardedTensor):
         return False
-    announce_gather(_SET, [value])
+    announce_gather(plain_set_data, [value])
     whole = full(value).detach()
     set_data(x, whole)
     if value.axis.size > 1 and whole is not value._innermost:
         aliases.note("data", value.twin(), whole, aliases.gathered, _put, axes_of(value), apart=True, loose=True)
     return True
-
-
-_SET: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 def _put(x: ShardedTensor, whole: Tensor) -> None:
@@ -157,9 +157,9 @@ def _watched(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: Any, axes: tup
     """A user's function, which may do to gradients what can't be done to shares of them, as clamping."""
     given = tuple(backward_reach.begins_whole(x, axes) for x in args) if axes else args
     tensors = [x for x in given if isinstance(x, Tensor)]
-    versions = [x._version for x in tensors]
+    versions = [write_count(x) for x in tensors]
     result = apply(cls, *given, **kwargs)
-    if [x._version for x in tensors] != versions:
+    if [write_count(x) for x in tensors] != versions:
         raise RuntimeError(
             f"The autograd function {cls.__name__!r} at {user_line()} writes into its argument, which it can't where "
             "that is a copy. Let it return a new tensor, as `x.clone()`."
@@ -246,7 +246,7 @@ def hand_metrics_whole_tensors(module: nn.Module) -> None:
     """Every torchmetrics Metric of ``module`` gets whole tensors, so that its state is plain."""
     for metric in module.modules():
         update = metric.__dict__.get("update")  # torchmetrics wraps it on the instance
-        if update is not None and hasattr(metric, "_defaults") and not hasattr(update, "_whole"):
+        if update is not None and has_states(metric) and not hasattr(update, "_whole"):
             metric.update = whole_arguments(update)  # type: ignore[assignment]
             metric.update._whole = True  # type: ignore[union-attr]
 
@@ -287,7 +287,7 @@ def _zero_padding(
     if not nested:
         return None
     padded = padding if padding.dtype == torch.bool else padding != 0
-    if getattr(encoder, "mask_check", True) and not torch._nested_tensor_from_mask_left_aligned(src, ~padded):
+    if getattr(encoder, "mask_check", True) and not mask_is_left_aligned(src, ~padded):
         return None
     nothing = output.new_zeros(1, 1, output.shape[-1])
     return torch.where(padded.unsqueeze(-1), nothing if encoder.norm is None else encoder.norm(nothing), output)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.private.module_hooks import BackwardHook, replace_backward_hook
+from lightning_par.private.module_hooks import BackwardHook, has_partial_hooks, replace_backward_hook
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sharded import backward_reach, gradient_shares
 from lightning_par.sharded.tensor import ShardedTensor
@@ -26,7 +26,7 @@ def install() -> None:
 def refuse_partial_hooks(module: nn.Module) -> None:
     """Raises ValueError for the deprecated kind of hook, which sees what an operation within the module sees."""
     for name, child in module.named_modules():
-        if child._backward_hooks and not child._is_full_backward_hook:
+        if has_partial_hooks(child):
             raise ValueError(
                 f"{name or 'The LightningModule'!r} has a hook of `register_backward_hook`, which would see a part of "
                 "the gradients: register it by `register_full_backward_hook`."

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.private.modes import innermost_mode
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch, outside_transforms, transforms, without_saved_tensors_hooks
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.aliases import innermost

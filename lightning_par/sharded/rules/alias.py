@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_par.private.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import write_count
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.aliases import Memory, innermost
 from lightning_par.sharded.rules.gather_report import name_of, user_line
@@ -102,7 +103,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _version(x: Tensor | None) -> int | None:
-    return None if x is None or x.is_inference() else x._version
+    return None if x is None or x.is_inference() else write_count(x)
 
 
 def _refuse_two(func: Any, memories: list[Memory]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.functions import assert_async
 from lightning_par.sharded.rules.gather_scatter import gather_beside
 from lightning_par.sharded.rules.lookup import moves, rule, view
 from lightning_par.sharded.rules.reduce import accumulated_in, kernel_dtype, peak
@@ -25,7 +26,7 @@ def _own_classes(target: Tensor, x: ShardedTensor) -> tuple[Tensor, Tensor]:
     """Where each target class lies in this rank's part, clamped, and which lie elsewhere."""
     positions: Positions = x._positions
     own = positions.indices(x._axis.rank)
-    torch._assert_async(((target >= 0) & (target < positions.size)).all(), "a class is out of range")
+    assert_async(((target >= 0) & (target < positions.size)).all(), "a class is out of range")
     if len(own) and own[-1] - own[0] + 1 == len(own):
         place = target - int(own[0])
         elsewhere = (place < 0) | (place >= len(own))

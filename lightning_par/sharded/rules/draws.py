@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_par.private.tensors import is_marked
 from lightning_par.sharded.rules.lookup import rule
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
@@ -22,7 +23,7 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("generator") is not None or not (streams.in_step or off):
         return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
-        if getattr(x, "_is_param", False):
+        if is_marked(x):
             return NotImplemented  # a weight drawn anew is one device's
     with contextlib.nullcontext() if off else streams.draw(x._axis.rank, x.device):
         local = func(x._local, *args, **kwargs)

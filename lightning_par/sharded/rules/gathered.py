@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_par.mesh import collectives
+from lightning_par.private.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import write_count
 from lightning_par.private.transforms import outside_transforms
 from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.gather_report import name_of, on_gather, user_line
@@ -53,7 +54,7 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+    return None if x.is_inference() else write_count(x)
 
 
 @dataclass(frozen=True)

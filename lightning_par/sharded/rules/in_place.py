@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_par.private.pytree import tree_leaves
 from lightning_par.trial.memo import Memo
 
 _IN_PLACE_DUNDERS = {

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.tensors import view_base
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
@@ -157,7 +158,7 @@ def _attribute(name: str) -> Rule:
     if name in ("T", "mT", "H", "mH"):
         return lambda func, x: _turned(name, x)
     if name == "_base":
-        return lambda func, x: x._local._base
+        return lambda func, x: view_base(x._local)
     if name in ("real", "imag"):
         return lambda func, x: x.with_local(getattr(x._local, name))
     if name == "data":
@@ -183,7 +184,7 @@ def is_contiguous(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> boo
       "stride", "storage_offset", "get_device", "__len__", "__hash__", "result_type", "is_inference", "is_conj",
       "is_neg")  # fmt: skip
 def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

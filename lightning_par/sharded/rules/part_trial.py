@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.pytree import tree_flatten, tree_unflatten
 from lightning_par.sharded.tensor import ShardedTensor
 
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
 from lightning_par.sharded.rules.reduce import every_rank_has_some
 from lightning_par.sharded.rules.strides import follows

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.rules.lookup import rule, view
 from lightning_par.sharded.tensor import ShardedTensor
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.fake_tensors import unset_fake_temporarily
+from lightning_par.private.modes import DisableTorchFunction
+from lightning_par.private.pytree import tree_flatten, tree_unflatten
 from lightning_par.sharded.rules.lookup import enter, view, writes
 from lightning_par.sharded.rules.part_trial import CONSTANT, EXTREME, Out, Place, Refused, TrialCall, trial
 from lightning_par.sharded.tensor import ShardedTensor
@@ -128,7 +129,7 @@ def _alone() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for context in (unset_fake_temporarily(), torch._C.DisableTorchFunction(),
+        for context in (unset_fake_temporarily(), DisableTorchFunction(),
                         torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()),
                         torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[])):  # fmt: skip
             stack.enter_context(context)

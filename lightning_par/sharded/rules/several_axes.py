@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -43,8 +45,8 @@ class InnerAxisTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: ShardedTensor) -> InnerAxisTensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            self = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        with DisableTorchFunctionSubclass():
+            self = make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
         self._held = held
         return self
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded import aliases
 from lightning_par.sharded.rules.gather_report import name_of
 from lightning_par.sharded.rules.gathered import written

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
+from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.memo import Memo
@@ -111,7 +112,7 @@ def viewed(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _tried(func: Any, shape: Any, strides: Strides, args: Any, kwargs: Any) -> tuple[Strides | None, ...]:
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with unset_fake_temporarily(), DisableTorchFunction(), torch.no_grad():
         x = torch.empty_strided(shape, strides, device="meta")
         out = func(x, *args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)

@@ -1,0 +1,30 @@
+"""Tensors without values, which torch computes shapes with; their module has no public name.
+
+Tensors on ``meta``, which are public, forget the device on which the real ones are.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "UnsupportedOperatorException",
+    "unset_fake_temporarily",
+]
+
+log = logging.getLogger(fake_tensor.__name__)
+"""Where torch tells of what fakes can't run."""

@@ -1,0 +1,70 @@
+"""What a tensor is made of, beside its memory: its class, its version, its place in the memory of others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""Makes a tensor of a subclass without memory of its own, as DTensor is made; torch's guide for subclasses names it."""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class that has none, as `nn.Parameter` has."""
+
+write_count: Callable[[Tensor], int] = attrgetter("_version")
+"""How often the memory of a tensor was written to, as autograd counts, by no public name; inference tensors raise."""
+
+view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor of which another is a view, None if it is none, to autograd."""
+
+set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+"""As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be of `replace_data_setter`."""
+
+PARAMETER_MARK = "_is_param"
+"""The attribute by which a tensor of a subclass is an `nn.Parameter` to ``isinstance``."""
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether ``x`` is a view to autograd; unlike `view_base` it makes no tensor."""
+    return x._is_view()
+
+
+def mark_parameter(x: Tensor, is_parameter: bool = True) -> None:
+    """Let ``isinstance(x, nn.Parameter)`` hold for a tensor of a subclass, or not; it has no public way but a copy."""
+    x._is_param = is_parameter  # type: ignore[attr-defined]
+
+
+def is_marked(x: Tensor) -> bool:
+    """Whether `mark_parameter` marked ``x``."""
+    return getattr(x, PARAMETER_MARK, False)
+
+
+class _Data(property):
+    """``torch.Tensor.data``, whose name is asked for by what watches torch functions."""
+
+    __name__ = "data"
+
+
+def replace_data_setter(takes: Callable[[Tensor, Any, Callable[[Tensor, Tensor], None]], bool]) -> None:
+    """Ask ``takes(x, value, set)`` first where a tensor's ``data`` is set: whether it has done so.
+
+    Torch asks no ``__torch_function__`` of the value, and takes one that has no memory for a plain one.
+    """
+    plain: Any = torch._C.TensorBase.data
+
+    def set_data(x: Tensor, value: Any) -> None:
+        if not takes(x, value, plain.__set__):
+            plain.__set__(x, value)
+
+    torch.Tensor.data = _Data(plain.__get__, set_data)  # type: ignore[assignment,misc]
+
+
+def is_held(x: Tensor) -> bool:
+    """Whether C++ code or a weak reference refers to ``x``, so that it can't be swapped; torch checks the same."""
+    count: int = x._use_count()  # type: ignore[attr-defined]
+    return count > 1 or bool(weakref.getweakrefs(x))

@@ -1,0 +1,48 @@
+"""Tensors without values."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lightning_par.private import fake_tensors
+from lightning_par.private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+
+def test_shapes_and_devices_are_computed_without_values() -> None:
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(2, 3))
+        made = x @ torch.ones(3, 4)
+        with unset_fake_temporarily():
+            assert torch.ones(2).tolist() == [1, 1]
+    assert type(made) is FakeTensor and made.shape == (2, 4) and made.device.type == "cpu"
+
+
+def test_what_values_decide_raises() -> None:
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(2))
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            x.nonzero()
+
+
+def test_an_operation_without_shapes_raises_and_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    library = torch.library.Library("lightning_par_test", "DEF")
+    library.define("opaque(Tensor x) -> Tensor")
+    library.impl("opaque", lambda x: x.clone(), "CPU")
+    with caplog.at_level(logging.DEBUG, fake_tensors.log.name), FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(2))
+        with pytest.raises(UnsupportedOperatorException):
+            torch.ops.lightning_par_test.opaque(x)
+    assert caplog.records and {record.name for record in caplog.records} == {fake_tensors.log.name}
+    library._destroy()

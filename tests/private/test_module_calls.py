@@ -1,0 +1,63 @@
+"""What the call of a module runs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_par.private.module_calls import CALL, METHODS, forget_call, get_call, plain_call, reset_call, set_call
+
+
+class Double(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_call_is_replaced_and_put_back() -> None:
+    module, x = nn.Linear(1, 1), torch.ones(1)
+    before = plain_call(module)
+    set_call(module, lambda x: "ours")
+    assert module(x) == "ours" and plain_call(module)(x) == "ours" and get_call(module) is vars(module)[CALL]
+    assert isinstance(copy.deepcopy(module)(x), torch.Tensor)  # what is set stays behind
+    reset_call(module, before)
+    assert get_call(module) is None and torch.equal(module(x), before(x)) and CALL not in vars(module)
+
+
+def test_a_compiled_call_is_what_runs_and_is_put_back_and_forgotten() -> None:
+    module, x, compiled = Double(), torch.ones(1), list[Any]()
+    module.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    before = plain_call(module)
+    set_call(module, lambda x: "ours")
+    reset_call(module, before)
+    module(x)
+    assert len(compiled) == 1 and get_call(module) is before
+    torch.compiler.reset()
+    forget_call(module)
+    module(x)
+    assert len(compiled) == 1 and get_call(module) is None
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_a_modules_calls_saving_and_loading_run_this_code(kind: Any) -> None:
+    ran: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals["__name__"] == "torch.nn.modules.module":
+            ran.add(frame.f_code.co_name)
+
+    module = kind([nn.Linear(1, 1)]) if kind is nn.ModuleList else kind(nn.Linear(1, 1))
+    state, before = dict(module.state_dict()), sys.getprofile()
+    try:
+        sys.setprofile(note)
+        module[0](torch.ones(1))
+        module.state_dict()
+        module.load_state_dict(state)
+    finally:
+        sys.setprofile(before)
+    assert ran >= METHODS

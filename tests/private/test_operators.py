@@ -1,0 +1,21 @@
+"""The operations that a `TorchDispatchMode` meets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_par.private.operators import HOMES, schema_of
+
+
+def test_an_operation_tells_what_it_takes_writes_and_returns() -> None:
+    schema = schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.name == "aten::add_" and schema.is_mutable and not schema_of(torch.ops.aten.add.Tensor).is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert [bool(argument.alias_info and argument.alias_info.is_write) for argument in schema.arguments] == [1, 0, 0]
+    assert [str(value.type) for value in schema.returns] == ["Tensor"] and schema.returns[0].alias_info.is_write
+
+
+@pytest.mark.parametrize("operation", [torch.ops.aten.add, torch.ops.aten.add.Tensor], ids=str)
+def test_operations_are_told_from_functions(operation: object) -> None:
+    assert operation.__module__.startswith(HOMES) and not str(torch.nn.functional.linear.__module__).startswith(HOMES)

@@ -1,0 +1,28 @@
+"""Nested containers of tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from lightning_par.private.pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_containers_are_walked_and_made_again() -> None:
+    nested = {"a": [1, (2, None)], "b": OrderedDict(c=Pair(3, [4]))}
+    assert tree_leaves(nested) == [1, 2, None, 3, 4]
+    leaves, structure = tree_flatten(nested)
+    again = tree_unflatten(leaves, structure)
+    assert again == nested and type(again["b"]["c"]) is Pair
+    assert tree_map(lambda x: [x], (1, [2])) == ([1], [[2]])
+
+
+def test_the_kinds_of_containers_are_known() -> None:
+    assert {list, tuple, dict, OrderedDict} <= SUPPORTED_NODES.keys()
+    flatten, unflatten = SUPPORTED_NODES[dict].flatten_fn, SUPPORTED_NODES[dict].unflatten_fn
+    assert unflatten(*flatten({"a": 1})) == {"a": 1}

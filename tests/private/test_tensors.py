@@ -1,0 +1,122 @@
+"""What a tensor is made of, beside its memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_par.private.tensors import (
+    PARAMETER_MARK,
+    is_held,
+    is_marked,
+    is_view,
+    make_wrapper_subclass,
+    mark_parameter,
+    no_torch_function,
+    replace_data_setter,
+    set_data,
+    view_base,
+    write_count,
+)
+
+
+class Wrapper(torch.Tensor):
+    met: ClassVar[list[Any]] = []
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> Wrapper:
+        return make_wrapper_subclass(cls, shape, dtype=torch.float64, device="cpu", requires_grad=True)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.met.append(func)
+        return args[0]
+
+
+def test_a_tensor_without_memory_meets_operations_alone() -> None:
+    x = Wrapper(2, 3)
+    assert x.shape == (2, 3) and x.dtype == torch.float64 and x.requires_grad
+    with pytest.raises(RuntimeError, match="data pointer"):
+        x.untyped_storage().data_ptr()
+    Wrapper.met.clear()
+    with torch.no_grad():
+        assert type(x.exp()) is Wrapper and Wrapper.met == [torch.ops.aten.exp.default]
+
+
+def test_writes_are_counted_for_all_views() -> None:
+    x = torch.zeros(2, 2)
+    before = write_count(x)
+    x[0].add_(1)
+    assert write_count(x) == write_count(x[1]) == before + 1
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="[Ii]nference"):
+        write_count(torch.ones(1))
+
+
+def test_a_view_leads_to_its_base() -> None:
+    x = torch.zeros(2, 2)
+    assert view_base(x[0].t()) is x and view_base(x) is None
+    assert is_view(x[0]) and not is_view(x)
+
+
+def test_a_marked_tensor_is_a_parameter() -> None:
+    x = Wrapper(1)
+    assert not is_marked(x) and not isinstance(x, nn.Parameter)
+    mark_parameter(x)
+    assert is_marked(x) and isinstance(x, nn.Parameter) and vars(x) == {PARAMETER_MARK: True}
+    mark_parameter(x, False)
+    assert not is_marked(x) and not isinstance(x, nn.Parameter)
+
+
+def test_a_tensor_that_is_referred_to_is_held() -> None:
+    x = torch.ones(1)
+    assert not is_held(x)
+    reference = weakref.ref(x)
+    assert is_held(x)
+    del reference
+    y = torch.ones(1, requires_grad=True)
+    made = y.exp()
+    assert not is_held(torch.ones(1)) and is_held(y) and made.requires_grad
+
+
+def test_an_assignment_of_data_is_met_as_its_setter() -> None:
+    met: list[Any] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            met.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1)
+    with Functions():
+        x.data = torch.zeros(1)
+    assert met[-1] == set_data and x == 0
+
+
+def test_setting_the_data_of_a_tensor_asks_first() -> None:
+    plain, x, asked = torch.Tensor.__dict__.get("data"), torch.zeros(2), []
+
+    def takes(x: torch.Tensor, value: object, set_data: Callable[..., None]) -> bool:
+        asked.append(value)
+        if value == "ones":
+            set_data(x, torch.ones(2))
+        return value == "ones"
+
+    try:
+        replace_data_setter(takes)
+        x.data = "ones"  # type: ignore[assignment]
+        assert x.tolist() == [1, 1]
+        x.data = torch.full((2,), 3.0)
+        assert x.data.tolist() == [3, 3] and len(asked) == 2
+        assert torch.Tensor.data.__get__.__self__.__name__ == "data"  # type: ignore[attr-defined]
+    finally:
+        if plain is None:
+            del torch.Tensor.data
+        else:
+            torch.Tensor.data = plain  # type: ignore[assignment,method-assign]
