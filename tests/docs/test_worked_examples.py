@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Block, blocks
+from tests.helpers.slow import slow
 
 EXAMPLES = ("rule", "schedule", "attention")
 RUNS = {
@@ -52,11 +53,25 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@slow("in training")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("run", ["by themselves", pytest.param("in training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", RUNS)
 def test_what_they_add_is_right(run: str, copy: Path) -> None:
     files, words = RUNS[run]
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "-k", " or ".join(words)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+        "-k",
+        " or ".join(words),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     done = subprocess.run([*command, *files.split()], cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

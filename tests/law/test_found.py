@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
+from lightning_par.pipeline.part import StagesPart
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 from tests.law.found import (
@@ -67,7 +68,9 @@ class _Losses(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.microbatches = getattr(getattr(trainer.strategy, "_spread", None), "microbatches", 0)
+        parts = getattr(trainer.strategy, "parts", None)
+        stages = None if parts is None else parts.of(StagesPart)
+        self.microbatches = 0 if stages is None else stages.spread.microbatches
 
 
 class Batches:
