@@ -31,6 +31,7 @@ from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over_holders
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
+from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.strategies.entry_points import has_start_hooks
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
@@ -46,6 +47,9 @@ class Spread:
         asked: into how many microbatches the user wants a batch cut.
         allow_coupling: whether these may be batches of their own where samples need one another.
         timeout: of process groups.
+
+    Attributes:
+        weighs: whether what modules cost is held against a limit, so that it must be that of the batch exactly.
     """
 
     takes_one = "microbatches=1"
@@ -58,6 +62,7 @@ class Spread:
         self.microbatches = 1
         self.reason: str | None = None
         self.coupled = False
+        self.weighs = False
 
     def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[Any, Stages]:
         """What is shown, and how steps are cut.
@@ -174,12 +179,12 @@ class Spread:
             return self._decide(replace(step, starts=True), has_batch)
 
     def _decide(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
-        root = survey(step) if has_batch else _static(step.module)
-        plan, stages = self.plan(step.module, root, ())
         if not has_batch:
-            return plan, stages, None
+            return *self.plan(step.module, _static(step.module), ()), None
         wanted = self._wanted(step)
-        first = _Cut(root, plan, stages, *self._try(step, stages, wanted))
+        surveyed = survey(step, one_more=wanted > 1 and not self.weighs)
+        plan, stages = self.plan(step.module, surveyed.root, ())
+        first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
         cut = self._improved(step, first, wanted, opens=True)
         if isinstance(cut.reason, UnitError):
             other = self._improved(step, first, wanted, opens=False)
@@ -207,9 +212,9 @@ class Spread:
         met: list[str] = []
         while cut.reason is not None and cut.reason.unit is not None and met.count(cut.reason.unit) < 2:
             ways = _ways(step.module, cut, cut.reason)
-            for root, opened in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
+            for surveyed, opened in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
                 try:
-                    plan, stages = self.plan(step.module, root, opened)
+                    plan, stages = self.plan(step.module, surveyed.root, opened)
                 except ValueError:  # it is needed as a unit, or apart
                     continue
                 if plan != cut.plan:
@@ -218,7 +223,7 @@ class Spread:
                 break
             met.append(cut.reason.unit)
             unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
-            other = _Cut(root, plan, stages, *self._try(step, stages, wanted), opened, unmixed)
+            other = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
             if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
                 break
             if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):
@@ -244,10 +249,10 @@ class Spread:
         return min(self.microbatches, samples)
 
     def _try(
-        self, step: Step, stages: Stages, wanted: int
+        self, step: Step, stages: Stages, wanted: int, surveyed: Survey | None = None
     ) -> tuple[Program | None, SamplesMixError | UnitError | None]:
         try:
-            return study(step, stages, wanted), None
+            return study(step, stages, wanted, surveyed=surveyed), None
         except (SamplesMixError, UnitError) as error:
             return None, error
 
@@ -297,14 +302,14 @@ def _as_the_loop_will_run(module: nn.Module, step: Step) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A step cut into stages: its calls, the plan, and the program, or the reason why there is none.
+    """A step cut into stages: what it does, the plan, and the program, or the reason why there is none.
 
     Attributes:
         opened: modules that are no units for a reason that came up.
         unmixed: the cut before more was opened to see whether samples mix.
     """
 
-    root: ModuleCall
+    surveyed: Survey
     plan: Any
     stages: Stages
     program: Program | None
@@ -313,29 +318,28 @@ class _Cut:
     unmixed: _Cut | None = None
 
 
-def _ways(
-    module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError
-) -> list[tuple[ModuleCall, tuple[str, ...]]]:
+def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Survey, tuple[str, ...]]]:
     """What may be done about the unit of a ``reason``: the calls, and what is opened of them."""
     assert reason.unit is not None
-    root, opened = cut.root, cut.opened
+    surveyed, root, opened = cut.surveyed, cut.surveyed.root, cut.opened
     # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps from one
     # call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
     mixes, inner = isinstance(reason, SamplesMixError), module.get_submodule(reason.unit).children()
     closed = {call.path for call in walk(root) if call.closed is not None}
     units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
     seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
-    ways = [(root, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
+    ways = [(surveyed, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
     alike = [path for path in _alike(module, reason.unit) if path in cut.stages.homes and path not in closed]
     if mixes and ways and len(alike) > 1:  # it is most likely the same in all layers
-        ways.insert(0, (root, (*opened, *alike)))
+        ways.insert(0, (surveyed, (*opened, *alike)))
     # What other code takes from within it is at hand in the module around, where that is called as a whole.
     called = {call.path for call in walk(root)}
     around = next((path for path in ancestors(reason.unit) if path in called), None)
     if mixes or around is None or around in opened:
         return ways
     others = {path for path in _alike(module, around) if path not in opened}
-    return [*ways, (close(root, others, f"its code needs what is within {reason.unit!r}"), opened)]
+    closer = close(root, others, f"its code needs what is within {reason.unit!r}")
+    return [*ways, (replace(surveyed, root=closer), opened)]
 
 
 def _alike(module: nn.Module, path: str) -> list[str]:

@@ -279,7 +279,7 @@ def test_a_pipeline_leaves_a_module_whole_that_decides_by_values(ask: Callable[[
             return loss
 
     cpu = torch.device("cpu")
-    root = survey(StagedStep(Net(), "training_step", torch.randn(4, 8), (0,), nullcontext, True, cpu))
+    root = survey(StagedStep(Net(), "training_step", torch.randn(4, 8), (0,), nullcontext, True, cpu)).root
     assert choose_units(root, 3) == ("first", "last")
 
 

@@ -41,6 +41,7 @@ class PlacementSpread(Spread):
     def __init__(self, groups: Groups, settings: PlacementSettings, timeout: timedelta) -> None:
         super().__init__(groups, settings.microbatches, settings.allow_batch_coupling, timeout)
         self.settings = settings
+        self.weighs = bool(settings.limits)
 
     def plan(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> tuple[StagePlan, Stages]:
         places, shared = self.axis.size, _with_several_names(module)
@@ -67,7 +68,7 @@ class PlacementSpread(Spread):
             wishes_of(first.module, placement, 1)
         if self.settings.limits:
             step = first.step()
-            root = ModuleCall("", 0.0, 0) if step.batch is None else survey(step)
+            root = ModuleCall("", 0.0, 0) if step.batch is None else survey(step).root
             plan = StagePlan((Stage(0, ("",), 1.0, 0, root.nbytes),), (("", 0),))
             self.check(plan, first.module, Placement({}))
 

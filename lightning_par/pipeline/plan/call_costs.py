@@ -32,10 +32,19 @@ class Closing(NamedTuple):
 
 @dataclass
 class Frame:
-    """A call of a module that is running."""
+    """A call of a module, which may be running.
+
+    Attributes:
+        first: the number of the step's functions before it.
+        end: the number of those before and within it.
+        place: file:line of the user's code that makes it.
+    """
 
     path: str
     numel: int
+    first: int = 0
+    end: int = 0
+    place: str = ""
     flops: float = 0.0
     nbytes: float = 0.0
     children: list[Frame] = field(default_factory=list)

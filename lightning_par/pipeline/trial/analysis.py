@@ -34,6 +34,7 @@ from lightning_par.pipeline.trial.fake_step import FakeRun, sizing
 from lightning_par.pipeline.trial.placeholders import read_placeholder
 from lightning_par.pipeline.trial.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import Handed, UnitError, maker_of
+from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.pipeline.trial.unit_trial import acts_plainly
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.module_hooks import number_of_backward_hooks
@@ -135,6 +136,19 @@ class Analysis(FakeRun):
         self.given: list[tuple[int, Any]] = []  # what events are given beside values of the model
         self.constants: list[tuple[int, Any]] = []  # those behind the first read
         self.closure: Closure | None = None
+
+    def enter_module(self, path: str, numel: int) -> None:
+        super().enter_module(path, numel)
+        self.frames[-1].first = len(self.events)
+
+    def leave_module(self) -> None:
+        self.frames[-1].end, self.frames[-1].place = len(self.events), user_line()
+        super().leave_module()
+
+    def seen(self) -> list[Seen]:
+        """What the step did, as another run of it has it, too."""
+        shapes = self.shapes
+        return [Seen(event.func, event.place, tuple(shapes.get(n, ()))) for n, event in enumerate(self.events)]
 
     def _note_constants(self, index: int, value: Any) -> None:
         if self.has_read or self.packages is not None:

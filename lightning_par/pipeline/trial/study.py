@@ -1,12 +1,10 @@
-"""From a module, a step and a batch to the step's `Program`, and at first to the tree of module calls it makes."""
+"""From a module, a step and a batch to a `Survey` of the step at first, and then to its `Program`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffects
 from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.decisions import follow_decisions
 from lightning_par.pipeline.program.program import make_program
 from lightning_par.pipeline.program.read_only_inputs import memory_of
@@ -29,6 +26,7 @@ from lightning_par.pipeline.trial.analysis import Analysis, Layouts
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import DRAWS, standing_in
+from lightning_par.pipeline.trial.survey import Seen, Survey, calls_in, same, scaled
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
@@ -45,13 +43,31 @@ from lightning_par.trial.step import Step
 from lightning_par.trial.trial_run import quiet
 
 
-def survey(step: Step) -> ModuleCall:
-    """The tree of module calls that ``step`` makes, with their costs."""
+def survey(step: Step, one_more: bool = False) -> Survey:
+    """What ``step`` does, and what the modules cost that it calls.
+
+    Args:
+        step: on the whole batch.
+        one_more: whether it may run on a batch with one more sample, which `study` compares with; costs are those of
+            the batch nevertheless, as far as they go by the number of samples.
+    """
+    if one_more:
+        try:
+            found = survey(_with_one_more(step))
+        except (Exception, EndlessError):  # a step may count on its batch size
+            return survey(step)
+        return replace(found, root=scaled(found.root, step.samples / found.samples))
     run, _ = _analyse(step, Stages({}, (0,)), None, {}, traced=True)
-    return run.frames[0].call(run.calls)
+    return Survey(run.frames[0].call(run.calls), step.samples, tuple(run.seen()), tuple(calls_in(run.frames[0])))
 
 
-def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | None = None) -> Program:
+def study(
+    step: Step,
+    stages: Stages,
+    microbatches: int,
+    axis: MicrobatchAxis | None = None,
+    surveyed: Survey | None = None,
+) -> Program:
     """The program of ``step``, cut into ``stages``.
 
     Args:
@@ -59,6 +75,7 @@ def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | 
         stages: of the pipeline.
         microbatches: into how many the batch is cut.
         axis: of the microbatches, which says afterwards whether units were `tried`.
+        surveyed: what the step does on a batch with one more sample, if that is known.
 
     Raises:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
@@ -92,7 +109,7 @@ def study(step: Step, stages: Stages, microbatches: int, axis: MicrobatchAxis | 
     for path, place in whole.changes_lent.items():
         raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
     patterns = whole.guesses.patterns
-    layouts = _cut_layouts(_layouts(step, stages, whole), step.samples, axis)
+    layouts = _cut_layouts(_layouts(step, stages, whole, surveyed), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns, outer=whole.outer)
     program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.keeping))
     program = replace(
@@ -256,7 +273,7 @@ def _run(
     return run, run.followed(result)
 
 
-def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
+def _layouts(step: Step, stages: Stages, whole: Analysis, surveyed: Survey | None) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
     layouts: Layouts = {}
@@ -266,34 +283,25 @@ def _layouts(step: Step, stages: Stages, whole: Analysis) -> Layouts:
             layouts[-1, n] = (0, positions(samples, 1))
     if not any(size % samples == 0 for some in whole.shapes.values() for shape in some for size in shape):
         return layouts
-    larger = _run_larger(step, stages, whole)
-    if larger is None:
-        return layouts
-    for index, other in _same_events(whole, larger):
-        for n, (a, b) in enumerate(zip(whole.shapes.get(index, ()), larger.shapes.get(other, ()))):
+    ours, theirs = whole.seen(), None
+    if surveyed is not None and surveyed.samples == samples + 1:
+        theirs = [*surveyed.outside(stages.homes)]
+    if theirs is None or len(theirs) != len(ours) or not all(map(Seen.is_as, ours, theirs)):
+        theirs = _run_larger(step, stages, whole)
+    for index, other in same(ours, theirs):
+        for n, (a, b) in enumerate(zip(ours[index].shapes, theirs[other].shapes)):
             dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y] if len(a) == len(b) else []
             if len(dims) == 1 and a[dims[0]] * (samples + 1) == b[dims[0]] * samples:
                 layouts[index, n] = (dims[0], positions(samples, 1).repeat(a[dims[0]] // samples))
     return layouts
 
 
-def _same_events(whole: Analysis, larger: Analysis) -> Iterator[tuple[int, int]]:
-    """The events of both runs that are the same, by index: all, or those before and behind a loop over samples."""
-    ours, theirs = ([(event.func, event.place) for event in run.events] for run in (whole, larger))
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
-    yield from zip(range(same), range(same))
-    most = min(len(ours), len(theirs)) - same
-    behind = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours[::-1][:most], theirs[::-1])))
-    yield from zip(range(len(ours) - behind, len(ours)), range(len(theirs) - behind, len(theirs)))
-
-
-def _run_larger(step: Step, stages: Stages, whole: Analysis) -> Analysis | None:
-    """The run ``whole`` with another sample: one more, not one less, since BatchNorm takes no single one."""
-    more = replace(step, batch=map_tensors(lambda x: _one_more(x, step.samples), step.batch))
+def _run_larger(step: Step, stages: Stages, whole: Analysis) -> list[Seen]:
+    """What the run ``whole`` does with another sample; nothing where it can't be."""
     try:
-        return _run(more, stages, None, {}, Guesses(whole.guesses.patterns))[0]
+        return _run(_with_one_more(step), stages, None, {}, Guesses(whole.guesses.patterns))[0].seen()
     except (Exception, EndlessError):  # a step may count on its batch size
-        return None
+        return []
 
 
 def _run_apart(step: Step, stages: Stages, whole: Analysis, sight: Sight) -> Analysis:
@@ -302,8 +310,13 @@ def _run_apart(step: Step, stages: Stages, whole: Analysis, sight: Sight) -> Ana
     return _run(step, stages, None, {}, guesses, keeps=True, outer=whole.outer, sight=sight)[0]
 
 
-def _one_more(x: Tensor, samples: int) -> Tensor:
-    return torch.cat([x, x[-1:]]) if x.ndim and x.shape[0] == samples else x
+def _with_one_more(step: Step) -> Step:
+    """On a batch with one more sample, not one less, since BatchNorm takes no single one."""
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat([x, x[-1:]]) if x.ndim and x.shape[0] == step.samples else x
+
+    return replace(step, batch=map_tensors(longer, step.batch))
 
 
 def _cut_layouts(layouts: Layouts, samples: int, axis: MicrobatchAxis) -> Layouts:
