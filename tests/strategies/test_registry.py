@@ -6,8 +6,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +26,76 @@ NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
-def python(code: str, *args: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+def python(code: str, *args: str, env: dict[str, str] | None = None) -> str:
     """stdout and stderr of ``code`` run in a fresh interpreter, outside the checkout."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "TORCH_DEVICE")) and k != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, *args, "-c", code],
+        [sys.executable, "-c", code, *args],
         cwd=Path(__file__).parents[1],
         env={**clean, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0 or not check, done.stdout
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-Outputs = Callable[..., str]
+# Each program is a fork of its own, off a process that has imported what takes Lightning seconds, but not Lightning.
+FORKS = """
+import os, sys, traceback
+import torch, torch._dynamo, torchmetrics
+
+for name in sys.argv[1:]:
+    with open(name) as file:
+        program = compile(file.read(), name, "exec")
+    child = os.fork()
+    if child == 0:
+        said = os.open(name + ".said", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1), os.dup2(said, 2)
+        try:
+            exec(program, {"__name__": "__main__"})
+            print("came to its end")
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+Outputs = Callable[[str], str]
+
+
+def _of_forks(programs: dict[str, str], folder: Path, env: dict[str, str] | None = None) -> Outputs:
+    """What each of ``programs`` prints; it must come to its end."""
+    for name, program in programs.items():
+        (folder / name).write_text(program)
+    python(FORKS, *(str(folder / name) for name in programs), env=env)
+
+    def said(name: str) -> str:
+        text = (folder / f"{name}.said").read_text()
+        assert text.endswith("came to its end\n"), text
+        return text
+
+    return said
 
 
 @pytest.fixture(scope="module")
-def outputs(asked: Callable[[str], list[dict[str, Any]]]) -> Iterator[Outputs]:
-    """What the programs that import Lightning print. Two run at once: most of their time is one core's."""
+def loaded(asked: Callable[[str], list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """Programs after an ``import torch`` that has imported ours, beside a Lightning that is broken."""
     used = {row["namespace"] for test in ("test_string_without_import", "test_lightning_cli") for row in asked(test)}
-    programs: list[tuple[Any, ...]] = [
-        *((_in_use, namespace) for namespace in NAMESPACES if namespace in used),
-        (_reload,),
-        (_public_names,),
-        (_failing_registration,),
-    ]
-    with ThreadPoolExecutor(2) as executor:
-        running = {program: executor.submit(*program) for program in programs}
-        yield lambda *program: running[program].result()
-        for future in running.values():
-            future.cancel()
+    folder = tmp_path_factory.mktemp("loaded")
+    (folder / "lightning").mkdir()
+    (folder / "lightning" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    programs = {"failing": FAILING, **{namespace: _in_use(namespace) for namespace in NAMESPACES if namespace in used}}
+    mended = {name: f"import sys; sys.path.remove({str(folder)!r})\n{program}" for name, program in programs.items()}
+    return _of_forks({"broken": BROKEN, **mended}, folder, {"PYTHONPATH": str(folder)})
+
+
+@pytest.fixture(scope="module")
+def not_loaded(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """Programs after an ``import torch`` that has imported nothing of ours."""
+    programs = {"light": LIGHT, "reload": RELOAD, "public": PUBLIC}
+    return _of_forks(programs, tmp_path_factory.mktemp("not_loaded"), NO_AUTOLOAD)
 
 
 def test_installed_with_entry_point() -> None:
@@ -70,7 +106,7 @@ def test_installed_with_entry_point() -> None:
 def _in_use(namespace: str) -> str:
     """Strings with no import of ours, then the command line."""
     home = "lightning_par" if namespace == "lightning.pytorch" else "lightning_par.pl"
-    return python(f"""
+    return f"""
 import importlib, json, os, sys
 from {namespace} import Trainer
 from {namespace}.strategies import Strategy, StrategyRegistry
@@ -112,13 +148,13 @@ try:
     cli(cls, "--trainer.strategy.no_such_argument=1")
 except SystemExit:
     print("refused")
-""")
+"""
 
 
 @slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_string_without_import(namespace: str, outputs: Outputs) -> None:
-    out = outputs(_in_use, namespace)
+def test_string_without_import(namespace: str, loaded: Outputs) -> None:
+    out = loaded(namespace)
     assert all(f"plain {name}" in out for name in CLASSES.values())
     for way in ("upper", "env"):
         assert f"{way} TensorParallelStrategy" in out
@@ -126,16 +162,14 @@ def test_string_without_import(namespace: str, outputs: Outputs) -> None:
 
 @slow("pytorch_lightning")
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_lightning_cli(namespace: str, outputs: Outputs) -> None:
-    out = outputs(_in_use, namespace)
+def test_lightning_cli(namespace: str, loaded: Outputs) -> None:
+    out = loaded(namespace)
     assert "string TensorParallelStrategy" in out
     assert "dotted 1" in out and "class_path 1" in out and "cut zbv" in out and "trace [5]" in out
     assert "refused" in out and "no_such_argument" in out
 
 
-def _reload() -> str:
-    return python(
-        f"""
+RELOAD = f"""
 import importlib, inspect, sys
 import lightning.pytorch.strategies as strategies
 from lightning_par import autoload, registry
@@ -151,23 +185,27 @@ assert "StrategyRegistry" in inspect.getsource(strategies)
 assert "exec_module" not in vars(strategies.__loader__) and strategies.__spec__.loader is strategies.__loader__
 assert importlib.util.find_spec("lightning.pytorch.strategies").origin == strategies.__file__
 importlib.reload(registry); registry.install()
-""",
-        env=NO_AUTOLOAD,
-    )
+"""
 
 
-def test_reload_and_second_install(outputs: Outputs) -> None:
+def test_reload_and_second_install(not_loaded: Outputs) -> None:
     """Also: without autoload, ours imported after Lightning registers the names."""
-    outputs(_reload)
+    not_loaded("reload")
 
 
-def _public_names() -> str:
-    return python(
-        f"""
+def test_our_names_import_nothing() -> None:
+    python("""
 import sys
 import lightning_par
 assert "torch" not in sys.modules and "lightning" not in sys.modules
 assert set(lightning_par.__all__) <= set(dir(lightning_par))
+""")
+
+
+PUBLIC = f"""
+import sys
+import lightning_par
+assert "lightning" not in sys.modules
 from lightning_par import *
 import lightning_par.mesh.layout, lightning_par.mesh.axis
 assert Layout is lightning_par.mesh.layout.Layout and ledger is lightning_par.mesh.ledger.ledger
@@ -178,39 +216,43 @@ assert ScheduleTrace is home.ScheduleTrace
 assert not hasattr(lightning_par, "no_such_name")
 from lightning.pytorch.strategies import StrategyRegistry
 assert set({NAMES}) <= set(StrategyRegistry)
-""",
-        env=NO_AUTOLOAD,
-    )
+"""
 
 
-def test_public_names(outputs: Outputs) -> None:
+def test_public_names(not_loaded: Outputs) -> None:
     """Also: without autoload, ours imported before Lightning registers the names."""
-    outputs(_public_names)
+    not_loaded("public")
 
 
-def test_what_torch_imports_of_ours_imports_nothing_else() -> None:
-    out = python(
-        "import torch, sys; before = set(sys.modules); import lightning_par.autoload as a; a.register();"
-        "print('new', sorted(set(sys.modules) - before))",
-        env=NO_AUTOLOAD,
-    )
+LIGHT = """
+import sys
+before = set(sys.modules)
+import lightning_par.autoload
+lightning_par.autoload.register()
+print("new", sorted(set(sys.modules) - before))
+"""
+
+
+def test_what_torch_imports_of_ours_imports_nothing_else(not_loaded: Outputs) -> None:
     ours = ["lightning_par", *(f"lightning_par.{name}" for name in ("autoload", "strategies", "strategies.registry"))]
-    assert f"new {ours}" in out
+    assert f"new {ours}" in not_loaded("light")
 
 
-def test_torch_imports_beside_a_broken_lightning(tmp_path: Path) -> None:
-    (tmp_path / "lightning").mkdir()
-    (tmp_path / "lightning" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
-    out = python(
-        "import torch; print(torch.ones(2).sum().item())\ntry: import lightning\nexcept RuntimeError as e: print(e)",
-        env={"PYTHONPATH": str(tmp_path)},
-    )
-    assert out.split("\n")[:2] == ["2.0", "broken on purpose"]
+BROKEN = """
+import torch
+print(torch.ones(2).sum().item())
+try:
+    import lightning
+except RuntimeError as error:
+    print(error)
+"""
 
 
-def _failing_registration() -> str:
-    return python(
-        """
+def test_torch_imports_beside_a_broken_lightning(loaded: Outputs) -> None:
+    assert loaded("broken").split("\n")[:2] == ["2.0", "broken on purpose"]
+
+
+FAILING = """
 import lightning_par.strategies.registry as registry
 def fail(module): raise RuntimeError("no registry here")
 registry.register_names = fail
@@ -220,9 +262,8 @@ registry.install = fail
 register()
 print("imported", lightning.pytorch.Trainer.__name__)
 """
-    )
 
 
-def test_torch_and_lightning_import_when_registration_fails(outputs: Outputs) -> None:
-    out = outputs(_failing_registration)
+def test_torch_and_lightning_import_when_registration_fails(loaded: Outputs) -> None:
+    out = loaded("failing")
     assert "imported Trainer" in out and "could not register" in out
