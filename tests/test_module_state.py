@@ -25,6 +25,7 @@ CHANGING = {
     "pipeline/trial/placeholders.py AbsentNumber.draw": "in the trial run that runs",
     "pipeline/trial/placeholders.py AbsentNumber.guesses": "in the trial run that runs",
     "private/compiler.py _uncompiled": "contexts that are entered; torch has one stance for the process",
+    "private/fake_tensors.py log": "torch's logger, whose level is another while a trial run runs",
     # how many of a class are alive
     "sharded/aliases.py Memory.count": "",
     "sharded/rules/several_axes.py Mix.count": "",
@@ -36,9 +37,11 @@ CHANGING = {
     "absent/deferred/history.py _serials": "numbers for an order",
     "sharded/rules/lookup.py RULES": "filled while the rules are imported",
     "sharded/tensor.py _dispatch": "imported when it is first needed, since it needs this module",
-    "sharded/patches/intercept.py _installed": "what is changed in torch",
-    "sharded/patches/transforms.py TRANSFORMS": "what is changed in torch",
-    "sharded/gradient_shares.py _installed": "what is changed in torch",
+    # what is changed in torch, and by whom it is held: a strategy holds it until its run ends, or until it is collected
+    "sharded/patches/__init__.py SHARDED": "",
+    "sharded/patches/__init__.py SHARES": "",
+    "sharded/patches/__init__.py SYNC_ADVICE": "",
+    "sharded/patches/transforms.py TRANSFORMS": "what stands there, as long as it does",
 }
 
 _MUTATORS = frozenset(

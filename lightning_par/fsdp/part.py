@@ -18,7 +18,7 @@ from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
-from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.patches import SHARDED, SHARES, Patches
 from lightning_par.sharded.rules.stored_weights import gathering_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
@@ -54,13 +54,15 @@ class StoragePart(Part):
     def axes(self) -> list[Axis]:
         return [self.peers, self.all]
 
+    def patches(self) -> tuple[Patches, ...]:
+        return SHARDED, SHARES
+
     def apply(self, first: FirstStep) -> None:
         """Keep this rank's part of every parameter that it holds, if it is long enough. No communication.
 
         All ranks hold the same weights by now, whole or split over the tensor axis, those of their stages.
         """
         module = first.module
-        intercept.install()
         self.whole = overlapping(module, first.trainer.callbacks)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():

@@ -15,7 +15,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.leaf_hooks import hooks_of
-from lightning_par.sharded import gradient_shares
+from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
@@ -115,7 +115,7 @@ class GradientSync:
         if axis.size > 1:
             _refuse_sparse(module)
             self._find_leaves()
-            gradient_shares.install()
+            patches.SHARES.hold(self)
             self._state.syncs.append(weakref.ref(self))
 
     def before_backward(self) -> None:
@@ -159,6 +159,7 @@ class GradientSync:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
+        patches.SHARES.release(self)
         self._state.syncs = [one for one in self._state.syncs if one() not in (None, self)]
         for handle in self._handles.values():
             handle.remove()

@@ -23,6 +23,7 @@ from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.sequence.part import TokensPart
+from lightning_par.sharded.patches import SHARDED, Patches
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.entry_points import STEPS, fetches_itself
 from lightning_par.strategies.part import Part
@@ -58,6 +59,9 @@ class StagesPart(Part):
         self._unverified = False
 
     # --------------------------------------------------------------------------------------------------- around a run
+
+    def patches(self) -> tuple[Patches, ...]:
+        return (SHARDED,) if self.groups.pipeline.size > 1 else ()
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         if self.groups.pipeline.size == 1:

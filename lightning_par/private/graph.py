@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 
@@ -49,3 +50,9 @@ def node_of(x: Tensor) -> Any:
 def in_backward() -> bool:
     """Whether a backward runs in this thread, as in a hook of a tensor."""
     return torch._C._current_graph_task_id() != -1
+
+
+def checkpoint_generator() -> tuple[Any, str]:
+    """Where non-reentrant checkpointing finds the generator function behind it, a module and a name; its first argument
+    is what is run, and run again, of which torch tells nobody."""
+    return torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"

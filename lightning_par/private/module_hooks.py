@@ -17,9 +17,10 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 """The attributes in which a module keeps hooks."""
 
 
-def replace_backward_hook(kind: type) -> None:
-    """Let modules make a ``kind`` of `BackwardHook`; torch offers no other place to see what their hooks are given."""
-    torch.nn.modules.module.BackwardHook = kind  # type: ignore[misc,assignment]
+def backward_hook() -> tuple[Any, str]:
+    """Where modules find the kind of `BackwardHook` that they make, a module and a name; torch offers no other place to
+    see what their hooks are given."""
+    return torch.nn.modules.module, "BackwardHook"
 
 
 def marks_module_ends(function: Any) -> bool:

@@ -23,7 +23,7 @@ view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor of which another is a view, None if it is none, to autograd."""
 
 set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
-"""As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be of `replace_data_setter`."""
+"""As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be replaced."""
 
 PARAMETER_MARK = "_is_param"
 """The attribute by which a tensor of a subclass is an `nn.Parameter` to ``isinstance``."""
@@ -42,26 +42,6 @@ def mark_parameter(x: Tensor, is_parameter: bool = True) -> None:
 def is_marked(x: Tensor) -> bool:
     """Whether `mark_parameter` marked ``x``."""
     return getattr(x, PARAMETER_MARK, False)
-
-
-class _Data(property):
-    """``torch.Tensor.data``, whose name is asked for by what watches torch functions."""
-
-    __name__ = "data"
-
-
-def replace_data_setter(takes: Callable[[Tensor, Any, Callable[[Tensor, Tensor], None]], bool]) -> None:
-    """Ask ``takes(x, value, set)`` first where a tensor's ``data`` is set: whether it has done so.
-
-    Torch asks no ``__torch_function__`` of the value, and takes one that has no memory for a plain one.
-    """
-    plain: Any = torch._C.TensorBase.data
-
-    def set_data(x: Tensor, value: Any) -> None:
-        if not takes(x, value, plain.__set__):
-            plain.__set__(x, value)
-
-    torch.Tensor.data = _Data(plain.__get__, set_data)  # type: ignore[assignment,misc]
 
 
 def is_held(x: Tensor) -> bool:

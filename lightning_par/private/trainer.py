@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning_par.strategies.namespace import Namespace
 
 
-def replace_dummy_experiments(namespace: Namespace, handed: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Call ``handed(args, kwargs)`` for each method of a logger's ``experiment`` on ranks that log nothing.
-
-    Lightning has no public name for what it gives these ranks. Returns what puts back what was there.
-    """
-    dummy = namespace.from_fabric("loggers.logger", "_DummyExperiment")
-    before = dummy.nop
-
-    def nop(_: Any, *args: Any, **kwargs: Any) -> None:
-        handed(args, kwargs)
-
-    dummy.nop = nop
-    return partial(setattr, dummy, "nop", before)
+def dummy_experiment(namespace: Namespace) -> type:
+    """What a logger's ``experiment`` is on ranks that log nothing; each of its methods is ``nop``. Lightning has no
+    public name for it."""
+    kind: type = namespace.from_fabric("loggers.logger", "_DummyExperiment")
+    return kind
 
 
 def resumes(trainer: Any) -> bool:

@@ -22,9 +22,9 @@ from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sequence.table import show_plan
-from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.gradient_shares import shared_around
-from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.nested_padding import pad_as_nested
+from lightning_par.sharded.patches import SHARDED, SHARES, Patches
 from lightning_par.sharded.patches.module_hooks import refuse_partial_hooks
 from lightning_par.sharded.rules.gather_report import name_of, user_line
 from lightning_par.strategies.part import Part
@@ -80,14 +80,15 @@ class TokensPart(Part):
         grid = getattr(getattr(self.groups.sequence, "attention", None), "grid", None)
         return [self.axis, *([] if grid is None else vars(grid).values())]
 
+    def patches(self) -> tuple[Patches, ...]:
+        return SHARDED, SHARES
+
     def make_plan(self, first: FirstStep) -> None:
         """See `Part.make_plan`.
 
         Raises:
             ValueError: the user's ``sequence_dim`` fits no tensor of the batch; on every rank.
         """
-        intercept.install()
-        gradient_shares.install()
         first.batch  # noqa: B018  # all ranks come for it, whatever it takes
         started = time.monotonic()
         _, told = agree(first.world, lambda: self._planned(first), lambda plan: None if first.world.rank else plan)
@@ -96,7 +97,7 @@ class TokensPart(Part):
 
     def apply(self, first: FirstStep) -> None:
         assert self.plan is not None
-        self._hooks = intercept.pad_as_nested(first.module)
+        self._hooks = pad_as_nested(first.module)
         if self.groups.sequence.size > 1 and first.world.rank == 0:
             show_plan(self.plan, self.asked, self.groups.layout, self._seconds)
         refuse_partial_hooks(first.module)

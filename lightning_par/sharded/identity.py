@@ -24,6 +24,7 @@ _OWN = {
     "split_over",
     "_strides",
     "_name",
+    "_patches",
 }  # what makes a tensor of ours what it is
 
 

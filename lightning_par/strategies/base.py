@@ -27,14 +27,15 @@ from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.optimizers import move_optimizers
 from lightning_par.private.strategies import layer_sync
-from lightning_par.sharded.patches.intercept import hand_metrics_whole_tensors
+from lightning_par.sharded import patches
+from lightning_par.sharded.patches.installed import release
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies import end_of_run
 from lightning_par.strategies.building import BuildingMixin
-from lightning_par.strategies.experiments import read_with_the_logging_rank
 from lightning_par.strategies.host_memory import shortest_room
 from lightning_par.strategies.initial_weights import equalize
-from lightning_par.strategies.logging import gather_metrics_over, quiet_sync_advice, restore_metrics
+from lightning_par.strategies.logging import gather_metrics_over, restore_metrics
 from lightning_par.strategies.parts import Parts, make_parts
 from lightning_par.strategies.saving import SavingMixin
 from lightning_par.strategies.steps import StepsMixin
@@ -56,6 +57,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._state = RunState()
         self._state.begin()
         self.parts = make_parts(self.groups, self.wanted())
+        for kind in [kind for part in self.parts for kind in part.patches()]:
+            kind.hold(self)
         for part in self.parts:
             part.check(trainer, self.lightning_module)
         self._make_left_parts_whole(self.lightning_module)
@@ -85,9 +88,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             move_optimizers(self.namespace, self.optimizers, self.root_device)
         self._share_metrics()
         if self.groups.data.size == 1:
-            quiet_sync_advice()
-        self._stop_reading()
-        self._ends_reading = read_with_the_logging_rank(self.namespace)
+            patches.SYNC_ADVICE.hold(self)
+        patches.experiments(self.namespace).hold(self)
 
     def _make_left_parts_whole(self, module: nn.Module) -> None:
         """Called before a run, on all ranks: an earlier one may have left parts, on purpose or by an exception.
@@ -184,11 +186,6 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             if self.groups.split:
                 hand_metrics_whole_tensors(self.lightning_module)
 
-    def _stop_reading(self) -> None:
-        if self._ends_reading is not None:
-            self._ends_reading()
-        self._ends_reading = None
-
     # Metrics may be made in a hook that runs after `setup`.
 
     def on_train_start(self) -> None:
@@ -211,13 +208,14 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
                 self._undo_setup()
         finally:
             state.end()
+            release(self, patches.all_kinds(self.namespace))
 
     def _undo_setup(self) -> None:
         module = self.lightning_module
         self._close_gradients()
         for part in self.parts:
             part.close()
-        self._stop_reading()
+        patches.experiments(self.namespace).release(self)
         if module is not None:
             restore_metrics(module)
             trainer: Any = trainer_of(module)

@@ -5,7 +5,6 @@ Lightning names no group to torchmetrics, which then gathers over all ranks and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,11 +22,6 @@ _VERBS: dict[str, Literal["sum", "max", "min"]] = {
     "max": "max",
     "min": "min",
 }
-
-
-def quiet_sync_advice() -> None:
-    """Lightning advises ``sync_dist=True`` wherever there are processes; those of one replica log equal values."""
-    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
 
 
 def reduce_over_axis(tensor: Tensor, axis: Axis, op: Any) -> Tensor:

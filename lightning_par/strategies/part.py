@@ -10,6 +10,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from lightning_par.mesh.axis import Axis
+    from lightning_par.sharded.patches import Patches
     from lightning_par.trial.first_step import FirstStep
 
 
@@ -22,6 +23,10 @@ class Part:
 
     def axes(self) -> Sequence[Axis]:
         """Along which sharded tensors of this part talk."""
+        return ()
+
+    def patches(self) -> Sequence[Patches]:
+        """What it needs of torch from `check` to the end of the run."""
         return ()
 
     def check(self, trainer: Any, module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,7 +54,6 @@ class RanksMixin(_Base):
         """What is laid out over the ranks, while a run goes on."""
         self._synced_batch_norm = False
         self._state = RunState()
-        self._ends_reading: Callable[[], None] | None = None
         self._run = 0
         self._met_after_exception = False
         self._evaluated = 0  # steps without training since `setup`

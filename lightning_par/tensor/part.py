@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from lightning_par.mesh.agree import agree
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
+from lightning_par.sharded.nested_padding import pad_as_nested
 from lightning_par.sharded.overlapping_parameters import overlapping
-from lightning_par.sharded.patches import intercept
+from lightning_par.sharded.patches import SHARDED, Patches
+from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.startup_table import show_plan
 from lightning_par.tensor.apply import shard_module
@@ -41,6 +43,9 @@ class TensorPart(Part):
         tensor = self.groups.tensor
         return [tensor] if tensor.residual is None else [tensor, tensor.residual]
 
+    def patches(self) -> tuple[Patches, ...]:
+        return (SHARDED,) if self.groups.tensor.size > 1 else ()
+
     def make_plan(self, first: FirstStep) -> None:
         """See `Part.make_plan`.
 
@@ -50,7 +55,6 @@ class TensorPart(Part):
         styles = styles_for(first.module, self.wishes)  # needs no other rank, so a wrong plan ends here
         if self.groups.tensor.size == 1:
             return
-        intercept.install()
         first.batch  # noqa: B018  # all ranks come for it, whatever it takes
         started = time.monotonic()
         _, told = agree(first.world, lambda: self._planned(first, styles), lambda plan: plan)
@@ -60,8 +64,8 @@ class TensorPart(Part):
         if self.plan is None:
             return
         shard_module(first.module, self.plan, self.groups.tensor)
-        intercept.hand_metrics_whole_tensors(first.module)
-        self._hooks = intercept.pad_as_nested(first.module)
+        hand_metrics_whole_tensors(first.module)
+        self._hooks = pad_as_nested(first.module)
         if first.world.rank == 0:
             show_plan(self.plan, first.module, self.groups.layout, self._seconds)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -122,19 +119,3 @@ def detached(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [detached(v) for v in value]
     return value
-
-
-@contextlib.contextmanager
-def all_in_float64(wanted: bool = True) -> Iterator[None]:
-    """Hugging Face takes the loss of ``logits.float()``, and DeepSeek's router computes in ``x.type(torch.float32)``:
-    wrong arithmetic could hide behind float32's rounding."""
-    if not wanted:
-        yield
-        return
-    plain = Tensor.type
-
-    def cast(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return plain(self, torch.float64 if dtype is torch.float32 else dtype, *args, **kwargs)
-
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "type", cast):
-        yield

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.strategies.namespace import Namespace
-from lightning_par.verdict.result import KeepGradients, Result, all_in_float64, detached
+from lightning_par.verdict.result import KeepGradients, Result, detached
 
 SEED = 1234
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_par.mesh.layout import Layout, make_groups
 from lightning_par.optim.optimizers import adopt
-from lightning_par.sharded.patches import intercept
+from lightning_par.sharded import patches
 from lightning_par.tensor.apply import shard_module
 from lightning_par.tensor.plan import make_plan
 from lightning_par.trial.trial_run import record_step
@@ -150,7 +150,7 @@ def main() -> None:
     axis = make_groups(Layout(tensor=ranks), None).tensor
     ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(0))
     ours, hand = GPT(options.layers, None), GPT(options.layers, ranks)
-    intercept.install()
+    patches.SHARDED.hold(ours)
     keep_whole = dict.fromkeys(("tokens.weight", "head.weight", "head.bias"), "replicate")
     shard_module(ours, make_plan(record_step(ours, "training_step", ids), ranks, keep_whole), axis)
     steps = stepper(ours, ids), stepper(hand, ids)

@@ -22,9 +22,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.verdict import compare as verdict
 from lightning_par.verdict.compare import TOLERANCE
-from lightning_par.verdict.result import Keep, Result, all_in_float64, detached
+from lightning_par.verdict.result import Keep, Result, detached
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 

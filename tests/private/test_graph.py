@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from lightning_par.private.graph import accumulates, at_end_of_backward, gathers, in_backward, is_of_package, node_of
+from lightning_par.private.graph import (
+    accumulates,
+    at_end_of_backward,
+    checkpoint_generator,
+    gathers,
+    in_backward,
+    is_of_package,
+    node_of,
+)
 
 
 def test_a_callback_runs_at_the_end_of_the_backward() -> None:
@@ -71,3 +81,15 @@ def test_a_running_backward_is_known() -> None:
     leaf.register_hook(lambda grad: seen.append(in_backward()))
     leaf.exp().backward()
     assert seen == [True] and not in_backward()
+
+
+def test_a_checkpoint_is_given_what_it_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, runs = getattr(*checkpoint_generator()), []
+
+    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append(fn)
+        return plain(fn, *args, **kwargs)
+
+    monkeypatch.setattr(*checkpoint_generator(), generator)
+    checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert runs == [torch.sin]

@@ -14,6 +14,7 @@ from lightning_par.private.leaf_hooks import number_of_leaf_hooks
 from lightning_par.private.module_hooks import (
     HOOKS,
     BackwardHook,
+    backward_hook,
     backward_hooks_on_all,
     dicts_of_hooks,
     drop_forward_hooks,
@@ -26,7 +27,6 @@ from lightning_par.private.module_hooks import (
     marks_module_ends,
     number_of_backward_hooks,
     number_of_hooks,
-    replace_backward_hook,
     users_hooks,
     users_of,
 )
@@ -128,26 +128,22 @@ def test_hooks_are_hung_off_and_on(everywhere: bool) -> None:
             handle.remove()
 
 
-def test_what_a_module_makes_of_its_backward_hooks_is_replaced() -> None:
+def test_modules_make_their_backward_hooks_of_what_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    class Hook(BackwardHook):  # type: ignore[misc]
+    class Hook(BackwardHook):
         def __init__(self, *args: Any) -> None:
             made.append(args)
             super().__init__(*args)
 
-    module = nn.Linear(1, 1)
-    handle = module.register_full_backward_hook(lambda *args: None)
-    before = nn.modules.module.BackwardHook
-    replace_backward_hook(Hook)
-    try:
-        out = module(torch.ones(1))
-    finally:
-        replace_backward_hook(before)
-    assert len(made) == 1 and made[0][0] is module
+    assert getattr(*backward_hook()) is BackwardHook
+    monkeypatch.setattr(*backward_hook(), Hook)
+    module, seen = nn.Linear(1, 1), list[Any]()
+    module.register_full_backward_hook(lambda *args: seen.append(args))
+    out = module(torch.ones(1, 1, requires_grad=True))
     assert marks_module_ends(type(out.grad_fn)._forward_cls) and not marks_module_ends(torch.autograd.Function)
-    handle.remove()
-    assert nn.modules.module.BackwardHook is before
+    out.sum().backward()
+    assert len(made) == len(seen) == 1 and made[0][0] is module
 
 
 def test_the_deprecated_kind_of_hook_is_told_from_the_other() -> None:

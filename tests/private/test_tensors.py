@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +18,6 @@ from lightning_par.private.tensors import (
     make_wrapper_subclass,
     mark_parameter,
     no_torch_function,
-    replace_data_setter,
     set_data,
     view_base,
     write_count,
@@ -97,26 +95,3 @@ def test_an_assignment_of_data_is_met_as_its_setter() -> None:
     with Functions():
         x.data = torch.zeros(1)
     assert met[-1] == set_data and x == 0
-
-
-def test_setting_the_data_of_a_tensor_asks_first() -> None:
-    plain, x, asked = torch.Tensor.__dict__.get("data"), torch.zeros(2), []
-
-    def takes(x: torch.Tensor, value: object, set_data: Callable[..., None]) -> bool:
-        asked.append(value)
-        if value == "ones":
-            set_data(x, torch.ones(2))
-        return value == "ones"
-
-    try:
-        replace_data_setter(takes)
-        x.data = "ones"  # type: ignore[assignment]
-        assert x.tolist() == [1, 1]
-        x.data = torch.full((2,), 3.0)
-        assert x.data.tolist() == [3, 3] and len(asked) == 2
-        assert torch.Tensor.data.__get__.__self__.__name__ == "data"  # type: ignore[attr-defined]
-    finally:
-        if plain is None:
-            del torch.Tensor.data
-        else:
-            torch.Tensor.data = plain  # type: ignore[assignment,method-assign]

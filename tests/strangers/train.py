@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.verdict.result import KeepGradients, Result, all_in_float64, detached
+from lightning_par.verdict.result import KeepGradients, Result, detached
 from tests.strangers.stranger import STEPS, Stranger
 
 _KEPT = ("state_dict", "optimizer_states", "epoch", "global_step", "lr_schedulers")

@@ -11,8 +11,6 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from torch import Tensor, nn
 
 from lightning_par import HybridParallelStrategy
-from lightning_par.strategies import experiments
-from lightning_par.strategies.namespace import LIGHTNING
 from tests.helpers.pool import Pool
 from tests.helpers.surface import Net, loader, trainer
 
@@ -81,10 +79,3 @@ def test_weights_and_gradients_for_a_logger_are_one_devices(pool: Pool, layout: 
     assert one.keys() == first.keys()
     for tag in one:
         np.testing.assert_allclose(first[tag], one[tag], rtol=0, atol=1e-9, err_msg=tag)
-
-
-def test_what_was_there_is_put_back() -> None:
-    dummy = LIGHTNING.from_fabric("loggers.logger", "_DummyExperiment")
-    before = dummy.nop
-    experiments.read_with_the_logging_rank(LIGHTNING)()
-    assert dummy.nop is before

@@ -54,7 +54,7 @@ _BETWEEN = (
 )
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.
-_USERS = ("torch.optim.swa_utils", "lightning_par.strategies.experiments")
+_USERS = ("torch.optim.swa_utils", "lightning_par.sharded.patches.dummy_experiments")
 # What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
 _CALLS = {
     "torch.nn.modules.module": METHODS,
@@ -98,7 +98,7 @@ class Weight:
             self._plain.data.__set__(self, value)
 
     def lend_data(self, x: Tensor) -> bool:
-        """``x.data = self`` of a plain ``x``, by `private.replace_data_setter`; whether that is done."""
+        """``x.data = self`` of a plain ``x``, by `lightning_par.sharded.patches.tensor_data`; whether that is done."""
         lends = self._owner.shows and not in_backward() and user_of(sys._getframe(3)) is not None
         if lends:
             self._owner.replicas.lend(x, self)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lightning_par.pipeline.effects.watched_run import users_within
 from lightning_par.python_state.mutable_objects import Cell
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.patches.module_attributes import hearing_assignments
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.trial.analysis import Analysis
@@ -40,18 +41,13 @@ class UnitState:
     def listening(self, run: Analysis) -> Iterator[None]:
         """``run`` runs inside: what the step's own code assigns to attributes of units is noted."""
         owners = {id(m): path for path in self._units for m in self._module.get_submodule(path).modules()}
-        plain = nn.Module.__setattr__
 
-        def assign(module: nn.Module, name: str, value: Any) -> None:
+        def assigned(module: nn.Module, name: str) -> None:
             if id(module) in owners and not run.depth and name != "training":
                 self._assigned.add(owners[id(module)])
-            plain(module, name, value)
 
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
-        try:
+        with hearing_assignments(assigned):
             yield
-        finally:
-            nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
     @contextmanager
     def call(self, path: str, keeping: Collection[str]) -> Iterator[None]:

@@ -34,7 +34,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import packages_of
-from lightning_par.sharded.patches import intercept
+from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.entry_points import call_start_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, RepeatedGuesses, Trial, explore
@@ -205,6 +205,7 @@ def _told(error: Exception, name: str) -> Exception:
 
 
 @untraced
+@patches.SHARDED.installed()
 def _run(
     step: Step,
     stages: Stages,
@@ -217,7 +218,6 @@ def _run(
     outer: frozenset[str] = frozenset(),
     sight: Sight | None = None,
 ) -> tuple[Analysis, Any]:
-    intercept.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, step)
     batch = map_tensors(cloned, step.batch)

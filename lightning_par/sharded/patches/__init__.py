@@ -1,0 +1,67 @@
+"""What is changed of torch, Lightning and ``warnings`` while a strategy runs; undone when the last one is torn down.
+
+A file says what is changed, and why. `Patches` are changes that are made and undone together, as long as somebody holds
+them: `lightning_par.sharded.patches.installed`.
+
+    autograd_functions: `torch.autograd.Function.apply`
+    checkpointing: `torch.utils.checkpoint.checkpoint`
+    transforms: ``torch.vmap``, those of `torch.func`, and flex attention
+    tensor_data: ``x.data = value``
+    module_hooks: full backward hooks of modules
+    backward: `torch.autograd.backward` and `torch.autograd.grad`
+    gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
+    dummy_experiments: what Lightning gives ranks that log nothing
+    sync_advice: a warning of Lightning's
+    module_attributes: assignments to attributes of modules, while a trial of a step runs
+    float_casts: ``x.float()``, while `lightning_par.check` compares
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from lightning_par.sharded.patches.installed import Patch, Patches
+from lightning_par.strategies.namespace import Namespace
+
+
+def _for_sharded_tensors() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import autograd_functions, checkpointing, module_hooks, tensor_data, transforms
+
+    return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
+        module_hooks.patch()  # fmt: skip
+
+
+def _for_gradient_shares() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import backward, gradient_hooks
+
+    return *backward.patches(), *gradient_hooks.patches()
+
+
+def _for_sync_advice() -> Iterable[Patch]:
+    from lightning_par.sharded.patches.sync_advice import SyncAdvice
+
+    return (SyncAdvice(),)
+
+
+SHARDED = Patches(_for_sharded_tensors)
+"""What would pass tensors by of which this rank has a part or nothing."""
+
+SHARES = Patches(_for_gradient_shares)
+"""For backwards after which ranks sum up, or average, gradients."""
+
+SYNC_ADVICE = Patches(_for_sync_advice)
+"""For runs with one replica."""
+
+
+@functools.cache
+def experiments(namespace: Namespace) -> Patches:
+    """For runs whose ranks have parts of what user code logs."""
+    from lightning_par.sharded.patches.dummy_experiments import patch
+
+    return Patches(lambda: [patch(namespace)])
+
+
+def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
+    """All that a strategy may hold."""
+    return SHARDED, SHARES, SYNC_ADVICE, experiments(namespace)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lightning_par.private.module_hooks import BackwardHook, has_partial_hooks, replace_backward_hook
+from lightning_par.private.module_hooks import BackwardHook, backward_hook, has_partial_hooks
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sharded import backward_reach, gradient_shares
+from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.tensor import ShardedTensor
 
 
-def install() -> None:
-    """Let modules make their backward hooks here, once per process. Nothing changes for plain tensors elsewhere."""
-    replace_backward_hook(_Hook)
+def patch() -> Replacement:
+    """Of what modules make of their backward hooks. Nothing changes for plain tensors elsewhere."""
+    return Replacement(*backward_hook(), lambda plain, use: type("BackwardHook", (_Hook, plain), {"_use": use}))
 
 
 def refuse_partial_hooks(module: nn.Module) -> None:
@@ -73,10 +74,14 @@ class _Seen:
 class _Hook(BackwardHook):  # type: ignore[misc]
     """Torch's, whose user hooks are given what the user knows."""
 
+    _use: ClassVar[Use]
+
     def __init__(self, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:
-        after, before = [self._after(hook) for hook in user_hooks], [self._before(hook) for hook in user_pre_hooks]
-        super().__init__(module, after, before)
         self._inputs = self._outputs = _Seen(())
+        if self._use.on:
+            user_hooks = [self._after(hook) for hook in user_hooks]
+            user_pre_hooks = [self._before(hook) for hook in user_pre_hooks]
+        super().__init__(module, user_hooks, user_pre_hooks)
 
     def setup_input_hook(self, args: Any) -> Any:
         self._inputs = _Seen.of(args)

@@ -8,6 +8,7 @@ is met (`lightning_par.sharded.rules.lookup`).
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,23 +19,26 @@ from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch, outside_transforms, transforms, without_saved_tensors_hooks
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.aliases import innermost
+from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.rules.alias import Alias
 from lightning_par.sharded.rules.lookup import announce_gather, moves, sharded_again
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.function_recorder import Recorder
 
-TRANSFORMS: set[Callable[..., Any]] = set()
+TRANSFORMS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 """What is called in place of the functions at which transforms begin."""
 
 
-def install() -> None:
-    """Install the interceptions; to be called once per process."""
-    for module, name, public in transforms():
-        wrap = _unshared if public is torch.autograd.grad else _handed_whole
-        setattr(module, name, wrap(getattr(module, name), public))
+def patches() -> list[Replacement]:
+    """Of the functions at which they begin."""
+    grad = torch.autograd.grad
+    return [
+        Replacement(module, name, _unshared if public is grad else functools.partial(_handed_whole, public))
+        for module, name, public in transforms()
+    ]
 
 
-def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Callable[..., Any]:
+def _handed_whole(public: Callable[..., Any], entry: Any, use: Use) -> Any:
     """``entry``, at which ``public`` begins, given whole tensors."""
     ends = public.__name__ != "flex_attention"  # what the others return is what the user gets
 
@@ -44,6 +48,8 @@ def _handed_whole(entry: Callable[..., Any], public: Callable[..., Any]) -> Call
     def call(*args: Any, **kwargs: Any) -> Any:
         from lightning_par.pipeline.run.located import Run
 
+        if not use.on:
+            return entry(*args, **kwargs)
         if ends and Run.current is not None and not Run.current.depth:  # no torch function, but an event of the step
             return Run.current.__torch_function__(call, (), args, kwargs)
         recorder = innermost_mode()
@@ -79,11 +85,13 @@ def _unhooked(entry: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _unshared(entry: Callable[..., Any], public: Callable[..., Any]) -> Callable[..., Any]:
+def _unshared(entry: Any, use: Use) -> Any:
     """``entry``, which asks for gradients of whole tensors within a transform: they are no shares."""
 
     @functools.wraps(entry)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not use.on:
+            return entry(*args, **kwargs)
         with gradient_shares.unshared():
             return entry(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded.patches import intercept
+from lightning_par.sharded import patches
 from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
 from tests.helpers.thread_ranks import ThreadAxis, run_ranks
 
@@ -353,15 +353,14 @@ REGIONS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Tensor]] = {
 @owners
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_region_that_ends_sharded_and_runs_again_in_backward(name: str, owners: list[int]) -> None:
-    intercept.install()
-
     def run(model: Any) -> list[Any]:
         x = model.norm(_batch()) + 1
         hidden = REGIONS[name](lambda x: F.gelu(model.a(x)), x)
         (model.b(hidden) ** 2).sum().backward()
         return [hidden, *(p.grad for p in model.parameters())]
 
-    _both(run, owners)
+    with patches.SHARDED.installed():
+        _both(run, owners)
 
 
 @owners

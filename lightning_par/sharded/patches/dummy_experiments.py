@@ -6,21 +6,31 @@ has all, these read it as the logging rank does, so that the values come there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_par.private.trainer import replace_dummy_experiments
+from lightning_par.private.trainer import dummy_experiment
 from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.strategies.namespace import Namespace
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def read_with_the_logging_rank(namespace: Namespace) -> Callable[[], None]:
-    """From now on; returns what ends it."""
-    return replace_dummy_experiments(namespace, lambda *handed: map_tensors(_read, handed))
+def patch(namespace: Namespace) -> Replacement:
+    """Of what each method of such an experiment is."""
+    return Replacement(dummy_experiment(namespace), "nop", _reading)
+
+
+def _reading(plain: Any, use: Use) -> Any:
+    def nop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if use.on:
+            map_tensors(_read, (args, kwargs))
+        return plain(self, *args, **kwargs)
+
+    return nop
 
 
 def _read(x: Tensor) -> Tensor:

@@ -1,0 +1,138 @@
+"""Backward begins with shares of the loss's gradient, and gives the user's code whole ones; see `gradient_shares`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.sharded import backward_reach
+from lightning_par.sharded.gradient_shares import end, unshared, watched
+from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.tensor import ShardedTensor, axes_of, full, parts_along
+
+Axes = tuple[Axis, ...]
+
+
+def patches() -> tuple[Replacement, ...]:
+    """Of `torch.autograd.backward`, which ``x.backward`` calls, and `torch.autograd.grad`."""
+    of = functools.partial(Replacement, torch.autograd)
+    return of("backward", _sharing_backward), of("grad", _sharing_grad)
+
+
+def _sharing_backward(plain: Any, use: Use) -> Any:
+    @functools.wraps(plain)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+        if not use.on:
+            return plain(tensors, grad_tensors, *args, **kwargs, **({} if inputs is None else {"inputs": inputs}))
+        given = kwargs if inputs is None else {**kwargs, "inputs": [end(x) for x in _listed(inputs)]}
+        state = RunState.current
+        if not (state.shared or state.shared_between_steps) or state.shared_backward or not _all_tensors(tensors):
+            with watched(True):
+                return plain(tensors, grad_tensors, *args, **given)
+        roots = [end(x) for x in _listed(tensors)]
+        behind = backward_reach.behind(roots)
+        axes = state.shared or (state.shared_between_steps if behind.talks or behind.is_synced else ())
+        if not axes:
+            return plain(tensors, grad_tensors, *args, **given)
+        seeds = _seeds(_listed(tensors), grad_tensors, axes)
+        with watched(behind.is_synced), unshared(axes), backward_reach.whole_gradients(behind, axes):
+            return plain(roots, seeds, *args, **given)
+
+    return backward
+
+
+def _sharing_grad(plain: Any, use: Use) -> Any:
+    @functools.wraps(plain)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def usual() -> Any:
+            return plain(outputs, inputs, grad_outputs, *args, **kwargs)
+
+        if not use.on:
+            return usual()
+        state = RunState.current
+        tensors = _all_tensors(outputs) and _all_tensors(inputs)
+        shared = (state.shared or state.shared_between_steps) and not state.shared_backward
+        is_stored = tensors and any(map(_is_stored, _listed(inputs)))
+        if not tensors or not (shared or is_stored):
+            return usual()
+        roots = [end(x) for x in _listed(outputs)]
+        behind = backward_reach.behind(roots)
+        axes = (state.shared or (state.shared_between_steps if behind.talks else ())) if shared else ()
+        if not axes and not is_stored:
+            return usual()
+        given = [_Input.of(x, behind) for x in _listed(inputs)]
+        ends = [one for x in given for one in x.ends]
+        if axes:
+            seeds = _seeds(_listed(outputs), grad_outputs, axes)
+            leaves = [x for x in ends if isinstance(x, Tensor) and x.is_leaf]
+            with unshared(axes), backward_reach.whole_in_hooks(leaves, axes):
+                found = iter(plain(roots, ends, seeds, *args, **kwargs))
+        else:
+            found = iter(plain(outputs, ends, grad_outputs, *args, **kwargs))
+        return tuple(x.whole([next(found) for _ in x.ends], axes) for x in given)
+
+    return grad
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What a gradient is asked of.
+
+    Attributes:
+        x: the tensor.
+        ends: where in the graph its gradient arrives; a weight that is stored in parts may be gathered several times.
+        parts: the axes along which what is at the ends is a part.
+    """
+
+    x: Any
+    ends: tuple[Any, ...]
+    parts: Axes
+
+    @classmethod
+    def of(cls, x: Any, behind: backward_reach.Reached) -> _Input:
+        if _is_stored(x):
+            split = () if x.split_over is None else (x.split_over[1],)
+            return cls(x, behind.uses.get(id(x.local), ()) or (x.local,), split)
+        place = end(x)
+        return cls(x, (place,), (*axes_of(x), *parts_along(place)) if type(x) is ShardedTensor else parts_along(place))
+
+    def whole(self, gradients: list[Tensor | None], axes: Axes) -> Any:
+        """The gradient as the user's code sees the tensor, of this rank's shares."""
+        there = [g for g in gradients if g is not None]
+        if not there:
+            return None
+        total = backward_reach.leave(sum(there[1:], there[0]), backward_reach.beside(axes, self.parts))
+        if _is_stored(self.x):
+            return self.x.as_used(total)
+        return self.x.with_local(total) if type(self.x) is ShardedTensor else total
+
+
+def _is_stored(x: Any) -> bool:
+    """Whether ``x`` is a weight that is stored in parts."""
+    return isinstance(x, ShardedTensor) and hasattr(x, "split_over")
+
+
+def _all_tensors(value: Any) -> bool:
+    return all(isinstance(x, Tensor) for x in _listed(value))
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if not isinstance(value, list | tuple) else list(value)
+
+
+def _seeds(outputs: list[Tensor], given: Any, axes: Axes) -> list[Tensor | None]:
+    seeds: list[Tensor | None] = []
+    for x, seed in zip(outputs, [None] * len(outputs) if given is None else _listed(given), strict=True):
+        if seed is None and x.numel() == 1:
+            seed = torch.ones_like(end(x))
+        if type(x) is ShardedTensor and seed is not None:
+            seeds.append(x.part_of(seed))  # a shard's gradient is no share
+        else:
+            seeds.append(None if seed is None else full(seed) / backward_reach.ranks(axes))
+    return seeds

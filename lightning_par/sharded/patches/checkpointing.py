@@ -1,0 +1,81 @@
+"""A region that `torch.utils.checkpoint` runs again draws the sharded random numbers of its first run.
+
+In a pipeline's step it is run again as one, or each call in it by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lightning_par.private.graph import checkpoint_generator
+from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.run_state import RunState
+
+
+def patch() -> Replacement:
+    """Of the generator function behind non-reentrant checkpointing."""
+    return Replacement(*checkpoint_generator(), _drawing_again)
+
+
+def _drawing_again(plain: Any, use: Use) -> Any:
+    named = [p for p in inspect.signature(plain).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(plain)
+    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from lightning_par.pipeline.run.located import Run
+
+        if not use.on:
+            return plain(fn, *args, **kwargs)
+
+        def around(fn: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+            return plain(replaying(fn), *args[: len(named) - 1], *rest, **kwargs)
+
+        if Run.current is not None:
+            Run.current.recomputes = True
+        whole = around(fn, *args[len(named) - 1 :], **kwargs)
+        return whole if Run.current is None or Run.current.depth else _by_run(Run.current, whole, around)
+
+    return generator
+
+
+def _by_run(run: Any, whole: Any, around: Callable[..., Any]) -> Any:
+    """The region between the steps of the generator ``whole``, run again as one, or each call in it by itself."""
+
+    def by_itself(call: Callable[[], Any]) -> Any:
+        steps = around(call)
+        next(steps)
+        result = call()
+        next(steps, None)
+        return result
+
+    with run.region(by_itself) as as_one:
+        if as_one:
+            yield from whole
+        else:
+            yield
+
+
+def replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, about to run, which draws the same sharded random numbers when it is run again.
+
+    Torch runs the non-reentrant kind's forward on ``fn`` itself: what is returned may run first in backward.
+    """
+    streams = RunState.current.streams
+    first = dataclasses.replace(streams)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if streams == first:
+            return fn(*args, **kwargs)
+        after = dataclasses.replace(streams)
+        vars(streams).update(vars(first))
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            vars(streams).update(vars(after))
+
+    return run
