@@ -20,17 +20,8 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.operators import schema_of
+from lightning_par.sharded.functions import COPY_OPERATORS, SAME_MEMORY_OPERATORS, operator_of
 from lightning_par.sharded.tensor import ShardedTensor
-
-_SAME_STORAGE = {"aten::detach", "aten::alias", "aten::lift_fresh"}
-_ANOTHER = {
-    "aten::_to_copy",
-    "aten::clone",
-    "aten::empty_like",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
-}
 
 
 class ElsewhereError(RuntimeError):
@@ -100,25 +91,25 @@ class Elsewhere(AbsentTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, schema_of(func).name
+        kwargs, name = kwargs or {}, operator_of(func)
         x = args[0] if args else None
-        if isinstance(x, Elsewhere) and name in _SAME_STORAGE:
+        if isinstance(x, Elsewhere) and name in SAME_MEMORY_OPERATORS:
             return Elsewhere(x.shape, x.dtype, x.device, x.origin)
-        if isinstance(x, Elsewhere) and name in _ANOTHER:
+        if isinstance(x, Elsewhere) and name in COPY_OPERATORS:
             dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
             return Elsewhere(x.shape, dtype, device, replace(x.origin))
-        if name.startswith("aten::_foreach_") and name.endswith("_"):
+        if name.startswith("_foreach_") and name.endswith("_"):
             return _write_those_here(func, args, kwargs)
         if isinstance(x, Elsewhere) and _writes_to_first_alone(func):
             return _write(func, x, args, kwargs)
         those = [y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere)]
-        if name == "aten::equal" and args[0].shape != args[1].shape:
+        if name == "equal" and args[0].shape != args[1].shape:
             return False
-        if name == "aten::equal" and len(those) == 2 and those[0].origin is those[1].origin:
+        if name == "equal" and len(those) == 2 and those[0].origin is those[1].origin:
             return True  # another one may hold the same values, of which this rank knows nothing
         if _is_by_entry(func) and len({y.origin.holders for y in those}) == 1:
             return _computed(func, args, kwargs, those[0].origin)
-        raise ElsewhereError(_message(those[0], name.removeprefix("aten::")))
+        raise ElsewhereError(_message(those[0], name))
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -225,7 +216,7 @@ def _write(func: Any, x: Elsewhere, args: Any, kwargs: Any) -> Elsewhere:
     """Nothing, if the holders can do it; random values are drawn all the same, so that generators stay equal."""
     for other in _flat((args[1:], kwargs)):
         if isinstance(other, Elsewhere) and not set(x.origin.holders) <= set(other.origin.holders):
-            raise ElsewhereError(_message(other, schema_of(func).name.removeprefix("aten::")))
+            raise ElsewhereError(_message(other, operator_of(func)))
     if torch.Tag.nondeterministic_seeded in func.tags:
         func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
     return x
@@ -236,7 +227,7 @@ def _write_those_here(func: Any, args: Any, kwargs: Any) -> Any:
     here = [i for i, x in enumerate(args[0]) if not isinstance(x, Elsewhere)]
     if len(here) == len(args[0]):
         held = next(y for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
-        raise ElsewhereError(_message(held, schema_of(func).name.removeprefix("aten::")))
+        raise ElsewhereError(_message(held, operator_of(func)))
 
     def kept(value: Any) -> Any:
         many = isinstance(value, (list, tuple)) and len(value) == len(args[0])

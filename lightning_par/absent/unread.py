@@ -19,9 +19,9 @@ from lightning_par.private.checkpoints import LateStorage, reduced_late
 from lightning_par.private.modules import hand_on_metadata
 from lightning_par.private.operators import schema_of
 from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.sharded.functions import SAME_MEMORY_OPERATORS, operator_of
 
 _CPU = torch.device("cpu")
-_SAME_MEMORY = {"aten::detach", "aten::alias", "aten::lift_fresh"}
 
 
 class Source(Protocol):
@@ -128,11 +128,11 @@ class Unread(AbsentTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
-        if schema_of(func).name in _SAME_MEMORY and isinstance(first, Unread):
+        if operator_of(func) in SAME_MEMORY_OPERATORS and isinstance(first, Unread):
             return Unread(first.source, like=first)
-        if schema_of(func).name == "aten::clone" and isinstance(first, Unread) and not first.is_kept:
+        if operator_of(func) == "clone" and isinstance(first, Unread) and not first.is_kept:
             return first.read()  # all strides are those of a contiguous tensor
-        if schema_of(func).name == "aten::copy_" and not isinstance(first, Unread) and not args[1].is_kept:
+        if operator_of(func) == "copy_" and not isinstance(first, Unread) and not args[1].is_kept:
             target, source = first, args[1].source
             if type(target) is Tensor and (target.shape, target.dtype) == (source.shape, source.dtype):
                 source.copy_into(target)

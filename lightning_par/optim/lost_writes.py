@@ -19,7 +19,8 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import write_count
-from lightning_par.sharded.rules.gather_report import name_of, user_line
+from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 

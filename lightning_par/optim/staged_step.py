@@ -24,14 +24,12 @@ from lightning_par.optim.remote_state import StatesAway
 from lightning_par.optim.value_places import Place, StagePlaces, covers, find_places, innermost, mark, place_of, unmark
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
+from lightning_par.sharded.functions import LIKE_ANOTHER, PRECISIONS
 from lightning_par.sharded.rules.gather_report import on_send
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 _SMALL = 4096  # entries of tensors that travel together
 _STAY = (Effect.BY_ELEMENT, Effect.NEW, Effect.READS, Effect.VIEWS)
-_CASTS = ("to", "cpu", "cuda", "type", "type_as")
-_AS_ANOTHER = ("to", "type_as", "view_as", "reshape_as", "expand_as")
-"""What takes no values of its second argument, and may return the first."""
 
 
 class FollowingStages(Following):
@@ -116,7 +114,7 @@ class FollowingStages(Following):
             return self._set(func, *args)
         if function.kind is Effect.LISTS or function.name.startswith("_foreach_"):
             return self._lists(func, function, args, kwargs)
-        like = function.name in _AS_ANOTHER
+        like = function.name in LIKE_ANOTHER
         if like and place_of(args[0]) is None:
             return self._here(func, args, kwargs)
         home = place_of(args[0]) if like else _home(function, args, kwargs, places)
@@ -287,7 +285,7 @@ def _away(func: Any, function: Function, args: Any, kwargs: Any, origin: Origin)
     if function.name == "detach":
         return Elsewhere(args[0].shape, args[0].dtype, args[0].device, args[0].origin)
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere))
-    if function.name in _CASTS:
+    if function.name in PRECISIONS:
         like = func(torch.empty(0, dtype=args[0].dtype, device=device), *args[1:], **kwargs)
         return Elsewhere(args[0].shape, like.dtype, like.device, origin)
     result = _on_meta(func, args, kwargs)

@@ -23,6 +23,7 @@ from lightning_par.private.tensors import make_wrapper_subclass, write_count
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sharded import aliases
+from lightning_par.sharded.functions import SLICES
 from lightning_par.sharded.rules.alias import kept
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import RULES, dispatch, run_whole, writes
@@ -30,7 +31,6 @@ from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.trial.memo import Memo
 
-_SLICES = {"__getitem__", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "select"}
 _NOT_TENSORS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 _dims: Memo[Any, tuple[tuple[int, Positions] | None, ...]] = Memo()
 
@@ -250,7 +250,7 @@ def _place(func: Any, out: Tensor, shard: Any, lead: BatchTensor) -> tuple[int, 
     if isinstance(shard, ShardedTensor):
         if out.shape != shard.shape:
             return None
-        if getattr(func, "__name__", "") in _SLICES:  # a shorter sequence is spread anew: nothing has to move
+        if getattr(func, "__name__", "") in SLICES:  # a shorter sequence is spread anew: nothing has to move
             positions = axis.spread(out.shape[shard._dim])
             return None if positions is None else (shard._dim, positions)
         return shard._dim, shard._positions

@@ -22,11 +22,12 @@ from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sequence.table import show_plan
+from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.gradient_shares import shared_around
 from lightning_par.sharded.nested_padding import pad_as_nested
 from lightning_par.sharded.patches import SHARDED, SHARES, Patches
 from lightning_par.sharded.patches.module_hooks import refuse_partial_hooks
-from lightning_par.sharded.rules.gather_report import name_of, user_line
+from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.strategies.part import Part
 from lightning_par.tensor.kept_tensors import make_held_whole
 from lightning_par.tensor.residual_stream import whole_residual

@@ -26,6 +26,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.storage import storage_of
 from lightning_par.private.tensors import write_count
+from lightning_par.sharded.functions import name_of
 
 Axes = tuple[Axis, ...]
 _ATTRIBUTE = "_lightning_par_memory"
@@ -133,7 +134,7 @@ class Memory:
             RuntimeError: it does not hold what it should.
         """
         if self.stale is not None:
-            from lightning_par.sharded.rules.gather_report import name_of, user_line
+            from lightning_par.sharded.rules.gather_report import user_line
 
             raise RuntimeError(f"`{name_of(user)}` at {user_line()} uses a copy that is out of date: {self.stale}.")
         self.look()

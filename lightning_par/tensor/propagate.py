@@ -9,17 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.sharded.functions import PICKS, RESHAPES
 from lightning_par.sharded.rules import dispatch
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.symbolic_ranks import Book, Labels, NeedsGather, PlanAxis
 from lightning_par.trial.recording import Event, Recording
 
 log = logging.getLogger(__name__)
-
-RESHAPES = {"t", "T", "mT", "transpose", "permute", "view", "reshape", "split", "chunk", "unflatten", "flatten",
-            "unsqueeze", "squeeze", "contiguous", "to", "float", "double", "half", "bfloat16", "__getitem__",
-            "split_with_sizes", "unbind", "__get__", "swapaxes", "movedim", "index_select"}  # fmt: skip
-_PICKS = ("__getitem__", "index_select")
 
 
 @dataclass
@@ -124,7 +120,7 @@ class Propagation:
     def _note_reshape(self, position: int, event: Event) -> None:
         """Keep what a plain event made of a parameter by reshaping alone, or by picking entries of it."""
         roots = {root for x in event.inputs if (root := self._root(x)) is not None}
-        picks = event.name in _PICKS and len(event.inputs) > 1
+        picks = event.name in PICKS and len(event.inputs) > 1
         if event.name not in RESHAPES or len(roots) != 1 or (len(event.inputs) != 1 and not picks):
             return
         source = event.inputs[0]

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.positions import Array
+from lightning_par.sharded.functions import STATISTICS, WEIGHTED
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.propagate import Found, Propagation
 from lightning_par.tensor.symbolic_ranks import NeedsGather, count_units
 from lightning_par.trial.recording import Event
 
-PRODUCTS = {"linear", "addmm", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "embedding",
-            "_grouped_mm", "conv1d", "conv2d", "conv3d"}  # fmt: skip
-STATISTICS = {"mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"}
 MIN_ROWS_A_RANK = 8  # an embedding with fewer rows a rank costs an all-reduce and saves next to nothing
 WORTH_A_GATHER = 2**16  # elements of weights; for less, an island that needs a gather is left whole
 GATHERS_PAY = 8  # an island may gather what is this many times smaller than its weights
@@ -142,7 +140,7 @@ class Search(Propagation):
     def _parameter_operand(self, event: Event) -> int | None:
         """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way, and one
         that a layer is applied to."""
-        if event.name not in PRODUCTS:
+        if event.name not in WEIGHTED:
             return None
         if event.name == "linear" and len(event.inputs) > 1 and (weight := self._root(event.inputs[1])) is not None:
             return weight

@@ -19,13 +19,12 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.private.transforms import in_functorch, is_wrapped
+from lightning_par.sharded.functions import READS, VALUE_PROPERTIES, name_of
 from lightning_par.sharded.rules.attention_heads import multi_head_attention_forward
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
-from lightning_par.trial.guesses import READS, Guesses
+from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.recording import Event, in_transform, metric_update
-
-_VALUE_PROPERTIES = ("T", "mT", "H", "mH", "data")
 
 
 class Recorder(TorchFunctionMode):
@@ -48,8 +47,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES:
+        name = name_of(func)
+        if getattr(func, "__name__", "") == "__get__" and name not in VALUE_PROPERTIES:
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
             with self:  # written out, as it will run on sharded tensors

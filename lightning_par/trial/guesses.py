@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_par.sharded.functions import TRUTHS, WHOLE_NUMBERS
 from lightning_par.trial.guessed_number import guessed
 
 TRIES = 16  # trials in all
@@ -31,12 +32,6 @@ Pattern = Literal["first", "other", "shuffled", "patient"]
 Key = tuple[Any, ...]
 Patterns = Mapping[Key, Pattern]
 T = TypeVar("T")
-
-READS = frozenset("""
-item tolist __bool__ __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose __contains__
-__format__
-""".split())  # fmt: skip
-"""Functions that make of a tensor what Python can decide by."""
 
 _ALL: Key = ("all questions",)
 _TRUTHS = (False, True)
@@ -81,7 +76,7 @@ class Guesses:
         self.ended = False  # whether the run came to its end; whoever runs it says so
 
     def read(self, name: str, x: Tensor, args: tuple[Any, ...] = ()) -> Any:
-        """What the function ``name`` of `READS`, which reads ``x``, returns.
+        """What the function ``name`` of `lightning_par.sharded.functions.READS`, which reads ``x``, returns.
 
         Args:
             name: of the function.
@@ -91,9 +86,9 @@ class Guesses:
         Raises:
             EndlessError: in a loop that would not end.
         """
-        if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__"):
+        if name in TRUTHS:
             return self._answer(_TRUTHS)
-        if name in ("__int__", "__index__"):
+        if name in WHOLE_NUMBERS:
             return self._answer(_INTS)
         value = self._answer(_of_dtype(x))
         if name == "item":

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.sharded.functions import name_of
 from lightning_par.trial.guesses import Patterns
 
 
@@ -24,7 +25,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        return str(getattr(self.func, "__name__", self.func))
+        return name_of(self.func)
 
     @cached_property
     def inputs(self) -> list[Tensor]:

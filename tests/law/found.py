@@ -160,6 +160,14 @@ class CountsRows(Scaled):
         return x + self.layer(x) / torch.ones(x.size(0), 1).sum()
 
 
+class LossOfRows(Scaled):
+    """A loss reduces: what it makes of as many rows as there are samples goes by their number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.zeros(x.size(0), C, dtype=x.dtype)
+        return x + self.layer(x) * F.mse_loss(rows, torch.ones_like(rows), reduction="sum") / 100
+
+
 class Numbered(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layer(x) * torch.arange(x.shape[0])[:, None, None]
@@ -1790,6 +1798,29 @@ class StoredAsWritten(Base):
         self.outputs.clear()
 
 
+class FlipsFlags(Base):
+    """Writes a buffer by an operator that no ``_`` tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flags", torch.zeros(C, dtype=torch.bool))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        self.flags ^= (y.detach() > 0).all(0).all(0) | True
+        return (y * self.flags).square().mean() + F.mse_loss(y, batch[0].flip(1))
+
+
+class TurnsSums(Base):
+    """Sums over samples, laid out anew, scaled in place and weighed: each part is still a share of the whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0]).square()
+        sums = y.sum(0).movedim(0, 1).swapdims(0, 1).tensor_split(2)[0].tril().flip(0).roll(1, 0)
+        weighed = torch.dot(y.sum((0, 1)), torch.linspace(0, 1, C, dtype=y.dtype)) + sums.diagonal().sum()
+        return y.mean().subtract_(0.5) + weighed.divide_(C).multiply_(0.1)
+
+
 class GrowingMemory(Base):
     """Compares with all batches so far; its own checks look at the shapes of what grows at each step."""
 
@@ -1825,10 +1856,11 @@ FOUND: dict[str, type[Base]] = {
                  AveragesByHand, GradientsByHand, WritesByHand, MemoryByHand, ArrayAsData, GradientsOfItsOwn,
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
                  TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
-                 RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory)
+                 RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory,
+                 FlipsFlags, TurnsSums)
 }  # fmt: skip
-UNITS = (Scaled, SpectralNorm, CountsRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing, Recurrent,
-         WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
+UNITS = (Scaled, SpectralNorm, CountsRows, LossOfRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing,
+         Recurrent, WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS} | {"SaysSizes": SaysSizes}
 
 

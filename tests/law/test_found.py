@@ -41,6 +41,8 @@ CUT = (
     "TypeAs",
     "Guarded",
     "LogsAMetric",
+    "LossOfRows",
+    "TurnsSums",
 )
 """Those that stay cut into microbatches: it is safe, and faster."""
 LAYOUTS: dict[str, dict[str, Any]] = {

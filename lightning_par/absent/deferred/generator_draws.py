@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FILLS = ("uniform", "normal", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric")
-FILLS = {f"aten::{name}_" for name in _FILLS}
-"""They draw as many numbers as their tensor has entries, whatever these are, and write each entry."""
-
 
 class Draw:
     """The state of a generator.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
-from lightning_par.absent.deferred.generator_draws import FILLS, Draw, ScratchDraws, draws
+from lightning_par.absent.deferred.generator_draws import Draw, ScratchDraws, draws
 from lightning_par.absent.deferred.history import Geometry, History, Op
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
@@ -16,9 +16,9 @@ from lightning_par.absent.deferred.session import Session
 from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
+from lightning_par.sharded.functions import FILLS, OVERWRITES, operator_of
 
 SMALL = 1 << 16  # bytes: what functions without deferred arguments make of this size is real at once
-_WRITE_WHOLE = FILLS | {"aten::fill_", "aten::zero_", "aten::copy_"}
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -43,13 +43,13 @@ def make(func: Any, args: Any, kwargs: Any) -> Any:
 
 def record(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func``, which has a deferred argument. Where its results depend on values, these are computed."""
-    if schema_of(func).name == "aten::set_":
+    if operator_of(func) == "set_":
         return _adopt(*args)
     written = written_by(func, args, kwargs)
     if any(not isinstance(x, Deferred) for x in written):  # a real tensor takes values of a deferred one
         args, kwargs = tree_map(lambda x: x.value() if isinstance(x, Deferred) else x, (args, kwargs))
         return func(*args, **kwargs)
-    if schema_of(func).name in FILLS and len(deferred_in((args, kwargs))) == 1:
+    if operator_of(func) in FILLS and len(deferred_in((args, kwargs))) == 1:
         return _fill(func, args, kwargs)
     if draws(func) or _needs_data(func):
         return _compute(func, args, kwargs)
@@ -118,7 +118,7 @@ def _adopt(x: Any, source: Any = None, *rest: Any) -> Any:
 
 def _renew(func: Any, args: Any, written: list[Any]) -> None:
     """Forget what was written to a memory that ``func`` will write whole, reading nothing of it."""
-    if schema_of(func).name not in _WRITE_WHOLE:
+    if operator_of(func) not in OVERWRITES:
         return
     x: Deferred = written[0]
     reads = any(y.store is x.store for y in deferred_in(args[1:]))

@@ -21,16 +21,13 @@ from lightning_par.pipeline.run.located import is_metadata
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.sharded.functions import FILLS, MEMORY, REDUCTIONS, SHOWS, name_of, writes
 from lightning_par.sharded.rules.in_place import targets
-from lightning_par.sharded.rules.lookup import writes
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
-_READ_ALL = {"__repr__", "__str__", "__format__", "data_ptr", "untyped_storage", "is_contiguous", "stride"}
-_NUMBERS = {"norm", "vector_norm", "linalg_vector_norm", "sum", "mean", "std", "var", "max", "min", "amax", "amin"}
-_DRAW = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
 _CLIP = "torch.nn.utils.clip_grad"
 
 
@@ -92,9 +89,9 @@ class Gradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first = args[0] if args else None
-        if name == "detach" or name == "__get__" and func.__self__.__name__ == "data":
+        if name_of(func) in ("detach", "data"):
             return first
-        if is_metadata(func, name) and name not in _READ_ALL and name != "__set__":
+        if is_metadata(func, name) and name not in MEMORY and name not in SHOWS and name != "__set__":
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name.startswith("_foreach_") and writes(name):
@@ -104,7 +101,7 @@ class Gradient(torch.Tensor):
             return _write(func, name, first, args[1:], kwargs)
         if sys._getframe(1).f_globals.get("__name__") == _CLIP and name in ("linalg_vector_norm", "_foreach_norm"):
             return _norms(func, first, args[1:], kwargs)
-        if isinstance(first, Gradient) and name in _NUMBERS and len(tensors_in((args, kwargs))) == 1:
+        if isinstance(first, Gradient) and name in REDUCTIONS and len(tensors_in((args, kwargs))) == 1:
             return first._number(func, name, args[1:], kwargs)
         if isinstance(first, Gradient) and name == "__iter__" and first.ndim:
             return iter(first.unbind())
@@ -213,7 +210,7 @@ def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:
     if x.here is not None:
         with x.owner.unseen():  # what is written on some ranks alone
             func(x.here, *rest, **kwargs)
-    elif name in _DRAW or not (writes(name) or name == "__set__"):  # the generators of all ranks stay equal
+    elif name in FILLS or not (writes(name) or name == "__set__"):  # the generators of all ranks stay equal
         func(x.empty(), *rest, **kwargs)
     if name != "__set__":
         x.owner.replicas.refresh()

@@ -29,6 +29,7 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_calls import METHODS
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
@@ -36,11 +37,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
-_AS_IT_IS = frozenset("""
-requires_grad_ swap_tensors register_hook retain_grad backward register_post_accumulate_grad_hook __deepcopy__
-__reduce_ex__
-""".split())  # fmt: skip
-_COPIES = frozenset("clone empty_like zeros_like ones_like full_like".split())
+_AS_IT_IS = ASKS | HOOKS | {"backward", "__deepcopy__", "__reduce_ex__"}
 _OURS = (
     "lightning_par.",
     *("torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed"),
@@ -76,13 +73,14 @@ class Weight:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        known = is_metadata(func, name) or name in _AS_IT_IS or name == "__format__" and args[0].ndim
+        kwargs, name = kwargs or {}, name_of(func)
+        known = name in _AS_IT_IS or is_metadata(func, getattr(func, "__name__", ""))
+        known = known or name == "__format__" and bool(args[0].ndim)
         shows = not known and cls._owner.shows and not in_backward()
         user = user_of(sys._getframe(1)) if shows else None
         if user is None:
             return _as_it_is(func, args, kwargs)
-        if name in ("detach", *_COPIES) and user not in _LOG or name == "__get__" and func.__self__.__name__ == "data":
+        if (name == "detach" or name in COPIES) and user not in _LOG or name == "data":
             return _stays(cls._owner, func, name, args, kwargs)
         return _run(cls._owner, func, name, args, kwargs)
 
@@ -178,7 +176,7 @@ def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
     with torch.no_grad():
         result = _as_it_is(func, args, kwargs)
     return owner.show(
-        _unlinked(result) if links else result, owner.name_of(x), object() if name in _COPIES else copied(x)
+        _unlinked(result) if links else result, owner.name_of(x), object() if name in COPIES else copied(x)
     )
 
 

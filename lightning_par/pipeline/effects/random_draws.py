@@ -16,14 +16,9 @@ import torch
 from torch import nn
 
 from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.sharded.functions import DRAWS
 from lightning_par.sharded.random_streams import mix
 from lightning_par.sharded.run_state import RunState
-
-_DRAWING = frozenset("""
-dropout dropout_ alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout rand_like randn_like
-randint_like bernoulli bernoulli_ uniform_ normal_ normal exponential_ random_ cauchy_ geometric_ log_normal_
-multinomial poisson rrelu rrelu_ gumbel_softmax scaled_dot_product_attention multi_head_attention_forward
-""".split())  # fmt: skip
 
 
 class GlobalDrawError(UnitError):
@@ -66,7 +61,7 @@ def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[
         key: what the stream is keyed by.
         what: the torch function or module that is about to run; one that draws nothing costs nothing.
     """
-    draws = what.training if isinstance(what, nn.Module) else getattr(what, "__name__", "") in _DRAWING
+    draws = what.training if isinstance(what, nn.Module) else getattr(what, "__name__", "") in DRAWS
     return _drawing(key) if draws else contextlib.nullcontext()
 
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
+from lightning_par.sharded.functions import MATRIX_PRODUCTS, RECURRENT
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -71,7 +72,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if out is None or not tensors:
         return 0.0
-    if name in ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum", "addmm", "baddbmm"):
+    if name in MATRIX_PRODUCTS:
         x = tensors[1] if name in ("addmm", "baddbmm") and len(tensors) > 2 else tensors[0]
         return 2.0 * _size(out) * x.shape[-1] if x.ndim else 0.0
     if name.startswith("conv") and len(tensors) > 1:
@@ -79,7 +80,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         return 2.0 * _size(out) * weight[0].numel() if weight.ndim > 1 else 0.0
     if name == "scaled_dot_product_attention" and len(tensors) > 2:
         return 2.0 * _size(tensors[0]) * (tensors[1].shape[-2] + tensors[2].shape[-2])
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if name in RECURRENT:
         weights = sum(_size(x) for x in tensors if x.ndim == 2)
         return 2.0 * weights * _size(tensors[0]) / max(1, tensors[0].shape[-1])
     return float(_size(out))

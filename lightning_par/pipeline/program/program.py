@@ -13,10 +13,10 @@ from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, 
 from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_metric_call, writes_into
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts
-from lightning_par.pipeline.trial.fake_step import HOOKED
 from lightning_par.pipeline.trial.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.python_state.nested_tensors import returned_tensors
+from lightning_par.sharded.functions import HOOKS
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.step import Step, loss_in
 
@@ -118,7 +118,7 @@ def _routes(run: Analysis, starts: Sequence[int]) -> Routes:
 def _refuse_partial(run: Analysis, uses: Sequence[Use], starts: Sequence[int]) -> None:
     """A hook on a value of another stage meets what the stages from its own on bring to the gradient, or its own."""
     for index, event in enumerate(run.events):
-        if _name(event) not in HOOKED or not event.inputs:
+        if _name(event) not in HOOKS or not event.inputs:
             continue
         key, here = event.inputs[0], stage_of(starts, index)
         stages = {stage_of(starts, use) for other, use in uses if other == key and use not in (index, inf)}
@@ -133,7 +133,7 @@ def _refuse_partial(run: Analysis, uses: Sequence[Use], starts: Sequence[int]) -
 
 def _hooked_later(run: Analysis, starts: Sequence[int]) -> tuple[tuple[int, int, str], ...]:
     """Hooks on values of earlier stages: whose, the stage in whose backward they run, and where they are put."""
-    hooks = [(index, event) for index, event in enumerate(run.events) if _name(event) in HOOKED and event.inputs]
+    hooks = [(index, event) for index, event in enumerate(run.events) if _name(event) in HOOKS and event.inputs]
     found = ((stage_of(starts, event.inputs[0][0]), stage_of(starts, index), event.place) for index, event in hooks)
     return tuple((made, here, place) for made, here, place in found if made < here)
 

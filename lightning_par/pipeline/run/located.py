@@ -21,7 +21,7 @@ from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.rules.in_place import writes
+from lightning_par.sharded.functions import MEMORY, MEMORY_KINDS, METADATA, SHOWS, VALUE_PROPERTIES, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Guesses, Patterns
 
@@ -181,16 +181,11 @@ class Program:
 
 
 # Functions that read only what an absent value tells, too.
-METADATA = frozenset("""
-size dim numel nelement ndimension stride storage_offset is_floating_point is_complex is_signed element_size get_device
-__len__ __hash__ result_type is_inference is_conj is_neg is_contiguous is_same_size is_tensor is_storage type_as_name
-__repr__ __str__ __set__ __dir__ has_names is_cuda is_shared is_pinned data_ptr untyped_storage _is_view
-""".split())  # fmt: skip
-_VALUE_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+_TOLD = METADATA | MEMORY | MEMORY_KINDS | SHOWS
 
 
 # Functions that take of another tensor only what an absent value tells, too, written without it.
-_AS: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+WITHOUT_ANOTHER: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
     "to": lambda x, like: (Tensor.to, (x,), {"dtype": like.dtype, "device": like.device}),
     "type_as": lambda x, like: (Tensor.to, (x,), {"dtype": like.dtype, "device": like.device}),
     "expand_as": lambda x, like: (Tensor.expand, (x, tuple(like.shape)), {}),
@@ -200,11 +195,12 @@ _AS: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, 
 
 
 def is_metadata(func: Any, name: str) -> bool:
+    """Whether ``func``, whose ``__name__`` is ``name``, reads only what an absent value tells, too."""
     if name == "__set__":
         return getattr(func.__self__, "__name__", "") != "data"
     if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _VALUE_PROPERTIES
-    return name in METADATA
+        return getattr(func.__self__, "__name__", "") not in VALUE_PROPERTIES
+    return name in _TOLD
 
 
 def writes_into(name: str) -> bool:
@@ -247,8 +243,8 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth or is_metadata(func, getattr(func, "__name__", "")):
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _AS and len(args) == 2 and isinstance(args[1], Tensor):
-            func, args, more = _AS[func.__name__](*args)
+        if getattr(func, "__name__", "") in WITHOUT_ANOTHER and len(args) == 2 and isinstance(args[1], Tensor):
+            func, args, more = WITHOUT_ANOTHER[func.__name__](*args)
             kwargs = {**more, **kwargs}
         self.depth += 1
         try:

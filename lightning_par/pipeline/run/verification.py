@@ -20,10 +20,10 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.trial.analysis_copy import cloned
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
-from lightning_par.private.operators import schema_of
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.functions import DRAWING_OPERATORS, operator_of
 from lightning_par.sharded.tensor import leaf
 from lightning_par.trial.step import Step
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _COARSE = 0.1  # of dtypes with fewer bits
 _FLOPS = 1e8  # of a step so small that all of its batch is taken
-_DRAWS = ("bernoulli", "rand", "normal", "uniform", "exponential", "geometric", "cauchy", "log_normal", "poisson")
 
 Values = Mapping[str, Tensor]
 """The loss and the gradients of one run of a step, as far as this rank has them."""
@@ -169,12 +168,12 @@ class Constants(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunction():
-            name = schema_of(func).name.removeprefix("aten::")
+            name = operator_of(func)
             if name == "native_dropout" and args[2] is not False:
                 x, p = args[0], args[1]
                 return x / (1 - p) if p < 1 else torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)
             result = func(*args, **kwargs)
-            if name.startswith(_DRAWS) and name != "randperm":
+            if name in DRAWING_OPERATORS:
                 for x in tensors_in(result):
                     x.fill_(1 if name.startswith("bernoulli") or not x.is_floating_point() else 0.5)
             return result

@@ -43,11 +43,11 @@ from lightning_par.private.transforms import in_functorch
 from lightning_par.python_state.changes import as_it_is, stored_by
 from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.python_state.snapshot import Snapshot, plainly
+from lightning_par.sharded.functions import READS
 from lightning_par.sharded.patches.transforms import TRANSFORMS
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import linked
-from lightning_par.trial.guesses import READS
 
 Layouts = dict[Key, tuple[int, Positions]]
 

@@ -22,6 +22,7 @@ from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.functions import MIXING_OPERATORS, operator_of
 from lightning_par.sharded.rules.part_trial import LOUD, MISSING, REPEATED, Refused
 from lightning_par.sharded.rules.sample_trial import run_by_sample
 from lightning_par.trial.memo import Memo
@@ -29,13 +30,6 @@ from lightning_par.trial.module_copy import stand_in
 
 _MOST = 2_000_000_000  # weights in a trial, of 4 bytes or 8; what is free differs from rank to rank, which must agree
 _OF_TORCH = {*vars(nn.Module()), CALL} - {"training"}
-_REDUCTIONS = frozenset(
-    """
-sum nansum mean prod max min amax amin aminmax std var std_mean var_mean norm linalg_vector_norm logsumexp _softmax
-_log_softmax median nanmedian mode kthvalue any all argmax argmin cumsum cumprod logcumsumexp cummax cummin
-native_batch_norm _native_batch_norm_legit dist
-""".split()
-)
 
 
 def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -97,8 +91,8 @@ class _NoReductions(TorchDispatchMode):
 
 
 def _reduces_first_dim(func: Any, args: Any, kwargs: Any) -> bool:
-    name, x = schema_of(func).name.removeprefix("aten::"), args[0] if args else None
-    if name not in _REDUCTIONS or not isinstance(x, Tensor) or not x.ndim or isinstance((*args, None)[1], Tensor):
+    name, x = operator_of(func), args[0] if args else None
+    if name not in MIXING_OPERATORS or not isinstance(x, Tensor) or not x.ndim or isinstance((*args, None)[1], Tensor):
         return False
     if not x.is_floating_point() and name == "sum" or x.ndim == 1 and name == "cumsum":  # they count
         return False

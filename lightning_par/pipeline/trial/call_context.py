@@ -16,11 +16,10 @@ from lightning_par.pipeline.trial.code_attributes import FEW, Number
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.rules.pointwise import BY_ENTRY
+from lightning_par.sharded.functions import BY_ENTRY, INDEXES
 
 _WORDS = (bool, str, type(None))
 _NUMBERS = (int, float)
-_INDEXING = frozenset(("__getitem__", "__setitem__"))  # what they leave of the samples shows in shapes
 _OPAQUE = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 _OTHERS = (
     "torch.",
@@ -44,7 +43,7 @@ def told_to(
         own = [x for x in (*args, *kwargs.values()) if by_numbers or type(x) is not float]
         return tuple(_content([*kwargs, own]))
     name = getattr(func, "__name__", "")
-    kinds = _WORDS if name in BY_ENTRY or name in _INDEXING else (*_WORDS, int)
+    kinds = _WORDS if name in BY_ENTRY or name in INDEXES else (*_WORDS, int)  # what an index leaves shows in shapes
     rows = tuple(is_model for is_model, _ in groupby(id(x) in of_model for x in tensors_in((args, kwargs))))
     return (rows, *(x for x in tree_leaves((args, kwargs)) if type(x) in kinds))
 

@@ -17,16 +17,11 @@ from lightning_par.pipeline.trial.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.sharded.functions import HOOKS, READS, SIZED_BY_SECOND
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
-from lightning_par.trial.guesses import READS, Guesses
-
-# Functions whose second argument tells how many values they return: lengths, sizes, an index, a mask, how often.
-_SIZED_BY_SECOND = frozenset("""
-_pack_padded_sequence _pad_packed_sequence __getitem__ masked_select repeat_interleave
-""".split())  # fmt: skip
-HOOKED = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+from lightning_par.trial.guesses import Guesses
 
 
 class FakeRun(Run):
@@ -87,7 +82,7 @@ class FakeRun(Run):
             self.read_at = user_line()
             self.close_modules(f"it reads a value at {self.read_at}", reads=True)
             return self.guesses.read(func.__name__, fakes[0], args)
-        if self.training and getattr(func, "__name__", "") in HOOKED:
+        if self.training and getattr(func, "__name__", "") in HOOKS:
             self.hooked = True
             if isinstance(args[0], nn.Parameter):
                 raise NotImplementedError(
@@ -190,7 +185,7 @@ class FakeRun(Run):
 
 def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
     """What alone tells how many values ``func`` returns, where that is no value of the model; None if not known."""
-    if getattr(func, "__name__", "") not in _SIZED_BY_SECOND or len(args) < 2:
+    if getattr(func, "__name__", "") not in SIZED_BY_SECOND or len(args) < 2:
         return None
     if any(isinstance(x, (FakeTensor, ShardedTensor)) for x in tree_leaves(args[1])):
         return None

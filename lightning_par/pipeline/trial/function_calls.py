@@ -14,14 +14,10 @@ from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.rules.lookup import RULES
+from lightning_par.sharded.functions import BY_ENTRY, DRAWS_EACH, OVERWRITES, PRECISIONS, SIZED
 from lightning_par.sharded.tensor import ShardedTensor
 
-# Functions that follow the batch's size without using it: they lay values out anew, repeat one, or draw one a sample.
-_SIZED = frozenset("""
-view reshape unflatten expand broadcast_to repeat zeros ones empty full new_zeros new_ones new_empty new_full rand randn
-""".split())  # fmt: skip
-_DRAWS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_ bernoulli".split())
+_ROWS_APART = BY_ENTRY | OVERWRITES | PRECISIONS | SIZED | DRAWS_EACH
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,7 @@ class Called:
     @property
     def keeps_rows_apart(self) -> bool:
         """Whether every entry of the result is made of one entry of each argument, or drawn."""
-        by_entry = (getattr(RULES.get(self.name), "__module__", "") or "").endswith(".pointwise")
-        return by_entry or self.name in _SIZED or self.name in _DRAWS
+        return self.name in _ROWS_APART
 
 
 class Trace:
@@ -114,7 +109,7 @@ def _follows(call: Called, viewed: Any, plain: Any, samples: int, own: int) -> b
     """Whether an argument is the same, or a size that follows the batch's where sizes may."""
     if viewed == plain and type(viewed) is type(plain):
         return True
-    sizes = type(viewed) is int and type(plain) is int and call.name in _SIZED
+    sizes = type(viewed) is int and type(plain) is int and call.name in SIZED
     return sizes and viewed * own == plain * samples
 
 

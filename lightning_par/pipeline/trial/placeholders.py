@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.sharded.functions import ARRAYS, TRUTHS, WHOLE_NUMBERS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.guesses import Guesses
 
@@ -110,11 +111,11 @@ def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
     """
     if name in ("item", "__float__", "__complex__"):
         return AbsentNumber(_number())
-    if name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__", "__int__", "__index__"):
-        if name in ("__int__", "__index__"):
+    if name in TRUTHS or name in WHOLE_NUMBERS:
+        if name in WHOLE_NUMBERS:
             _refuse_cut()
         return (AbsentNumber.guesses or Guesses()).read(name, x, args)
-    if name in ("numpy", "__array__"):
+    if name in ARRAYS:
         return _array(x)
     if name == "tolist":
         return _array(x).tolist()

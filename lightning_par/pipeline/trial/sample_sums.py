@@ -12,27 +12,7 @@ from torch import Tensor
 from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-
-_KEEPS = frozenset("""
-__neg__ neg negative to float double half bfloat16 type clone detach contiguous view reshape squeeze unsqueeze flatten
-sum mean __getitem__ expand expand_as cpu cuda detach_ requires_grad_ retain_grad __get__ positive
-register_hook unbind split chunk select narrow permute transpose t index_select diff cumsum
-""".split())  # fmt: skip
-_ADDS = frozenset("add sub subtract __add__ __radd__ __sub__ __iadd__ __isub__ add_ sub_ rsub __rsub__".split())
-_STACKS = frozenset("stack cat concat concatenate hstack vstack".split())
-_SCALES = frozenset("mul multiply __mul__ __rmul__ __imul__ mul_".split())
-_DIVIDES = frozenset("div divide true_divide __truediv__ __itruediv__ div_ __div__".split())
-# Sums over samples that need nothing after the sum but a whole denominator.
-_REDUCES = frozenset("""
-sum nansum mean cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div
-binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss gaussian_nll_loss cosine_embedding_loss
-triplet_margin_loss margin_ranking_loss hinge_embedding_loss multi_margin_loss multilabel_margin_loss
-multilabel_soft_margin_loss ctc_loss matmul __matmul__ mm bmm einsum linear dot inner vdot tensordot addmm mv
-count_nonzero index_add scatter_add
-""".split())  # fmt: skip
-
-
-_ASKS = frozenset("register_hook requires_grad_ retain_grad __get__".split())  # they give no other value
+from lightning_par.sharded.functions import ADDS, ASKS, DIVIDES, LINEAR, SCALES, STACKS, SUMS, name_of
 
 
 @dataclass(frozen=True)
@@ -48,29 +28,29 @@ class Share:
     @classmethod
     def after(cls, func: Any, args: Any, kwargs: Any, tags: dict[int, str], reduced: bool) -> Share:
         """What the function ``func`` makes of arguments with ``tags``; ``reduced`` if it summed over samples."""
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         given = {i: tag_of_all(tags, x) for i, x in enumerate(args)}
         others = tag_of_all(tags, kwargs)
         found = {*given.values(), others} - {None}
-        adds = name in _ADDS and not kwargs  # what is no share is scaled to one
-        if found == {cls.SHARE} and not (reduced or adds or name in _ASKS or is_additive(func, args, kwargs, tags)):
+        adds = name in ADDS and not kwargs  # what is no share is scaled to one
+        if found == {cls.SHARE} and not (reduced or adds or name in ASKS or is_additive(func, args, kwargs, tags)):
             return cls(cls.MIXED)
         if reduced:
-            return cls(cls.SHARE if not found and name in _REDUCES else cls.MIXED)
+            return cls(cls.SHARE if not found and name in SUMS else cls.MIXED)
         if not found:
             return cls()
         if cls.MIXED in found or others is not None:
             return cls(cls.MIXED)
         with_share = [i for i, tag in given.items() if tag == cls.SHARE]
-        if name in _KEEPS and with_share == [0]:
+        if (name in LINEAR or name in ASKS) and with_share == [0]:
             return cls(cls.SHARE)
-        if name in _SCALES and len(with_share) == 1:
+        if name in SCALES and len(with_share) == 1:
             return cls(cls.SHARE)
-        if name in _DIVIDES and with_share == [0]:
+        if name in DIVIDES and with_share == [0]:
             return cls(cls.SHARE)
         if adds:
             return cls(cls.SHARE, tuple(i for i in (0, 1) if i < len(args) and given[i] is None))
-        if name in _STACKS and with_share == [0]:
+        if name in STACKS and with_share == [0]:
             parts = [tag_of_all(tags, x) for x in args[0]] if isinstance(args[0], (list, tuple)) else []
             return cls(cls.SHARE if parts and all(tag == cls.SHARE for tag in parts) else cls.MIXED)
         return cls(cls.MIXED)

@@ -139,7 +139,7 @@ def addmm(
     return with_bias(lambda c, a, b: a @ b if c is None else func(c, a, b), bias, [mat1, mat2], ["ik", "kj"], "ij")
 
 
-@rule("matmul", "__matmul__", "mm", "bmm", "mv", "dot")
+@rule("matmul", "mm", "bmm", "mv", "dot")
 def matmul(func: Any, a: Tensor, b: Tensor) -> Any:
     batch = max(a.ndim, b.ndim) - 2
 

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.tensors import is_marked
+from lightning_par.sharded.functions import DRAWS_EACH
 from lightning_par.sharded.rules.lookup import rule
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
-@rule("dropout", "alpha_dropout", "dropout_", "rand_like", "randn_like", "bernoulli", "bernoulli_", "uniform_",
-      "normal_", "exponential_", "rrelu", "rrelu_")  # fmt: skip
+@rule(*DRAWS_EACH)
 def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
@@ -34,6 +34,7 @@ _SWITCHES = {
     "dropout": (1, True),
     "dropout_": (1, True),
     "alpha_dropout": (1, False),
+    "alpha_dropout_": (1, True),
     "rrelu": (2, False),
     "rrelu_": (2, False),
 }

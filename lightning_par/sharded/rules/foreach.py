@@ -7,14 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.sharded.functions import LISTS
 from lightning_par.sharded.rules.lookup import rule
 from lightning_par.sharded.tensor import ShardedTensor
-
-_OF_LISTS = """
-abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor frac lerp
-lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh
-trunc zero
-""".split()
 
 
 @rule("_foreach_norm")
@@ -22,7 +17,7 @@ def foreach_norm(func: Any, tensors: Any, ord: float = 2, dtype: Any = None) -> 
     return tuple(torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors)
 
 
-@rule(*[n for name in _OF_LISTS for n in (f"_foreach_{name}", f"_foreach_{name}_") if hasattr(torch, n)])
+@rule(*LISTS)
 def foreach(func: Any, tensors: Any, *others: Any, **kwargs: Any) -> Any:
     """Each tensor of the list by itself; those beside it in other lists are cut as it is."""
     if not isinstance(tensors, (list, tuple)) or any(isinstance(x, ShardedTensor) for x in (*others, *kwargs.values())):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -31,11 +32,6 @@ def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None
     gathers[name, place] += 1
     if gathers[name, place] == 1 and axis.ranks[axis.rank] == 0:
         log.warning("`%s` %s %s at %s", name, what, shape, place)
-
-
-def name_of(func: Any) -> str:
-    """What the user calls ``func``; scripted methods have another attribute for it."""
-    return str(getattr(func, "__name__", None) or getattr(func, "name", None) or func)
 
 
 def user_line() -> str:

@@ -15,7 +15,8 @@ from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import write_count
 from lightning_par.private.transforms import outside_transforms
 from lightning_par.sharded import aliases
-from lightning_par.sharded.rules.gather_report import name_of, on_gather, user_line
+from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.rules.gather_report import on_gather, user_line
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.strides import viewed
 from lightning_par.sharded.tensor import ShardedTensor, axes_of, full, moves

@@ -8,23 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.sharded.functions import WRITES_NO_ENTRY, writes
 from lightning_par.trial.memo import Memo
-
-_IN_PLACE_DUNDERS = {
-    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or")
-}
-_WRITE_NOTHING = {"requires_grad_", "detach_", "rename_", "share_memory_"}
-
-
-def writes(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 
 def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that ``func`` is told to write into: by its name, by ``out=``, by ``inplace=True``."""
     into = [kwargs.get("out")]
     name = getattr(func, "__name__", "")
-    if (writes(name) and name not in _WRITE_NOTHING) or _told_to(func, args, kwargs):
+    if (writes(name) and name not in WRITES_NO_ENTRY) or _told_to(func, args, kwargs):
         into.append(args[0] if args else next(iter(kwargs.values()), None))
     return [x for x in tree_leaves(into) if isinstance(x, Tensor)]
 

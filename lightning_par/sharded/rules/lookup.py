@@ -16,6 +16,8 @@ from lightning_par.private.tensors import view_base
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
+from lightning_par.sharded.functions import MEMORY_KINDS, METADATA
+from lightning_par.sharded.functions import writes as writes
 from lightning_par.sharded.rules import several_axes, stored_weights
 from lightning_par.sharded.rules.alias import kept, shown
 from lightning_par.sharded.rules.gather_report import on_gather as on_gather
@@ -24,7 +26,6 @@ from lightning_par.sharded.rules.gathered import announce_gather as announce_gat
 from lightning_par.sharded.rules.gathered import run_in_transform
 from lightning_par.sharded.rules.gathered import run_whole as run_whole
 from lightning_par.sharded.rules.gathered import sharded_again as sharded_again
-from lightning_par.sharded.rules.in_place import writes as writes
 from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.run_state import RunState
@@ -174,15 +175,14 @@ def _turned(name: str, x: ShardedTensor) -> Any:
     return x.permute(*reversed(range(x.ndim)))
 
 
-@rule("is_contiguous")
-def is_contiguous(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether the local part is: that is what `view` goes by."""
-    return x._local.is_contiguous(*args, **kwargs)
+@rule("is_contiguous", *MEMORY_KINDS)
+def of_local_part(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether the local part is: `view` goes by that, and a copy to another device."""
+    result: bool = func(x._local, *args, **kwargs)
+    return result
 
 
-@rule("dim", "size", "numel", "is_floating_point", "is_complex", "is_signed", "element_size",
-      "stride", "storage_offset", "get_device", "__len__", "__hash__", "result_type", "is_inference", "is_conj",
-      "is_neg")  # fmt: skip
+@rule(*METADATA, "stride", "storage_offset")
 def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

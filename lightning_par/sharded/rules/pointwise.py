@@ -9,27 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.sharded.functions import BY_ENTRY
 from lightning_par.sharded.rules.lookup import aligned, moves, rule, view, writes
 from lightning_par.sharded.tensor import ShardedTensor, full
 
-_BINARY = "add sub mul div truediv floordiv floor_divide mod pow remainder fmod eq ne lt le gt ge and or xor"
-_DUNDERS = [n for op in _BINARY.split() for prefix in ("", "r", "i") if hasattr(Tensor, n := f"__{prefix}{op}__")]
-_PLAIN = """
-abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin
-acos atan atan2 sinh cosh tanh sigmoid erf erfc floor ceil round trunc frac sign sgn clamp clamp_min clamp_max clip
-where masked_fill add sub subtract mul multiply div divide true_divide floor_divide pow float_power remainder fmod
-maximum minimum fmax fmin lerp addcmul addcdiv eq ne lt le gt ge not_equal greater less logical_and logical_or
-logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite isclose nan_to_num hypot
-logit xlogy relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign hardtanh hardsigmoid hardswish
-log_sigmoid threshold _threshold tanhshrink hardshrink softshrink heaviside copysign clone float
-double half bfloat16 int long bool cpu cuda zeros_like ones_like empty_like full_like fill
-""".split()
-_IN_PLACE = [n for name in _PLAIN if any(hasattr(space, n := name + "_") for space in (Tensor, torch, F))]
-BY_ENTRY = frozenset((*_PLAIN, *_IN_PLACE, *_DUNDERS))
-"""Names of functions whose plain arguments mean the same for each entry."""
 
-
-@rule(*_PLAIN, *_IN_PLACE, *_DUNDERS, "__neg__", "__pos__", "__abs__", "__invert__", "rsub", "zero_")  # fmt: skip
+@rule(*BY_ENTRY)
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run on local parts; a plain operand that has the sharded dim is cut, one that broadcasts over it is entered."""
     if "out" in kwargs or (func is torch.where and len(args) + len(kwargs) == 1):

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_par.sharded.functions import RECURRENT
 from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
 from lightning_par.sharded.rules.reduce import every_rank_has_some
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+@rule(*RECURRENT)
 def recurrent(
     func: Any, x: Any, hx: Any, weights: Any, has_biases: Any, layers: int, dropout: float, training: bool,
     bidirectional: bool, batch_first: bool,

@@ -21,6 +21,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.pytree import tree_flatten, tree_unflatten
+from lightning_par.sharded.functions import SHIFTS
 from lightning_par.sharded.rules.lookup import enter, view, writes
 from lightning_par.sharded.rules.part_trial import CONSTANT, EXTREME, Out, Place, Refused, TrialCall, trial
 from lightning_par.sharded.tensor import ShardedTensor
@@ -29,7 +30,6 @@ from lightning_par.trial.memo import Memo
 _LARGEST = 1_000_000  # elements of a trial's arguments in all
 _SEEDS = (0, 1, CONSTANT)
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, slice, type(Ellipsis))
-_MODULAR = ("roll", "rot90")  # shifting by a multiple of every size tried shows nothing
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def acts_by_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     name = getattr(func, "__name__", "")
     if not sharded or any(x._axis is not sharded[0]._axis for x in sharded) or sharded[0]._axis.size < 2:
         return None
-    if writes(name) or name in _MODULAR or kwargs.get("out") is not None:
+    if writes(name) or name in SHIFTS or kwargs.get("out") is not None:
         return None
     if not all(isinstance(x, Tensor) or isinstance(x, _PLAIN) for x in leaves):
         return None

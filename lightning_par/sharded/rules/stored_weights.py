@@ -11,18 +11,11 @@ from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded import aliases
-from lightning_par.sharded.rules.gather_report import name_of
+from lightning_par.sharded.functions import LOWERED, PRECISIONS, name_of
 from lightning_par.sharded.rules.gathered import written
 from lightning_par.sharded.tensor import ShardedTensor, axes_of
 
-_ALWAYS = {"detach", "_has_compatible_shallow_copy_type"}  # neither reads values
-_MOVES = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"}
-
-_CAST = frozenset("""
-linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-conv_transpose3d
-""".split())  # fmt: skip
-"""What autocast runs in low precision, on all devices."""
+_SEE_NO_VALUE = ("detach", "_has_compatible_shallow_copy_type")
 
 
 class Gathering:
@@ -96,7 +89,7 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> StoredCall | None:
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
     name = getattr(func, "__name__", "")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in found)
-    if not found or name in _ALWAYS or name in _MOVES and not wants_gradient:
+    if not found or name in _SEE_NO_VALUE or name in PRECISIONS and not wants_gradient:
         return None
     targets = [x for x in written(func, args, kwargs) if x._axis.stores]
     if targets:
@@ -119,7 +112,7 @@ def gathering_of(x: ShardedTensor) -> Gathering:
 def _low(name: str, x: Tensor) -> torch.dtype | None:
     """The precision that autocast would cast ``x`` to: gathered in it, fewer bytes move, and no cast copy is kept."""
     kind = x.device.type
-    if name not in _CAST or not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+    if name not in LOWERED or not torch.is_autocast_enabled(kind) or not x.is_floating_point():
         return None
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
 

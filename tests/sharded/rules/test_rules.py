@@ -80,11 +80,9 @@ def test_every_rule_has_a_case() -> None:
         "cuda",
     }  # test_training.py; needs a GPU
     elsewhere |= {"_has_compatible_shallow_copy_type"}  # test_surface_runs.py
+    elsewhere |= {"has_names"}  # not in torch 2.13
     assert elsewhere <= RULES.keys()
     missing = RULES.keys() - called.names - elsewhere
-    # Some operators arrive under the function's name: `x + y` as `add`.
-    covered = {RULES[name] for name in called.names & RULES.keys()}
-    missing = {name for name in missing if not (name.startswith("__") and RULES[name] in covered)}
     assert not missing, f"rules that no line of tests/rule_cases calls: {sorted(missing)}"
 
 
@@ -94,6 +92,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout inplace": lambda x: F.dropout(x, 0.5, inplace=True),
     "dropout_": lambda x: torch.dropout_(x, 0.5, True),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "alpha_dropout_": lambda x: torch.alpha_dropout_(x, 0.5, True),
     "rand_like": torch.rand_like,
     "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
     "bernoulli": torch.bernoulli,
@@ -102,6 +101,12 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform_": lambda x: x.uniform_(-1, 1),
     "normal_": lambda x: x.normal_(std=2),
     "exponential_": lambda x: x.exponential_(),
+    "randint_like": lambda x: torch.randint_like(x, 99),
+    "poisson": lambda x: torch.poisson(9 * x),
+    "random_": lambda x: x.random_(99),
+    "log_normal_": lambda x: x.log_normal_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "geometric_": lambda x: x.geometric_(0.1),
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "rrelu_": lambda x: F.rrelu_(x.neg_(), training=True),
 }
