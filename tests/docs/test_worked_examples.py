@@ -53,7 +53,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@slow("in training")
+def test_they_fit_the_sources(copy: Path) -> None:
+    for name in EXAMPLES:
+        for block in (block for block in blocks(ROOT / f"docs/contributing/{name}.md") if block.title):
+            compile((copy / block.title).read_text(), block.title, "exec")
+
+
+@slow()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run", RUNS)
 def test_what_they_add_is_right(run: str, copy: Path) -> None:

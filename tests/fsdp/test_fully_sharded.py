@@ -81,7 +81,6 @@ def _train(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **option
 @slow(
     but=[
         "gpt_checkpointed-data=2-data=fsdp",
-        "gpt_tied-data=2-data=fsdp",
         "mlp_functional-data=2-data=fsdp",
         "mlp_odd-data=4-data=fsdp-clip=0.001-clip_algorithm=value",
     ]
@@ -381,6 +380,7 @@ def _trained(layout: dict[str, Any] | None, kind: type[Layers]) -> Any:
     return [p.detach().clone() for p in module.parameters()]
 
 
+@slow("Averages-tensor", "LooksAgain-fsdp")
 @pytest.mark.parametrize(
     "beside", [{"data_parallel": "fsdp", "data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor"]
 )

@@ -153,7 +153,7 @@ def _wrong(pool: Pool, names: list[str], layout: dict[str, Any]) -> tuple[dict[s
 PARTS = 4  # jobs for the rows of `FOUND`, each with a time of its own on a slow machine
 
 
-@slow("pipeline-1", "pipeline-3", "placement-0", "placement-2")
+@slow("pipeline-1", "pipeline-2", "pipeline-3", "placement-0", "tensor-0", "tensor-1")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_misjudged_is_one_devices(pool: Pool, layout: str, part: int) -> None:
@@ -170,7 +170,7 @@ def test_what_public_packages_do_is_one_devices(pool: Pool, layout: str) -> None
     assert _wrong(pool, list(STRANGE), LAYOUTS[layout])[0] == {}
 
 
-@slow("residual")
+@slow("residual", "fsdp x sequence")
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str) -> None:
     assert not _wrong(pool, list(MEMORY), MEMORY_LAYOUTS[layout])[0]

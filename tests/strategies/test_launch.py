@@ -83,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, asked: Callable[[str], list[d
     with ThreadPoolExecutor(2) as executor:
         futures = {}
         for name, (launcher, arguments) in ((name, run) for name, run in RUNS.items() if name in wanted):
-            path = other if name == "spawn" else plain  # either Lightning has its own class
+            path = other if name in ("spawn", "fork") else plain  # either Lightning has its own class
             futures[name] = executor.submit(_run, [sys.executable, *launcher, str(path), *arguments.split()])
         yield lambda name: futures[name].result()
         for future in futures.values():
@@ -131,7 +131,7 @@ def _wait_until_gone(group: int) -> None:
         time.sleep(0.1)
 
 
-@slow("fork")
+@slow("spawn", "torchrun")
 @pytest.mark.parametrize("start_method", RUNS)
 def test_every_start_method_trains_and_hands_the_weights_back(runs: Runs, start_method: str) -> None:
     code, output = runs(start_method)

@@ -13,7 +13,7 @@ from lightning_par.pipeline.program.routes import Routes, Use, direct, relayed, 
 from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_metric_call, writes_into
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts
-from lightning_par.pipeline.trial.sample_sums import Share, tag_of
+from lightning_par.pipeline.trial.samples.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.functions import HOOKS

@@ -32,10 +32,10 @@ from lightning_par.pipeline.trial.call_context import told_to, watched
 from lightning_par.pipeline.trial.code_attributes import TENSORS
 from lightning_par.pipeline.trial.fake_step import FakeRun, sizing
 from lightning_par.pipeline.trial.placeholders import read_placeholder
-from lightning_par.pipeline.trial.sample_sums import Share, tag_of
+from lightning_par.pipeline.trial.samples.sample_sums import Share, tag_of
+from lightning_par.pipeline.trial.samples.unit_trial import acts_plainly
 from lightning_par.pipeline.trial.side_inputs import Handed, UnitError, maker_of
 from lightning_par.pipeline.trial.survey import Seen
-from lightning_par.pipeline.trial.unit_trial import acts_plainly
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.module_hooks import number_of_backward_hooks
 from lightning_par.private.pytree import tree_leaves

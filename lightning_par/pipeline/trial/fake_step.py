@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.plan.call_costs import Closing, Frame, flops_of, nbytes_of
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run, is_metadata
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.function_calls import Trace, tracing
+from lightning_par.pipeline.trial.call_costs import Closing, Frame, flops_of, nbytes_of
+from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.snapshot import Snapshot

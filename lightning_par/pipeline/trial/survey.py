@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from lightning_par.pipeline.plan.call_costs import Frame
 from lightning_par.pipeline.plan.units import ModuleCall
+from lightning_par.pipeline.trial.call_costs import Frame
 
 Shapes = tuple[tuple[int, ...], ...]
 

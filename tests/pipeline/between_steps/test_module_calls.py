@@ -312,7 +312,7 @@ def agree(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@slow("Weights")
+@slow("Weights", "Reads", "Counts")
 @pytest.mark.parametrize("name", ["Reads", "Weights", "Overwrites", "Counts", "Thaws", "Calls", "Joint"])
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.microbatch import SamplesMixError
-from lightning_par.pipeline.trial.by_sample import by_sample
-from lightning_par.pipeline.trial.function_calls import Trace, tracing
+from lightning_par.pipeline.trial.samples.by_sample import by_sample
+from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.changes import Change, MappingChange
 from lightning_par.python_state.nested_tensors import tensors_in, twin
@@ -152,7 +152,7 @@ def _mixed(path: str, reason: str) -> SamplesMixError:
 @contextmanager
 def _aside(run: Analysis) -> Iterator[None]:
     """What is computed inside costs nothing and is no part of the step."""
-    from lightning_par.pipeline.plan.call_costs import Frame
+    from lightning_par.pipeline.trial.call_costs import Frame
 
     unsized, frames = run.unsized, run.frames
     run.frames = [Frame("", 0)]

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.run.microbatch import SamplesMixError
-from lightning_par.pipeline.trial.by_sample import by_sample
 from lightning_par.pipeline.trial.fake_step import FakeRun
+from lightning_par.pipeline.trial.samples.by_sample import by_sample
 from lightning_par.pipeline.trial.study import study
 from lightning_par.trial.step import Step
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.law.found import Base, C
 
 EXPERTS, EACH = 4, 2
@@ -288,6 +289,7 @@ def _train(make: Callable[[], nn.Module], strategy: str) -> Any:
     return [p.detach().clone() for p in module.parameters()], predictions
 
 
+@slow("Biased", "Numbered")
 @pytest.mark.parametrize("make", [Biased, Numbered, Chooses, Ages])
 def test_what_other_ranks_hold_decides_alike_on_all_when_a_later_batch_is_another(
     make: Callable[[], nn.Module], pool: Pool
