@@ -60,7 +60,7 @@ def whole_where_held(value: Any, keep: bool, axis: Axis) -> Any:
     coming = missing_on_first(found, keep, axis)
     arrived: dict[Origin, Tensor] = {}
     for path in sorted(coming):
-        x = found.get(path, torch.empty(0))
+        x = found.get(path, torch.empty(0))  # a path that is not here is another rank's
         there = fetch(x, coming[path], axis)
         if isinstance(x, Elsewhere):
             arrived[x.origin] = there

@@ -76,6 +76,7 @@ class Outside:
         self._holders: dict[str, tuple[int, ...]] = {}
         for call in self._calls():
             tensors = [*call.module.parameters(), *call.module.buffers()]
+            # who runs a unit must have all of it
             ranks = set(range(axis.size)).intersection(*(placement.of(names[id(x)], axis.size) for x in tensors))
             self._holders[call.path] = tuple(sorted(ranks))
             call.outside = self
@@ -149,9 +150,10 @@ class Outside:
         self, original: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]
     ) -> tuple[_Told, Exception | None]:
         """Call the unit here, and note what it did beside computing."""
+        # what has no version is compared by its values
         before = [x.clone() if x.is_inference() else version_of(x) for x in given]
         start, told = generators.global_state(), _Told()
-        self._steps += 1
+        self._steps += 1  # units within this one run as they are
         unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
         try:
             with unseen:

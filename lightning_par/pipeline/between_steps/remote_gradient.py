@@ -130,7 +130,7 @@ class Gradient(torch.Tensor):
         made: Any = None
         if self.source == self.owner.axis.rank:
             try:
-                made = map_tensors(lambda x: full(x).cpu(), func(self.here, *rest, **kwargs))
+                made = map_tensors(lambda x: full(x).cpu(), func(self.here, *rest, **kwargs))  # to be pickled
             except Exception as error:  # all ranks are to raise it
                 made = error
         made = self.owner.axis.broadcast_object(made, "gradients", self.source)
@@ -201,7 +201,7 @@ def _norms(func: Any, given: Any, rest: Any, kwargs: Any) -> Any:
 def _counted(x: Gradient) -> Tensor:
     if x.here is not None and x.source == x.owner.axis.rank:
         return x.here
-    return torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.zeros((), dtype=x.dtype, device=x.device)  # the sum over the ranks has it from its source
 
 
 def _write(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> Any:

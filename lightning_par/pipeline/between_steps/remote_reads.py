@@ -251,7 +251,7 @@ class JointGradients:
             if isinstance(p, ShardedTensor):  # other code asks for its very class
                 p._lender = self  # type: ignore[attr-defined]
             elif not isinstance(p, _Joint):
-                p.__class__ = self.class_of(_Joint, type(p))
+                p.__class__ = self.class_of(_Joint, type(p))  # whoever holds the object has it still
         for name, x in self._buffers_now():
             self.show(x, name)
         self._show_states()

@@ -112,7 +112,7 @@ class Weight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         x: Any = self
-        way, x.__class__ = x.__class__, x._plain
+        way, x.__class__ = x.__class__, x._plain  # for the copy it is a plain tensor
         try:
             new = copy.deepcopy(x, memo)
         finally:

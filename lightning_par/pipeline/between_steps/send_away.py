@@ -127,7 +127,7 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     parts = {path: leaf(x) for path, x in found.items() if path in wanted}
     kinds = kinds_at(wanted, parts, axis, "unshard")
     with swappable(modules):
-        for path in sorted(kinds):
+        for path in sorted(kinds):  # in one order on all ranks
             part = send_to_all(parts.get(path), kinds[path], wanted[path], axis, "unshard")
             x = found.get(path)
             if isinstance(x, Elsewhere):

@@ -69,7 +69,7 @@ class InBackward:
         """All stages' backwards have run. All ranks must call it."""
         if self._active:
             self._hear(-1)
-            self._first.restore()
+            self._first.restore()  # it is done again when Lightning calls backward
             del self._first
 
     def _hear(self, stage: int) -> None:
@@ -79,7 +79,7 @@ class InBackward:
     def _spread(self, mine: Changed, before: Snapshot) -> None:
         source = self._program.at[self._next]
         told = self._told(mine, source, before)
-        if source != self.axis.rank:
+        if source != self.axis.rank:  # on the source it is done
             self._do(told)
         self._changed[self._next] = told
         self._refuse_other_order()
@@ -144,6 +144,7 @@ class InBackward:
         self._program, self._aside, self._given = program, aside, {name: p for name, (p, _) in grads.items()}
         of_stages: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for name, pair in grads.items():
+            # its gradient is whole once backward is through the first stage that uses it
             used = [min(stages) for path, stages in program.uses.items() if f"{name}.".startswith(f"{path}.")]
             if name not in aside:
                 of_stages.setdefault(min(used, default=0), []).append(pair)

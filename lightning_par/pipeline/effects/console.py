@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_print, _handle = builtins.print, logging.Logger.handle
+_print, _handle = builtins.print, logging.Logger.handle  # while a step runs others are in their places
 _DEBUGGERS = ("pdb", "bdb", "cmd", "code", "IPython")
 _ATOMS = (str, int, float, bool, type(None))
 
@@ -71,10 +71,10 @@ class LoggerView:
     """A logger, or what hangs on one: to be read, while what is called is heard and gives nothing back."""
 
     def __init__(self, real: Any, hear: Hear, number: int, path: tuple[str, ...] = ()) -> None:
-        vars(self).update(_real=real, _hear=hear, _number=number, _path=path)
+        vars(self).update(_real=real, _hear=hear, _number=number, _path=path)  # `__setattr__` would be heard
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # what user code asks by `isinstance`
         return type(self._real)
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +137,7 @@ def speaking() -> Iterator[None]:
     """What is said is said, within `hearing`, too."""
     before = builtins.print, sys.stdout, logging.Logger.handle
     builtins.print, logging.Logger.handle = _print, _handle  # type: ignore[method-assign]
-    while isinstance(sys.stdout, _StandardOutput):
+    while isinstance(sys.stdout, _StandardOutput):  # one may be within another
         sys.stdout = sys.stdout.real
     try:
         yield

@@ -103,6 +103,7 @@ class Effects:
         if arrived.refused:
             raise TypeError(" ".join(arrived.refused))
         if isinstance(arrived.raised, bytes):
+            # where it was raised it has its traceback
             raise self.raised if isinstance(self.raised, Exception) else pickle.loads(arrived.raised)
         return arrived
 
@@ -151,7 +152,7 @@ def _packed(error: Exception) -> bytes:
     """An exception as others can raise it, in other words where its class can't be sent."""
     try:
         packed = pickle.dumps(error)
-        pickle.loads(packed)
+        pickle.loads(packed)  # some can be written and not be read
     except Exception:  # the class may want anything to be made
         packed = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return packed
@@ -238,7 +239,7 @@ def _joined(values: list[Any], join: Callable[[list[Any]], Any]) -> Any:
         new = copy.copy(last)
         for part in dataclasses.fields(last):
             value = _joined([getattr(value, part.name) for value in values], join)
-            object.__setattr__(new, part.name, value)
+            object.__setattr__(new, part.name, value)  # of a frozen one, too
         return new
     return last
 

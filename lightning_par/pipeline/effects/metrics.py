@@ -51,7 +51,7 @@ def _outermost(
     depth: list[int],
 ) -> Callable[..., Any]:  # fmt: skip
     def method(*args: Any, **kwargs: Any) -> Any:
-        if depth[0]:
+        if depth[0]:  # as the update within a forward
             return own(*args, **kwargs)
         depth[0] += 1
         try:
@@ -121,6 +121,7 @@ def _release(module: nn.Module) -> None:
     """Make a copied metric its own again, and silent."""
     vars(module).pop("forward", None)
     if isinstance(module, Metric):
+        # one rank alone would wait for the others in a sync
         vars(module).update(distributed_available_fn=lambda: False, dist_sync_on_step=False)
     else:  # a collection's methods are the class' own; a metric has wrapped its own anew when it was copied
         vars(module).pop("update", None)

@@ -68,10 +68,11 @@ def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[
 @contextlib.contextmanager
 def _drawing(key: Sequence[int]) -> Any:
     seed = mix(*key)
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # to ask for its state would start it
     state = torch.get_rng_state()
     device_state = torch.cuda.get_rng_state() if cuda else None
     streams = RunState.current.streams
+    # sharded draws, too, go by the event, not by what ran here before
     event, streams.event = streams.event, key[-1] * 1000
     torch.default_generator.manual_seed(seed)
     if cuda:

@@ -173,6 +173,7 @@ class InnerState:
         """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
         self.meeting("came to a step whose layers keep something new", "Let all ranks do the same in a step.")
         told = self.axis.all_gather_object(mine.content, "state of units")
+        # what one rank lacks can't go by its name
         everywhere = frozenset(told[0][1]).intersection(*(places for _, places, _ in told))
         made: dict[str, dict[str, Any]] = {}
         for name, place, x in mine.made:

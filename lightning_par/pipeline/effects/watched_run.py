@@ -116,6 +116,7 @@ class Watch:
         self, state: Snapshot, batch: Any, effects: Effects | None = None, whole: bool = True, keep: bool = False
     ) -> Iterator[list[str]]:
         """Inside a run may change all that ``state`` knows, and the batch; gives what it must not have done."""
+        # in such a batch nothing but tensors could change
         plain = type(batch) is Tensor or type(batch) is tuple and all(type(x) is Tensor for x in batch)
         given = None if plain and effects is None else self._of_batch(state, batch)
         as_is = {id(x) for x in tensors_in(batch)}

@@ -92,7 +92,7 @@ def _outline(run: Analysis) -> Outline:
 def _is_users(error: BaseException) -> bool:
     """Whether the user's code raised it, and not what it called for want of values."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    while trace is not None and trace.tb_next is not None:  # to the frame in which it was raised
         trace = trace.tb_next
     name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return isinstance(error, AssertionError) or not f"{name}.".startswith(("torch.", "lightning_par."))

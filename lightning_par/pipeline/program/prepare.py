@@ -116,7 +116,7 @@ class Programs:
         samples = step.samples
         if not samples and tensors_in(step.batch):
             raise ValueError(f"{step.name}: the batch is empty: its first tensor has {samples} samples.")
-        wanted = max(1, min(microbatches, samples))
+        wanted = max(1, min(microbatches, samples))  # so that no microbatch is empty
         self.hooks.agree()
         signature = self._signature(step, wanted)
         first, tried = self._is_first(signature), step
@@ -127,12 +127,12 @@ class Programs:
                 ready = self._dry(step, program, start)
                 if ready is not None:
                     self.made.setdefault(self._signature(step, wanted), known)  # which it may have changed
-                    known.remove(program)
+                    known.remove(program)  # to the front: the next step is likely to be the same
                     known.insert(0, program)
                     return ready
                 generators.set_global_state(start)
             del known[MOST_PROGRAMS:]
-            if known and known[0] is self._fresh:
+            if known and known[0] is self._fresh:  # it was made of this very step
                 raise RuntimeError(
                     f"{step.name} does something else each time it runs, first at {self._change}. {self.stages.ranks} "
                     "ranks that share the model can't follow that: what a step does must depend on the batch, the "
@@ -285,11 +285,12 @@ class Programs:
             return None
         self._fresh = self._foreseen = None
         self.attributes.changed_since(())
-        before, count = (start[2], start[3]), program.microbatches
+        before, count = (start[2], start[3]), program.microbatches  # of numpy and of `random`
         memo.standing = before if is_standing(before) else None
         parts = [Part(step, program, memo, before)]
         if count > 1:
             axes = [MicrobatchAxis(count, i) for i in range(count)]
+            # a loss that no sample goes into would count once for each microbatch
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
             parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
         return Prepared(parts, start, generators.global_state())

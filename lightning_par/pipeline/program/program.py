@@ -121,6 +121,7 @@ def _refuse_partial(run: Analysis, uses: Sequence[Use], starts: Sequence[int]) -
         if _name(event) not in HOOKS or not event.inputs:
             continue
         key, here = event.inputs[0], stage_of(starts, index)
+        # but for the hook itself
         stages = {stage_of(starts, use) for other, use in uses if other == key and use not in (index, inf)}
         unseen = {stage for stage in stages if stage < here or stage > here and not run.relays}
         if stage_of(starts, key[0]) != here and unseen:

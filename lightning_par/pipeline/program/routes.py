@@ -73,13 +73,14 @@ def direct(uses: Iterable[Use], starts: Sequence[int], tail: int, rewritten: Map
     coming: list[dict[Key, int]] = [{} for _ in starts]
 
     def take(key: Key, event: float) -> None:
+        # what counts at the end is for the last stage
         stage = len(starts) - 1 if event == inf else stage_of(starts, event)
         writes = [w for w in rewritten.get(key, ()) if w < event]
         source = stage_of(starts, writes[-1] if writes else key[0])
         if source != stage:
             coming[stage][key] = source
         if writes:
-            take(key, writes[-1])
+            take(key, writes[-1])  # what writes needs the value as it was before
 
     for key, event in sorted(uses):
         take(key, event)

@@ -78,9 +78,10 @@ class SplitBackward:
 
         With no inputs there is nothing to compute, and all is left to `weights`.
         """
+        # without the outputs' values, which may go meanwhile
         roots = [(get_gradient_edge(x), _root_grad(x, grad)) for x, grad in zip(outputs, grads, strict=True)]
         if not inputs:
-            self._late = [_Late(roots, None, [])] if roots else []
+            self._late = [_Late(roots, None, [])] if roots else []  # as on the first stage: it has nothing to send on
             return []
         graph = _Graph([edge.node for edge, _ in roots])
         self.unsplit = graph.obstacle()
@@ -89,11 +90,13 @@ class SplitBackward:
         wanted = [get_gradient_edge(x) for x in inputs]
         blocks = graph.blocks([edge.node for edge in wanted])
         late = [block for block in blocks if not block.early]
+        # these get their gradients in this call
         wanted += [leaf for block in blocks if block.early for leaf in block.leaves]
         met: dict[Node, Grads] = {}
         handles = [node.register_prehook(partial(met.__setitem__, node)) for block in late for node in block.feeders]
         try:
             # After other prehooks, and before the feeder itself.
+            # What is late goes through the feeders again, so that the graph must stay.
             torch.autograd.backward(outputs, grads, inputs=wanted, retain_graph=bool(late))
         finally:
             for handle in handles:
@@ -153,7 +156,7 @@ class _Block:
     def rest(self, roots: list[Root], met: dict[Node, Grads]) -> _Late:
         """What is left of the backward once the first part has met the feeders."""
         reached = [(node, met[node]) for node in self.feeders if node in met]
-        found = [(edge, grad) for edge, grad in roots if edge.node in self.nodes]
+        found = [(edge, grad) for edge, grad in roots if edge.node in self.nodes]  # of an output that no input leads to
         for node, grads in reached:
             found += [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
         return _Late(found, self.leaves, reached)
@@ -165,7 +168,7 @@ class _Graph:
     def __init__(self, roots: Iterable[Node]) -> None:
         self.children: dict[Node, list[Node]] = {}
         self.parents: dict[Node, list[Node]] = {}
-        level = list(dict.fromkeys(roots))
+        level = list(dict.fromkeys(roots))  # in order, as a set is not: `blocks` gives the output's side first
         while level:
             for node in level:
                 self.children[node] = [child for child, _ in node.next_functions if child is not None]
@@ -182,6 +185,7 @@ class _Graph:
 
     def blocks(self, inputs: list[Node]) -> list[_Block]:
         """Everything beside the path of ``inputs``, the output's side first."""
+        # all nodes on a way to an input
         path = _reached([node for node in inputs if node in self.children], self.parents)
         blocks: list[_Block] = []
         seen: set[Node] = set()
@@ -201,9 +205,11 @@ class _Graph:
             if node in path:
                 if node not in feeders:
                     feeders[node] = None
+                    # so that a product's weight and its bias are in one block
                     found += [child for child in self.children[node] if child not in path]
             elif node not in block.nodes:
                 block.nodes.add(node)
+                # both ways: no node is in two blocks, since the run of one frees its buffers
                 found += self.children[node] + self.parents.get(node, [])
                 if node.name() == "torch::autograd::AccumulateGrad":
                     block.leaves.append(GradientEdge(node, 0))

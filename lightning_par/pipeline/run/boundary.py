@@ -74,6 +74,7 @@ class Crossing:
 
     def _tag(self, message: Message) -> int:
         _, stage, key, microbatch, _ = message
+        # the same on both ranks, which have the same program
         place = list(self.programs[microbatch].routes.leaving[stage]).index(key)
         return (stage * len(self.axes) + microbatch) * _MOST_VALUES + place
 
@@ -85,9 +86,10 @@ class Crossing:
         program = self.programs[i]
         if op == "F":
             for key, source in program.routes.coming[stage]:
+                # what two stages here take arrives once
                 if program.at[source] != self.rank and (source, key, i) not in self._values:
                     self._expect(Message("forward", source, key, i, self.rank))
-        elif op != "W":
+        elif op != "W":  # for W nothing comes: its I has taken the gradients
             takers = program.routes.leaving[stage]
             for key in self._wanted(takers, i):
                 for peer in self._peers(program, takers[key]):
@@ -95,6 +97,7 @@ class Crossing:
 
     def _peers(self, program: Program, takers: tuple[int, ...]) -> list[int]:
         """The other ranks that take a value, the one with the last stage first."""
+        # the last stage's backward is the first to run
         return [peer for peer in dict.fromkeys(program.at[taker] for taker in reversed(takers)) if peer != self.rank]
 
     def _expect(self, message: Message) -> None:
@@ -118,6 +121,7 @@ class Crossing:
 
     def _send(self, message: Message, x: Tensor) -> None:
         order = _order(self.programs[message.microbatch].values[message.key])
+        # in the order of memory: the receiver's has the same strides, so that the same views of it work
         self.messenger.send(x.permute(order), self.traffic.receiver(message), message.kind, self._tag(message))
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -128,6 +132,7 @@ class Crossing:
         held = self.held[stage, microbatch] = Held()
         arrived = {key: self._take((source, key, microbatch), stage) for key, source in program.routes.coming[stage]}
         for key in self._wanted(arrived, microbatch):
+            # a leaf for each stage that takes it, of which this rank may have two
             arrived[key] = arrived[key].detach().requires_grad_()
             held.leaves.append(arrived[key])
 
@@ -149,16 +154,18 @@ class Crossing:
         self._takers[value] -= 1
         if not self._takers[value]:
             del self._values[value]
+        # a write must not reach other takers, or what its maker keeps for backward
         return x.clone() if shared and key in program.routes.written[stage] else x
 
     def hand_on(self, stage: int, microbatch: int, values: dict[Key, Tensor]) -> None:
         """Give what other stages need of ``stage`` to them."""
         program = self.programs[microbatch]
+        # the microbatch's samples alone, and of them this rank's tokens
         plain = {key: self.tokens.part(of_microbatch(x)) for key, x in values.items()}
         self._check(plain, microbatch)
         self.held[stage, microbatch].outputs = [plain[key] for key in self._wanted(plain, microbatch)]
         for key, takers in program.routes.leaving[stage].items():
-            x = plain[key].detach()
+            x = plain[key].detach()  # its graph stays here, in `held`
             if self._takers[stage, key, microbatch]:
                 self._values[stage, key, microbatch] = x
             for peer in sorted(self._peers(program, takers)):
@@ -190,6 +197,7 @@ class Crossing:
     def _gradient(self, value: Value, takers: tuple[int, ...]) -> Tensor:
         stage, key, microbatch = value
         peers = self._peers(self.programs[microbatch], takers)
+        # In this order whichever comes first: a sum's rounding must not depend on when messages arrive.
         parts = [self._arrived(Message("backward", stage, key, microbatch, peer)) for peer in peers]
         if value in self._grads:
             parts.append(self._grads.pop(value))
@@ -220,11 +228,11 @@ class Crossing:
             held.split = SplitBackward()
         if held.split is not None and not once:
             leaves = held.split.inputs(outputs, given, held.leaves)
-        else:
+        else:  # where `once` is meant, W finds nothing left to do
             leaves = backward(outputs, given, held.leaves)
         if held.split is None:
             del self.held[stage, microbatch]
-        held.outputs = []
+        held.outputs = []  # they would hold the whole graph until W
         arrivals = self.programs[microbatch].routes.coming[stage]
         sources = [(source, key, microbatch) for key, source in arrivals if key in self.traffic.wanted(microbatch)]
         for value, grad in zip(sources, leaves, strict=True):

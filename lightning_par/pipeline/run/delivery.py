@@ -23,6 +23,7 @@ class _Deliver(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Tensor, scale: float, grads: list[Tensor], anchor: Tensor, *parameters: Tensor
     ) -> Tensor:
+        # an anchor with a graph is the next link of `deliver_in_turn`
         ctx.scale, ctx.grads, ctx.chained = scale, grads, anchor.requires_grad and not anchor.is_leaf
         return loss.detach().clone()
 
@@ -32,8 +33,8 @@ class _Deliver(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("The gradients of a pipeline step are delivered once: call backward once on its loss.")
         grads, ctx.grads = ctx.grads, None
-        factor = grad / ctx.scale
-        if float(factor) != 1.0:
+        factor = grad / ctx.scale  # Lightning's own scaling of the loss, over what the schedule took for it
+        if float(factor) != 1.0:  # where both agree, no pass over all gradients
             grads = [g * factor.to(g.dtype) if g.dtype.is_floating_point else g * factor for g in grads]
         return (None, None, None, grad if ctx.chained else None, *grads)
 
@@ -66,6 +67,7 @@ def deliver(loss: Tensor, grads: Sequence[tuple[Tensor, Tensor]], scale: float) 
         grads: (parameter, its gradient times ``scale``).
         scale: by which the loss was multiplied before its backward.
     """
+    # the loss needs a backward where no parameter of this rank has a gradient, too
     anchor = torch.zeros((), requires_grad=True)
     return _Deliver.apply(loss, scale, [g for _, g in grads], anchor, *[p for p, _ in grads])
 
@@ -104,6 +106,7 @@ def gradients_apart(parameters: Sequence[Tensor], order: list[int] | None = None
         parameters: leaves.
         order: gets the ids of the parameters as they get the last of their gradients.
     """
+    # hooks run at delivery, once a step, not for each microbatch
     kept = [(p, p.grad, take_hooks(p)) for p in parameters]
     noted = [] if order is None else [p.register_post_accumulate_grad_hook(partial(_note, order)) for p in parameters]
     for p in parameters:

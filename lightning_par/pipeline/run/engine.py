@@ -113,9 +113,10 @@ class Engine:
         scale = scale / gradient_shares.ranks()  # each rank's share of the loss's gradient
         settled: list[Any] = []
         order: list[int] | None = [] if self.programs.hooks.on_parameters else None
+        # what earlier batches of the window left in .grad is put back behind it
         with gradients_apart([*named.values()], order), gradient_shares.unshared():
             effects = self._run(ready, schedule, scale, key, lambda x: settled.append(self._settle(step, ready, x)))
-            found = {p: p.grad for p in named.values()}
+            found = {p: p.grad for p in named.values()}  # before what was there is put back
         own, found = found, self.finish_gradients(found)
         if expected is not None:
             parts = {name: leaf(p) for name, p in self.module.named_parameters()}  # stored parameters have theirs there
@@ -123,6 +124,7 @@ class Engine:
             got = {n for n, there in places.items() if any(x is not None for x in there)}
             refuse_others(expected, got, named, self.axis.rank)
         self.messenger.finish()
+        # done already where hooks in the backwards may meet what the step did
         result = settled[0] if settled else self._settle(step, ready, effects)
         loss = loss_in(result)
         if loss is None:
@@ -131,6 +133,7 @@ class Engine:
         if order is None:
             return _with_loss(result, self.in_backward.delivered(deliver(loss, grads, scale)))
         place, given = {key: n for n, key in enumerate(order)}, {id(p): (p, g) for p, g in grads}
+        # those that no backward of this rank has reached come last
         names = sorted(
             (n for n, p in named.items() if id(p) in given), key=lambda n: place.get(id(named[n]), len(place))
         )
@@ -157,6 +160,7 @@ class Engine:
         """Into how many microbatches ``step`` can be cut, of as many as are asked for."""
         ready = self.programs.prepare(step, microbatches)
         self.flops, self.overwritten = sum(ready.program.costs), ready.program.overwritten
+        # it was only asked: the step that follows draws as if this had not run
         generators.set_global_state(ready.before)
         return len(ready.parts)
 
@@ -197,6 +201,7 @@ class Engine:
         self.messenger.finish()
         self.programs.attributes.settle()
         effects = self._told(ready, effects)
+        # each rank has run its own stages: all go on from where one device would be
         generators.set_global_state(ready.after)
         with step.context():  # numbers that are logged become tensors of the precision's dtype
             apply(effects, self.module, self.programs.watch, ready.whole, show=self.axis.rank == 0)
@@ -245,6 +250,8 @@ class Engine:
         for place, action in enumerate(actions):
             if meets and place == ended[0]:
                 effects = self._end(ready, schedule, told, frontier, key, settle)
+            # The next action's messages travel while this one computes. Where it `meets`, no gradient is awaited before
+            # `_end`, which its sender has to pass, too, before it begins with backward.
             for near in actions[place : min(place + 2, ended[0] if meets and effects is None else place + 2)]:
                 crossing.expect(near)
             began = self.messenger.clock() - self.messenger.waited if self.trace is not None else 0.0
@@ -256,6 +263,7 @@ class Engine:
                 if not self.rehearsing:
                     inner.tell(action.stage)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
+                    # else all graphs would live until the last forward
                     told[action.microbatch] = without_graphs(done) if len(ready.parts) > 1 else done
                     if ready.cut and not self._joins(ready, schedule):
                         at_tail = [of_microbatch(run.got[key]).detach() for key in ready.program.routes.tail]
@@ -267,7 +275,7 @@ class Engine:
                 with self._keeping(meets, action), Stopping(partial(_alone, self.axis.rank)):
                     crossing.backward(action.op, action.stage, action.microbatch, once=meets)
             if self.trace is not None:
-                start = began + self.messenger.waited
+                start = began + self.messenger.waited  # what it waited for messages is no part of the span
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))
         if effects is None:
             effects = self._end(ready, schedule, told, frontier, key, settle if meets else None)
@@ -294,6 +302,7 @@ class Engine:
         if not self.rehearsing:
             self.inner_state.end()
         effects = self._put_together(ready, schedule, told, frontier, key)
+        # what one rank of a stage holds of it is a part, and other stages need it whole
         whole = merged([effects], lambda parts: full(parts[0])) if self.inner else effects
         if settle is not None:
             settle(whole)
@@ -340,7 +349,7 @@ class Engine:
         step, program, axis = part.step, part.program, part.axis
         last = stage == program.stages - 1
         joins = step.grad and program.plain_effects
-        counts = last and (axis is None or joins)
+        counts = last and (axis is None or joins)  # else what counts is the tail, which runs once on the whole batch
         receive = crossing.receive(stage, microbatch)
         stops = last and axis is not None and not step.grad
         run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch), stops)
@@ -351,7 +360,7 @@ class Engine:
         elif step.grad:
             loss = loss_in(result)
             if loss is not None and ready.cut:
-                self._losses[microbatch] = loss.detach() * part.share
+                self._losses[microbatch] = loss.detach() * part.share  # to compare the tail's with
             if loss is not None and loss.requires_grad:
                 factor = scale * part.share
                 crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
@@ -361,19 +370,21 @@ class Engine:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""
         step, result = part.step, None
         effects: Effects = Effects()
-        stand_at(part.before)
+        stand_at(part.before)  # in each run the step draws the same for the whole batch
         watch = self.programs.watch
         first = run.axis is None or run.axis.rank == 0
         if not self.rehearsing and run.stage < run.program.stages:
+            # what units change is told once, by the first microbatch
             run.told = self.inner_state if first and not part.apart else None
             run.hushed = None if counts and run.axis is None else not first
+        # of all the runs one counts, the others are undone
         with watch.told(step.batch, not part.apart) if counts else watch.undone(step.batch) as found:
             run.hooks = watch.hooks
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:
                     result = run.followed(call_step(self.module, step))
                     run.finish()
-            except StageDoneError:
+            except StageDoneError:  # what comes behind the stage is for others to compute
                 pass
             if counts and found is not None:
                 run.write_back()
@@ -392,11 +403,12 @@ class Engine:
             if isinstance(model, ShardedTensor):
                 whole[name] = in_order(torch.cat(parts, model.sharded_dim), model, program)
             else:
+                # else it is the same in every microbatch
                 whole[name] = joined(parts) if name in program.summed else parts[0]
         part = ready.parts[0]
         run = StageRun(program, part.memo, program.stages, None, whole.__getitem__, True, key)
         try:
-            with torch.no_grad():
+            with torch.no_grad():  # backwards are the microbatches' own; this is for what is logged and returned
                 effects = self._step(part, run, True)[1]
             if run.lost and part.step.grad:
                 refuse_another_loss(loss_in(effects.result), [*self._losses.values()])

@@ -241,8 +241,10 @@ class Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # within an event or a unit: its inner functions are not events
         if self.depth or is_metadata(func, getattr(func, "__name__", "")):
             return func(*args, **kwargs)
+        # so that no value crosses stages for its dtype or shape alone
         if getattr(func, "__name__", "") in WITHOUT_ANOTHER and len(args) == 2 and isinstance(args[1], Tensor):
             func, args, more = WITHOUT_ANOTHER[func.__name__](*args)
             kwargs = {**more, **kwargs}
@@ -264,7 +266,7 @@ class Run(TorchFunctionMode):
     def aside(self) -> Iterator[None]:
         """Functions inside, which are no events, do not even meet the run; under a mode of the user's they still do."""
         alone = innermost_mode() is self
-        if alone:
+        if alone:  # only the innermost mode can be left
             super().__exit__(None, None, None)
         try:
             yield
@@ -361,13 +363,13 @@ class LocatedCall:
         return None  # a copy of the module is called as it is
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return type(None), ()
+        return type(None), ()  # None, as for a deep copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = Run.current
         if run is None and self.outside is not None:
             return self.outside(self.path, self.module, self.original, args, kwargs)
-        if run is None or run.depth:
+        if run is None or run.depth:  # within another unit it is part of that one's event
             return self.original(*args, **kwargs)
         return run.call(self.path, self.module, self.original, args, kwargs)
 

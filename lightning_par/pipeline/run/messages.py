@@ -80,8 +80,8 @@ class Messenger:
         self._sending.check()
         if not x.numel():
             return
-        x = x.detach().resolve_conj().resolve_neg()
-        x = (x.cpu() if self._gloo else x).contiguous()
+        x = x.detach().resolve_conj().resolve_neg()  # lazy bits don't travel with the memory
+        x = (x.cpu() if self._gloo else x).contiguous()  # gloo sends from the host's memory
         what = f"Sending {_PURPOSES[kind]} to pipeline rank {to}"
         link = self._link(kind, self._axis.rank, to)
         try:
@@ -150,7 +150,7 @@ def _backend(axis: Axis, device: torch.device) -> str:
 
 
 def _tag(kind: Kind, tag: int) -> int:
-    return 2 * tag + (kind == "backward")
+    return 2 * tag + (kind == "backward")  # gloo tells messages apart by it alone, in both directions of the step
 
 
 def lost(what: str) -> RuntimeError:
@@ -185,7 +185,7 @@ class _Queue:
         self._sent.append(sent)
 
     def check(self) -> None:
-        self._sent = deque(sent for sent in self._sent if not sent.work.is_completed())
+        self._sent = deque(sent for sent in self._sent if not sent.work.is_completed())  # lets go of their memory
 
     def finish(self) -> None:
         while self._sent:

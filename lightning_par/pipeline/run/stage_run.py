@@ -118,7 +118,7 @@ class StageRun(RecordedRun):
         if not self.lost and (record is None or record.func != func):
             if index < self.program.tail or not self.last:
                 raise self._changed()
-            self.lost = True
+            self.lost = True  # no stage follows that would have to do the same
         return index, None if self.lost else record
 
     def finish(self) -> None:
@@ -154,6 +154,7 @@ class StageRun(RecordedRun):
         if record.live and record.kind == "batch":
             return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
+            # computed once a step, whichever stages and microbatches run here
             return self.memo.again(index, func, args, kwargs)
         if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
@@ -162,10 +163,11 @@ class StageRun(RecordedRun):
             return self._returned(func, args, value, record)
         if record.kind == "read" and self.axis is not None:
             return record.result  # no one knows the whole batch's number here; the tail will
+        # draws go by the place in the step, so that they are the same whatever runs on this rank
         with drawing((*self.draws, index), func):
             given, kwargs = self._scaled(self._inputs(args, record.cuts), record), self._inputs(kwargs, record.cuts)
             if record.writes:
-                given = (given[0].clone(), *given[1:])
+                given = (given[0].clone(), *given[1:])  # the batch's own tensor serves the other microbatches, too
             result = func(*given, **kwargs)
         result = given[0] if record.writes or record.sets else result
         return self._returned(func, args, self._made(index, result, record), record)
@@ -231,7 +233,7 @@ class StageRun(RecordedRun):
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]
-        if not self.tells and record is not None:
+        if not self.tells and record is not None:  # only the run that counts may update it
             return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
         return original(*self._present(args), **self._present(kwargs))
 

@@ -62,6 +62,7 @@ def sum_over_holders(
         TypeError: a gradient is sparse.
     """
     out = dict(grads)
+    # in the same order on all ranks, two of which may share several sets
     messages = [message for holders in sorted(axes) for message in _messages(out, placement, holders, axes, like)]
     for message in messages:
         message.launch()
@@ -108,14 +109,14 @@ class _Message:
         complete = all(grad is not None for grad in self._grads.values())
         got = [1.0] * len(sizes) if complete else flags.tolist()
         return {
-            name: part.view(x.shape).clone() if flag else None
+            name: part.view(x.shape).clone() if flag else None  # a copy: a view would keep the whole message in memory
             for (name, x), part, flag in zip(self._like.items(), parts, got, strict=True)
         }
 
     def _part(self, name: str) -> Tensor:
         grad, x = self._grads[name], self._like[name]
         if grad is None:
-            return torch.zeros(x.numel(), dtype=x.dtype, device=x.device)
+            return torch.zeros(x.numel(), dtype=x.dtype, device=x.device)  # all holders must send equally much
         if grad.is_sparse:
             raise TypeError(f"{name!r} has a sparse gradient; make its layer with sparse=False.")
         return grad.reshape(-1)

@@ -173,7 +173,7 @@ class Analysis(FakeRun):
             try:
                 return self._event(func, name, args, kwargs)
             except ClosesOverModelError:
-                self.closure.takes = True
+                self.closure.takes = True  # as an event of the model, then
                 return self._event(func, name, args, kwargs)
             finally:
                 self.closure = None

@@ -46,7 +46,7 @@ class Fakes:
         return self.made[id(x)]
 
     def _make(self, x: Tensor) -> Tensor:
-        if id(x) in self.step.lent:
+        if id(x) in self.step.lent:  # another rank holds it
             return self.step.lent[id(x)].clone()
         if id(x) not in self.parameters and not _is_away(x):
             return x.value() if isinstance(x, Deferred) else x.detach().clone()
@@ -137,6 +137,7 @@ def listen(copy: nn.Module, run: Analysis) -> None:
     if isinstance(trainer, TrainerView):
         views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]
         vars(trainer).update(loggers=views, logger=views[0] if views else None)
+        # both are properties of the class, which an attribute can't replace
         copy.__class__ = type(type(copy).__name__, (type(copy),), {"logger": trainer.logger, "loggers": views})
 
 

@@ -73,12 +73,14 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     if out is None or not tensors:
         return 0.0
     if name in MATRIX_PRODUCTS:
+        # the first of these is what is added
         x = tensors[1] if name in ("addmm", "baddbmm") and len(tensors) > 2 else tensors[0]
         return 2.0 * _size(out) * x.shape[-1] if x.ndim else 0.0
     if name.startswith("conv") and len(tensors) > 1:
         weight = tensors[1]
-        return 2.0 * _size(out) * weight[0].numel() if weight.ndim > 1 else 0.0
+        return 2.0 * _size(out) * weight[0].numel() if weight.ndim > 1 else 0.0  # products for each entry of the result
     if name == "scaled_dot_product_attention" and len(tensors) > 2:
+        # queries times keys, weights times values
         return 2.0 * _size(tensors[0]) * (tensors[1].shape[-2] + tensors[2].shape[-2])
     if name in RECURRENT:
         weights = sum(_size(x) for x in tensors if x.ndim == 2)

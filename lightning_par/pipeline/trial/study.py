@@ -292,6 +292,7 @@ def _layouts(step: Step, stages: Stages, whole: Analysis, surveyed: Survey | Non
         for n, (a, b) in enumerate(zip(ours[index].shapes, theirs[other].shapes)):
             dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y] if len(a) == len(b) else []
             if len(dims) == 1 and a[dims[0]] * (samples + 1) == b[dims[0]] * samples:
+                # each sample has so many rows, one behind another
                 layouts[index, n] = (dims[0], positions(samples, 1).repeat(a[dims[0]] // samples))
     return layouts
 

@@ -100,7 +100,7 @@ def same(ours: list[Seen], theirs: list[Seen]) -> Iterator[tuple[int, int]]:
 
     before = sum(1 for _ in takewhile(alike, zip(ours, theirs)))
     yield from zip(range(before), range(before))
-    most = min(len(ours), len(theirs)) - before
+    most = min(len(ours), len(theirs)) - before  # what was met from the front is not met again
     behind = sum(1 for _ in takewhile(alike, zip(ours[::-1][:most], theirs[::-1])))
     yield from zip(range(len(ours) - behind, len(ours)), range(len(theirs) - behind, len(theirs)))
 
