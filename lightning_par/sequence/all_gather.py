@@ -48,6 +48,7 @@ class Gathered:
         if not own:
             return None, None
         parcel = Parcel.of(*own)
+        # blocks were met in another order on each rank
         parts = [parcel.pack(grads[rank], k.new_empty(parcel.size(self.keys.count(rank)))) for rank in sorted(grads)]
         total = self._sum(parts)
         return given_back(parcel.unpack(total, own[0].shape[2]), needed, k.dtype)

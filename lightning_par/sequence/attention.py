@@ -94,13 +94,13 @@ def _attend(
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
             out = out.squeeze(0) if out.ndim > 4 else out
     else:
-        key = RunState.current.streams.next_key(axis.rank) if p > 0.0 else 0
+        key = RunState.current.streams.next_key(axis.rank) if p > 0.0 else 0  # each block mixes its number into it
         task = blockwise.Task(
             outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused
         )
         out = blockwise.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
     if grid.ulysses is not None:
-        (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)
+        (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)  # [B, H / ranks, T, e] -> [B, H, own T, e]
     return out
 
 
@@ -115,6 +115,7 @@ def _onto_heads(call: Arguments, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Po
         (q,) = ulysses.to_heads((call.q,), (tokens,), axis)
         return q, ulysses.own_heads(call.k, axis), ulysses.own_heads(call.v, axis), None
     kept = grid.part(call.keys)[0]
+    # [B, H, own T, d] -> [B, H / ranks, T, d]
     q, k, v = ulysses.to_heads((call.q, call.k, call.v), (tokens, kept, kept), axis)
     return q, k, v, outer
 
@@ -133,8 +134,9 @@ def _own_mask(call: Arguments, grid: Grid) -> Tensor | None:
     if grid.ulysses is None:
         return mask
     if mask.shape[1] == 1 or not mask.is_floating_point():
+        # [B|1, H|1, own T, S] -> [B|1, H / ranks|1, T, S]
         return ulysses.own_heads(collectives.gather(mask, 2, inner, grid.ulysses, PURPOSE), grid.ulysses)
-    return ulysses.to_heads((mask,), (inner,), grid.ulysses)[0]
+    return ulysses.to_heads((mask,), (inner,), grid.ulysses)[0]  # [B|1, H, own T, S] -> [B|1, H / ranks, T, S]
 
 
 def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> blockwise.BlockCarrier:

@@ -59,7 +59,7 @@ class Arguments:
     def result(self, out: Tensor) -> Tensor:
         """``out`` (B, H, T, e) with the dims and strides that torch gives it, so that the same views of it work."""
         turned = self.fused and self.q.stride(1) < self.q.stride(2)
-        out = out.transpose(1, 2).contiguous().transpose(1, 2) if turned else out.contiguous()
+        out = out.transpose(1, 2).contiguous().transpose(1, 2) if turned else out.contiguous()  # in memory [B, T, H, e]
         return out.view(*self.batch, *out.shape[1:]) if self.dims > 3 else out.view(out.shape[4 - self.dims :])
 
 
@@ -86,7 +86,7 @@ def read(
     rows, is_cut = (None, False) if mask is None else _rows(mask, query)
     dims = max(x.ndim for x in (query, key, value))
     batch, H = target[:-3], target[-3]
-    q = _four(query._local, batch).expand(prod(batch), H, -1, -1)
+    q = _four(query._local, batch).expand(prod(batch), H, -1, -1)  # [..., H, T, d] -> [B, H, T, d]
     fused = _fused(query, key, value, mask, p, gqa)
     mask = None if rows is None else _four(rows, batch)
     k, v = _four(k, batch), _four(v, batch)
@@ -181,9 +181,9 @@ def _rows(mask: Tensor, query: ShardedTensor) -> tuple[Tensor, bool]:
 
 def _four(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     """``x`` with its leading dims as one, of size B or 1, then heads."""
-    x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
+    x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x  # [T, d] or [H, T, d] -> [1, H|1, T, d]
     if x.ndim == 4 and len(batch) < 2:
         return x
     if prod(x.shape[:-3]) == 1:
-        return x.reshape(1, *x.shape[-3:])
+        return x.reshape(1, *x.shape[-3:])  # stays 1 and is broadcast: no copy for each sample
     return x.expand(*batch, -1, -1, -1).reshape(prod(batch), *x.shape[-3:])

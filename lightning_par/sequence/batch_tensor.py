@@ -67,6 +67,7 @@ class BatchTensor(ShardedTensor):
         whole = self._whole
         if whole.requires_grad:
             return self._kept(collectives.scatter(whole, self._dim, self._positions, self._axis))
+        # A write makes the cut stale. Inference tensors count none themselves, so those are counted in `aliases`.
         version = None if whole.is_inference() else write_count(whole), aliases.writes_into(whole)
         if self._cut is None or self._cut[0] != version:
             self._cut = version, self._kept(self._part(whole))

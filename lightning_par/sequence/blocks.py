@@ -90,6 +90,7 @@ def plan(queries: Positions, keys: Positions, rank: int, source: int, is_causal:
         return ()
     if not is_causal:
         return (KernelCall(slice(0, n), slice(0, m), False),)
+    # right: a query sees the key at its own position
     seen = np.searchsorted(keys.indices(source), queries.indices(rank), side="right")
     calls = _joined([call for start, stop in _runs(seen) for call in _run_calls(seen, start, stop)])
     return calls if len(calls) <= _MANY else (_masked(seen),)
@@ -114,7 +115,9 @@ def _run_calls(seen: Array, start: int, stop: int) -> list[KernelCall]:
         return [KernelCall(slice(start, stop), slice(0, last), False)] if last else []
     if first == 0:  # a query that sees nothing stands before the triangle
         start, first = start + 1, 1
+    # What all of the run see is a rectangle; the triangle begins with the last key that its first query sees.
     calls = [KernelCall(slice(start, stop), slice(0, first - 1), False)] if first > 1 else []
+    # queries past the last step see all of it
     return [*calls, KernelCall(slice(start, stop), slice(first - 1, last), True)]
 
 
@@ -133,7 +136,7 @@ def _joined(calls: list[KernelCall]) -> tuple[KernelCall, ...]:
 
 
 def _masked(seen: Array) -> KernelCall:
-    start = int(np.searchsorted(seen, 0, side="right"))
+    start = int(np.searchsorted(seen, 0, side="right"))  # those that see none of the keys stand first
     return KernelCall(slice(start, len(seen)), slice(0, int(seen[-1])), False, tuple(int(n) for n in seen[start:]))
 
 

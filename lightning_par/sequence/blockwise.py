@@ -102,6 +102,7 @@ class _Attention(torch.autograd.Function):
             rows = _Forward(q, v, mask, task)
             carrier.forward(k, v, rows.meet)
             out, lse = rows.result(task.fused)
+        # k and v are this rank's own: in backward the others' come by again
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.task, ctx.carrier = task, carrier
         return out
@@ -137,6 +138,7 @@ class _Rows:
             shift = self.shift
             if shift is not None and shift.shape[2] > 1:
                 shift = shift[:, :, call.queries]
+            # in backward drawn again
             draw = DropoutMask(task.dropout, mix(task.key, source, number)) if task.dropout else None
             yield call, Block(call.causal, task.scale, bias, shift, draw)
 
@@ -148,7 +150,7 @@ class _Rows:
             return bias
         columns = self.task.keys.indices(source)[call.keys]
         if columns[-1] - columns[0] + 1 == len(columns):
-            return bias.narrow(3, int(columns[0]), len(columns))
+            return bias.narrow(3, int(columns[0]), len(columns))  # a view; what is not contiguous has to be copied
         return bias.index_select(3, self._columns(call, source))
 
     def _columns(self, call: KernelCall, source: int) -> Tensor:
@@ -168,7 +170,7 @@ class _Forward(_Rows):
             rows = call.queries
             out, lse = kernel.attend(self.q[:, :, rows], k[:, :, call.keys], v[:, :, call.keys], block)
             if self.out is None and out.shape[2] == self.shape[2]:
-                self.out, self.lse = out, lse
+                self.out, self.lse = out, lse  # all queries meet this block first: there is nothing to merge with
                 continue
             whole, sums = self._totals()
             kernel.merge_(whole[:, :, rows], sums[:, :, rows], out, lse)
@@ -177,12 +179,13 @@ class _Forward(_Rows):
         if self.out is None or self.lse is None:
             like = wide(self.q)
             self.out = torch.zeros_like(like) if like.shape == self.shape else like.new_zeros(self.shape)
-            self.lse = like.new_full(self.shape[:3], -torch.inf)
+            self.lse = like.new_full(self.shape[:3], -torch.inf)  # the log of no weight at all
         return self.out, self.lse
 
     def result(self, fused: bool) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp as `kernel.attend_backward` takes it."""
         out, lse = self._totals()
+        # so that in backward exp(score - lse) is 0 there, not NaN
         lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
         # Beside -1e38 the sum of n weights is lost: one device then weighs each key by 1 in backward, not by 1 / n.
         return out.to(self.dtype), lse + self.shift.squeeze(-1) if fused and self.shift is not None else lse
@@ -195,7 +198,7 @@ class _Backward(_Rows):
         super().__init__(q, mask, task)
         self.shift = None if task.fused else self.shift  # in the log-sum-exp already
         self.grad, self.out, self.lse = grad, out, lse
-        self.q_grad = torch.zeros_like(wide(q))
+        self.q_grad = torch.zeros_like(wide(q))  # in float32: rounding of each block would add up
         self.mask_grad = torch.zeros_like(wide(mask)) if mask is not None and need_mask else None
 
     def meet(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,6 +213,7 @@ class _Backward(_Rows):
             k_grad, v_grad = _added(k_grad, parts[1], k, keys), _added(v_grad, parts[2], v, keys)
             if parts[3] is not None:
                 self._add_mask_grad(parts[3], call, source)
+        # zeros where no query sees any of the block
         return _added(k_grad, None, k, slice(0)), _added(v_grad, None, v, slice(0))
 
     def _add_mask_grad(self, part: Tensor, call: KernelCall, source: int) -> None:
@@ -243,7 +247,7 @@ def shift(mask: Tensor) -> Tensor | None:
     if mask.dtype == torch.bool or not mask.numel():
         return None
     top = wide(mask.detach()).amax(-1, keepdim=True)
-    top = top.masked_fill(torch.isinf(top), 0)
+    top = top.masked_fill(torch.isinf(top), 0)  # of rows that are all -inf, which less itself would be NaN
     return top if bool((top.abs() > _DEEP).any()) else None
 
 
@@ -257,7 +261,7 @@ def _stairs(call: KernelCall, device: torch.device) -> Tensor:
     """The mask (1, 1, T, S) of a call whose shape no kernel knows."""
     seen = torch.tensor(call.seen, device=device)
     keys = torch.arange(call.keys.stop - call.keys.start, device=device)
-    return (keys < seen.unsqueeze(1))[None, None]
+    return (keys < seen.unsqueeze(1))[None, None]  # [S] < [T, 1] -> [1, 1, T, S]
 
 
 class Whole:

@@ -60,6 +60,7 @@ class Route:
             route = Route.of(Positions.of([0, 0, 1, 1]), [np.array([0, 1, 2]), np.array([1, 2, 3])], 0)
             assert route.sent[1] == (Run(1, 0, 1),) and route.received[1] == (Run(0, 2, 1),)
         """
+        # a row of none has no way to go
         owners = [np.where(rows < 0, r, positions.owner[rows]) for r, rows in enumerate(wanted)]
         return cls(
             positions.count(rank),
@@ -78,9 +79,10 @@ class Route:
 
 def _runs(positions: Positions, wanted: Array, rank: int) -> tuple[RowRun, ...]:
     """The rows of ``rank`` among those that are wanted."""
+    # -1 would find the owner of the last row
     target = np.flatnonzero((wanted >= 0) & (positions.owner[wanted] == rank))
     source = np.searchsorted(positions.indices(rank), wanted[target])
-    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1  # a run ends where either side jumps
     starts = [0, *breaks.tolist(), len(target)] if len(target) else []
     return tuple(RowRun(int(source[a]), int(target[a]), b - a) for a, b in zip(starts, starts[1:]))
 
@@ -110,7 +112,7 @@ class _Fetch(torch.autograd.Function):
         out = x.new_full(_with_rows(x, dim, route.fetched), fill)
         for run in route.kept:
             out.narrow(dim, run.target, run.length).copy_(x.narrow(dim, run.source, run.length))
-        if route.travels:
+        if route.travels:  # the same on all ranks: all take part in the exchange, or none does
             leaving = [[x.narrow(dim, run.source, run.length) for run in runs] for runs in route.sent]
             arriving = [[out.narrow(dim, run.target, run.length) for run in runs] for runs in route.received]
             for room, rows in _exchanged(leaving, arriving, x, axis):
@@ -130,6 +132,7 @@ class _Return(torch.autograd.Function):
         ctx.args = dim, route, axis
         out = grad.new_zeros(_with_rows(grad, dim, route.held))
         for run in route.kept:
+            # what was fetched twice gets two gradients
             out.narrow(dim, run.source, run.length).add_(grad.narrow(dim, run.target, run.length))
         if route.travels:
             leaving = [[grad.narrow(dim, run.target, run.length) for run in runs] for runs in route.received]
@@ -153,6 +156,7 @@ def _exchanged(
     """Send each rank its pieces; the rooms for what arrives, and that."""
     rooms = [room for of_rank in arriving for room in of_rank]
     sent, received = ([sum(x.numel() for x in of_rank) for of_rank in each] for each in (leaving, arriving))
+    # cat refuses an empty list
     message = torch.cat([like.new_empty(0), *(x.reshape(-1) for of_rank in leaving for x in of_rank)])
     if axis.pretends or message.is_meta:
         arrived = message.new_empty(sum(received))

@@ -107,7 +107,7 @@ def attend_backward(
             grads = op(*rows, out.to(q.dtype), lse, None, None, *sizes, 0.0, causal, seed, seed[0], **options)
         else:
             op, bias, seed = attention_kernels.efficient_backward, _aligned(bias, q, k), seed.long()
-            lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+            lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # +inf: rows that only fill up weigh nothing
             wanted = [True, True, True, False]
             grads = op(*rows, bias, out.to(q.dtype), lse, seed[0], seed[1], 0.0, wanted, causal, **options)
     return wide(grads[0]), summed(wide(grads[1]), shapes[0]), summed(wide(grads[2]), shapes[1]), None

@@ -48,6 +48,7 @@ class Parcel:
         """Views of the beginning of ``flat``."""
         sizes = [tokens * prod(shape) for shape in self.shapes]
         pieces = flat[: sum(sizes)].split(sizes)
+        # each [tokens * B * H * d] -> [B, H, tokens, d]
         return [piece.view(B, H, tokens, d) for piece, (B, H, d) in zip(pieces, self.shapes, strict=True)]
 
 

@@ -149,6 +149,7 @@ class TokensPart(Part):
             for other in other_plans(recording, plan):
                 tried, split = self._tried(first, other)
                 more, _ = attends_in_parts(split)
+                # if the step still runs as far as it does whole
                 if more > parts and split.stopped == recording.stopped:
                     plan, parts = tried, more
                 if parts == attends:

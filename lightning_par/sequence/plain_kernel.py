@@ -51,11 +51,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
     """See `lightning_par.sequence.kernel.attend`."""
     scores = _scores(q, k, block)
     top = scores.amax(-1, keepdim=True)
-    top = top.masked_fill(torch.isneginf(top), 0)
+    top = top.masked_fill(torch.isneginf(top), 0)  # of a query that sees nothing, -inf less itself would be NaN
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     if block.draw is not None:
-        weights *= block.draw.factors(weights)
+        weights *= block.draw.factors(weights)  # behind the sum: one device drops what the softmax gives
     # The largest weight is 1: a smaller sum is that of a query that sees nothing.
     return weights @ spread(wide(v), q) / total.clamp_min(1), (top + total.log()).squeeze(-1)
 
@@ -65,6 +65,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See `lightning_par.sequence.kernel.attend_backward`."""
     grad, out = wide(grad), wide(out)
+    # lse is of all blocks, so these are weights of the whole softmax
     weights = _scores(q, k, block).sub_(lse.unsqueeze(-1)).exp_()
     weights_grad = grad @ spread(wide(v), q).transpose(-2, -1)
     dropped = weights
@@ -73,6 +74,7 @@ def attend_backward(
         dropped = weights * factors
         weights_grad *= factors
     v_grad = dropped.transpose(-2, -1) @ grad
+    # out, too, is of all blocks: D of the whole row
     scores_grad = weights_grad.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
     bias = scores_grad.sum_to_size(block.bias.shape) if bias_grad and block.bias is not None else None
     q_grad = scores_grad @ spread(wide(k), q) * block.scale
@@ -104,12 +106,12 @@ def spread(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values (B|1, K, S, d) for each of the query heads: head j of K serves the j-th H / K of them."""
     heads = q.shape[1]
     if x.shape[1] not in (1, heads):
-        x = x.repeat_interleave(heads // x.shape[1], 1)
+        x = x.repeat_interleave(heads // x.shape[1], 1)  # [B, K, S, d] -> [B, H, S, d]
     return x.expand(q.shape[0], heads, -1, -1)
 
 
 def summed(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The adjoint of `spread`: from (B, H, S, d) to the keys' or values' own ``shape``."""
     if grad.shape[1] != shape[1]:
-        grad = grad.unflatten(1, (shape[1], -1)).sum(2)
+        grad = grad.unflatten(1, (shape[1], -1)).sum(2)  # [B, H, S, d] -> [B, K, H / K, S, d] -> [B, K, S, d]
     return grad.sum_to_size(shape)

@@ -42,6 +42,7 @@ class Ring:
 
     def __init__(self, axis: Axis, keys: Positions) -> None:
         self.axis, self.keys = axis, keys
+        # a call has 4 tags a hop: blocks and gradients, forward and backward
         self._tag = axis.rings % _CALLS * axis.size * 4
         axis.rings += 1
 
@@ -65,7 +66,7 @@ class Ring:
             return
         parcel = Parcel.of(k, v)
         largest = parcel.size(max(self.keys.count(rank) for rank in range(size)))
-        here, there = (_buffer(k, largest) for _ in range(2))
+        here, there = (_buffer(k, largest) for _ in range(2))  # for all hops: the largest part fits
         parcel.pack((k, v), here)
         for hop in range(size):
             source = (me - hop) % size
@@ -128,7 +129,7 @@ class _Homeward:
         hop = (me - source) % size
         sent = self.parcel.pack(grads, self.own[0].new_empty(self.parcel.size(grads[0].shape[2])))
         self.received = self.own[0].new_empty(self.parcel.size(self.own[0].shape[2]))
-        giver = (me + hop) % size
+        giver = (me + hop) % size  # who has this rank's keys at that hop
         self.arrive = self.ring._exchange(sent, source, self.received, giver, "backward", 2 * hop + 1)
 
     def _collect(self) -> None:
@@ -136,7 +137,7 @@ class _Homeward:
             return
         self.arrive()
         for total, part in zip(self.sums, self.parcel.unpack(self.received, self.own[0].shape[2]), strict=True):
-            total += wide(part)
+            total += wide(part)  # in float32: a sum of halves would be rounded each time
         self.arrive = self.received = None
 
     def totals(self) -> list[Tensor]:

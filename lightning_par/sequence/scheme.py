@@ -211,7 +211,8 @@ def elements(scheme: Scheme, shapes: Shapes) -> float:
     features = shapes.features + (shapes.value_features or shapes.features)
     keys = shapes.batch * shapes.kv_heads * shapes.keys * features if shapes.spread else 0
     queries = shapes.batch * shapes.heads * shapes.queries * features
-    turned = 2 * (queries + keys)
+    turned = 2 * (queries + keys)  # there and, for the output, back; and the same in backward
+    # blocks go round in forward and in backward, and their gradients go home
     return turned * (u - 1) / (u * u * r) + 3 * (keys / u) * (r - 1) / r
 
 
@@ -242,5 +243,5 @@ def _scheme(ulysses: int, size: int) -> Scheme:
 
 @lru_cache(maxsize=4096)
 def _part(positions: Positions, ulysses: int, group: int) -> tuple[Positions, Positions]:
-    groups = positions.owner // ulysses
+    groups = positions.owner // ulysses  # ulysses ranks are neighbours
     return Positions.of(positions.owner[groups == group] % ulysses), Positions.of(groups)

@@ -42,7 +42,7 @@ class SequenceAxis(Axis):
 
     def spread(self, size: int) -> Positions | None:
         """Which rank holds which of ``size`` tokens; None where there are so few that each rank keeps them all."""
-        if self.size == 1 or size < 2 * self.size:
+        if self.size == 1 or size < 2 * self.size:  # in zigzag order a rank has two chunks
             return None
         key = size, self.zigzag
         if key not in self._spread:

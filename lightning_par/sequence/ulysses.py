@@ -78,6 +78,7 @@ class _Turn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         positions, axis, onto_heads = ctx.args
         needed = [i for i, wanted in enumerate(ctx.needs_input_grad[3:]) if wanted]
+        # by `_Turn` again, so that it has a backward, too
         turned = _turn([grads[i] for i in needed], [positions[i] for i in needed], axis, not onto_heads)
         places = dict(zip(needed, turned, strict=True))
         return None, None, None, *(places.get(i) for i in range(len(grads)))
@@ -90,17 +91,21 @@ def _exchange_for_heads(tensors: Sequence[Tensor], positions: Sequence[Positions
         [(B, h, place.count(rank), d) for (B, h, d), place in zip(shapes, positions, strict=True)]
         for rank in range(axis.size)
     ]
+    # the ranks' [B, h, tokens, d] -> [B, h, all tokens, d], rank by rank
     wholes = [torch.cat(parts, 2) for parts in zip(*_exchange(sent, received, axis))]
     orders = [place.restore(axis.size, wholes[0].device) for place in positions]
+    # -> in the sequence's order
     return [x if order is None else x.index_select(2, order) for x, order in zip(wholes, orders)]
 
 
 def _exchange_for_tokens(tensors: Sequence[Tensor], positions: Sequence[Positions], axis: Axis) -> list[Tensor]:
     sent = [
+        # [B, h, all tokens, d] -> [B, h, the rank's tokens, d]
         [x.index_select(2, place.index(rank, x.device)) for x, place in zip(tensors, positions, strict=True)]
         for rank in range(axis.size)
     ]
     received = [tuple(x.shape) for x in sent[axis.rank]]
+    # the ranks' [B, h, tokens, d] -> [B, H, tokens, d]
     return [torch.cat(parts, 1) for parts in zip(*_exchange(sent, [received] * axis.size, axis))]
 
 

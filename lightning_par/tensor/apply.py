@@ -31,7 +31,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         grad = parameter.grad
         become(parameter, sharded_parameter(parameter, split.dim, split.positions, axis), split.names[0])
         if grad is not None:
-            parameter.grad = grad
+            parameter.grad = grad  # it is whole, and cut as it is set
         assert isinstance(parameter, ShardedTensor)  # it has become one
         _hang_on_part(parameter)
 

@@ -100,6 +100,7 @@ def styles_for(module: nn.Module, wishes: Mapping[str, str] | None) -> dict[str,
     parameters = [name for name, _ in module.named_parameters()]
     every = [*(name for name, _ in module.named_parameters(remove_duplicate=False))]
     owners = {name: name.rpartition(".")[0] for name in every}
+    # reversed, so that the first name of a tied one stays
     first = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
     for pattern, style in (wishes or {}).items():
         hits = [name for name in every if fnmatchcase(name, pattern) or fnmatchcase(owners[name], pattern)]
@@ -134,6 +135,7 @@ def make_plan(
     styles = dict(styles or {})
     by_id = {id(fake): names for names, fake in recording.parameters.items()}
     wishes = {key: styles[names[0]] for key, names in by_id.items() if names[0] in styles}
+    # vectors go with their layers
     wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
     stay = {key: names[0] for key, names in by_id.items() if names[0] in (shared or {})}
     whole_for = {key: f"it shares memory with {(shared or {})[name]}" for key, name in stay.items()}

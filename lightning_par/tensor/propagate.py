@@ -46,7 +46,7 @@ class Propagation:
         self.picked: set[int] = set()  # of those made by an index of tensors, as some experts' weights of all
         self.undo: list[tuple[int, Any]] = []
         self.marks: dict[int, int] = {}  # how many constraints there were before an event
-        self.tainted = {id(x) for x in self.recording.batch}
+        self.tainted = {id(x) for x in self.recording.batch}  # what depends on the batch
 
     def _taint(self, event: Event) -> None:
         if any(id(x) in self.tainted for x in event.inputs):
@@ -96,7 +96,7 @@ class Propagation:
         if root is None or root in self.found or root in self.whole or self.parameters[root].ndim != 1:
             return args, kwargs
         weight = args[2] if event.name == "addmm" else args[1] if len(args) > 1 else kwargs["weight"]
-        outer = 1 if event.name == "addmm" else 0
+        outer = 1 if event.name == "addmm" else 0  # addmm's weight is [in, out], that of linear [out, in]
         if not isinstance(weight, ShardedTensor) or weight._dim != outer:
             return args, kwargs
         self.found[root] = Found(0, self.book.fresh(self.parameters[root].shape[0]), position, "colwise")

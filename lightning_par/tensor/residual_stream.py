@@ -55,7 +55,7 @@ class ResidualAxis(SequenceAxis):
         whole = collectives.gather(local, x._dim, x._positions, self, "enter") if sharded else x.full_tensor()
         if whole.requires_grad:  # else it was asked for under no_grad, and what comes later needs the gradient
             key = id(local)
-            reference = weakref.ref(local, lambda _: self._opened.pop(key, None))
+            reference = weakref.ref(local, lambda _: self._opened.pop(key, None))  # the id may soon be another's
             self._opened[key] = reference, version, whole
         return whole
 
@@ -68,7 +68,7 @@ class ResidualAxis(SequenceAxis):
             or partial.shape[-1] == 1
         ):
             return NotImplemented
-        dim = next((d for d in (1, 0) if partial.shape[d] in self.lengths), None)
+        dim = next((d for d in (1, 0) if partial.shape[d] in self.lengths), None)  # of [B, T, C], or of [T, B, C]
         positions = None if dim is None else self.spread(partial.shape[dim])
         if dim is None or positions is None:
             return NotImplemented

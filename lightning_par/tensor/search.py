@@ -234,7 +234,7 @@ class Search(Propagation):
                 self._rewind(last.event)
                 self.choices.append(Choice(last.event, option, last.options, last.left - 1))
                 where = self.recording.events[last.event]
-                self.known[where.name, where.place] = option
+                self.known[where.name, where.place] = option  # the next layer that comes by this line begins with it
                 return last.event, option
         first = [key for key in free if self.found[key].event == start]
         self._rewind(start)
@@ -243,7 +243,7 @@ class Search(Propagation):
         for key in first:
             self.whole[key] = reason
             if self.tries[start] > 4:
-                self.hopeless[self._site(start, key)] = reason
+                self.hopeless[self._site(start, key)] = reason  # other layers at this line need not try
         return start, None
 
     def _gather_at_first_stop(self, start: int) -> bool:

@@ -74,7 +74,7 @@ class Labels(Positions):
         return True
 
     def _rows(self, owner_KR: Array) -> Array | None:
-        self.book.merge(np.repeat(owner_KR[:, 0], owner_KR.shape[1]), owner_KR)
+        self.book.merge(np.repeat(owner_KR[:, 0], owner_KR.shape[1]), owner_KR)  # what is in one row stays together
         return owner_KR[:, 0]
 
     def refold(self, before: int, after: int, dims: tuple[int, ...]) -> tuple[int, Positions] | None:
