@@ -82,6 +82,7 @@ class StoragePart(Part):
     def step(self, kind: str) -> AbstractContextManager[Any]:
         if kind not in ("training_step", "evaluation"):
             return nullcontext()
+        # an evaluation keeps nothing for backward
         return self.prefetch.in_step(keep=kind == "evaluation" or not self.reshard)
 
     def after_backward(self) -> None:
@@ -99,7 +100,7 @@ class StoragePart(Part):
         Raises:
             RuntimeError: they don't.
         """
-        counts = torch.tensor([microbatches, -microbatches], device=device)
+        counts = torch.tensor([microbatches, -microbatches], device=device)  # the most and the fewest in one message
         most, fewest = self.peers.all_reduce_(counts, "microbatches", "max").tolist()
         if most != -fewest:
             raise RuntimeError(

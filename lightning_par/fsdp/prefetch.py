@@ -64,11 +64,11 @@ class Prefetch(Gathering):
                     f"{user_line()}. Make it of the whole weight: `weight.clone().detach().requires_grad_()`."
                 )
             return full(x)  # a gradient, or something else that lies as a weight does
-        if dtype is None or id(x) in self._throughout:
+        if dtype is None or id(x) in self._throughout:  # it is there in one precision, with one leaf
             dtype = x._local.dtype
         use = torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled(), dtype
         known = self._kept.get(id(x), {}).get(use)
-        if known is None or known.weight is not x or not known.is_current:
+        if known is None or known.weight is not x or not known.is_current:  # an id may be another's by now
             if id(x) in self._throughout:
                 _refuse_write()
             if known is not None:
@@ -93,6 +93,7 @@ class Prefetch(Gathering):
             if isinstance(x, Stored):
                 held = x.held(x._local.dtype).requires_grad_(x.requires_grad)
                 self._keep(x, (True, x._local.dtype), x.used(held))
+                # for functions under no_grad, which have no graph
                 self._keep(x, (False, x._local.dtype), x.used(held.detach()))
                 self._throughout.add(id(x))
                 leaves.append(held)
@@ -132,6 +133,7 @@ class Prefetch(Gathering):
             if keep:
                 yield
             else:
+                # weights that backward needs are noted, not kept
                 with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
                     yield
         finally:
@@ -164,7 +166,7 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     found: dict[Stored, Tensor | None] = {}
     for (x, gradient), there in zip(gradients.items(), flags.tolist(), strict=True):
         if there:
-            found[x] = x.part_of_sum(x.held_like() if gradient is None else gradient)
+            found[x] = x.part_of_sum(x.held_like() if gradient is None else gradient)  # all peers take part in the sum
         else:
             found[x] = None
     return found
@@ -213,7 +215,7 @@ def let_go_after_calls(module: nn.Module, prefetch: Prefetch) -> None:
     """Have every module in ``module`` let go of its own weights after each call."""
     for m in module.modules():
         if any(isinstance(p, Stored) for p in parameters_of(m).values()):
-            m.register_forward_hook(_LetGo(prefetch), always_call=True)
+            m.register_forward_hook(_LetGo(prefetch), always_call=True)  # also where forward raises
 
 
 def keep_after_calls(module: nn.Module) -> None:

@@ -182,5 +182,6 @@ def _composed(split: Positions, tensor: int, peers: int) -> Positions:
     owner = split.owner.copy()
     for rank in range(tensor):
         own = split.indices(rank)
+        # the tensor ranks beside a peer follow one another
         owner[own] = Positions.even(len(own), peers).owner * tensor + rank
     return Positions.of(owner)

@@ -75,6 +75,7 @@ class Memory:
         """``copy`` was taken of it."""
         self._taken += 1
         self._copies.append((self._taken, weakref.ref(copy, partial(_ended, weakref.ref(self)))))
+        # A write into any of those above makes it anew, and for that all ranks along these axes must come.
         memory: Memory | None = self
         while memory is not None and axes:
             memory.axes = (*memory.axes, *(axis for axis in axes if all(axis is not other for other in memory.axes)))
@@ -86,7 +87,7 @@ class Memory:
         What the code of one rank alone holds can't be made anew, since the others take no part in it.
         """
         if self.axes and not self._agreed():
-            gc.collect()
+            gc.collect()  # a cycle may hold a copy on one rank until its collector runs
             if not self._agreed():
                 for copy in self._held():
                     copy.spoil("which is held on some ranks alone")
@@ -154,6 +155,7 @@ class Memory:
         """
         version = None if x.is_inference() else write_count(x)
         told = self._told
+        # unless it was told of this write already
         if told is None or told[0]() is not x or told[1] != version or version is None:
             self._told = weakref.ref(x), version
             _spread(self, None, quiet)
@@ -162,6 +164,7 @@ class Memory:
         return [copy for _, one in self._copies if (copy := one()) is not None]
 
     def _agreed(self) -> bool:
+        # of ints: the same in all processes
         held = hash(tuple(number for number, one in self._copies if one() is not None))
         storage = self._storage()
         assert storage is not None
@@ -183,7 +186,7 @@ def _ended(memory: weakref.ref[Memory], _: Any) -> None:
 
 def _alike(axis: Axis, value: int, device: torch.device) -> bool:
     """Whether all ranks along ``axis`` say the same."""
-    said = torch.tensor([value, -value], device=device)
+    said = torch.tensor([value, -value], device=device)  # the largest and the smallest in one message
     high, low = axis.all_reduce_(said, "aliases", "max").tolist()
     return bool(high == -low)
 
@@ -286,7 +289,7 @@ class Copy:
         new, old = (self.make(source), held) if down else (source.part_of(held), source)
         with torch.no_grad():
             differs = not torch.equal(innermost(new).detach(), innermost(old).detach())
-        if _anywhere(axes, differs, held.device):
+        if _anywhere(axes, differs, held.device):  # all ranks write, or none
             self.renew(True) if down else self.give(True)
             _spread(memory if down else above, self, True)
 
@@ -331,6 +334,7 @@ def note(
         how: further fields of `Copy`.
     """
     held = innermost(copy if root is None else root)
+    # no values to keep equal
     if held.device.type == "meta" or isinstance(held, FakeTensor) or held.layout != torch.strided:
         return
     memory = Memory.made(held)

@@ -92,7 +92,7 @@ def whole_gradients(reached: Reached, axes: Axes) -> Iterator[None]:
     alone = [x for x in (*reached.leaves, *reached.kept) if not _is_synced(x) and sharing(x, axes)]
     before = [x.grad for x in alone]
     for x in alone:
-        x.grad = None
+        x.grad = None  # what is there is whole, and only what comes is a share
     try:
         with whole_in_hooks(reached.leaves, axes):
             yield
@@ -111,7 +111,7 @@ def whole_in_hooks(leaves: Sequence[Tensor], axes: Axes) -> Iterator[None]:
         hooks, _ = hooks_of(x)
         if hooks and sharing(x, axes):
             users = list(hooks.items())
-            hooks.clear()
+            hooks.clear()  # hooks run in this order: the user's between ours
             handles.append(x.register_hook(lambda grad, x=x: leave(grad, sharing(x, axes))))
             hooks.update(users)
             handles.append(x.register_hook(lambda grad, x=x: grad / ranks(sharing(x, axes))))
@@ -153,7 +153,7 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.turn = turn
-        return x.detach()
+        return x.detach()  # a new tensor: a function that returns its input as it is would hand on a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -178,6 +178,6 @@ def _add(x: Tensor, grad: Tensor) -> None:
     if x.grad is None:
         x.grad = grad
     elif grad.requires_grad:
-        x.grad = x.grad + grad
+        x.grad = x.grad + grad  # with create_graph: the old one may be in a graph, and stays as it is
     else:
         x.grad += grad

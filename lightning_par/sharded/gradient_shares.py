@@ -83,5 +83,5 @@ def watched(synced: bool) -> Iterator[None]:
         yield
     finally:
         state.backwards -= 1
-    for one in told:
+    for one in told:  # not after an error: it talks to ranks that may not have come this far
         one.end()

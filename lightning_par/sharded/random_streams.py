@@ -65,7 +65,7 @@ class Streams:
 
 def mix(*values: int) -> int:
     """A 63-bit hash of ints, the same in every process (splitmix64's finaliser, folded over the values)."""
-    mask = (1 << 64) - 1
+    mask = (1 << 64) - 1  # 64 bits, in which the arithmetic wraps around
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state + (value & mask) + 0x9E3779B97F4A7C15) & mask

@@ -303,6 +303,7 @@ def parts_along(x: Tensor) -> tuple[Axis, ...]:
 
 def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
     """A parameter of which this rank keeps its part of ``whole``, as a fresh leaf."""
+    # a view would keep all of it in memory
     part = collectives.scatter(whole.detach(), dim, positions, axis).clone(memory_format=torch.contiguous_format)
     param = ShardedTensor(torch.nn.Parameter(part, requires_grad=whole.requires_grad), dim, positions, axis)
     mark_parameter(param)  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass

@@ -122,6 +122,7 @@ def _refuse_reentrant(staged: bool) -> None:
 
 def _watched(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: Any, axes: tuple[Axis, ...]) -> Any:
     """A user's function, which may do to gradients what can't be done to shares of them, as clamping."""
+    # in backward it gets whole gradients by `ends_whole`, and gives shares by this
     given = tuple(backward_reach.begins_whole(x, axes) for x in args) if axes else args
     tensors = [x for x in given if isinstance(x, Tensor)]
     versions = [write_count(x) for x in tensors]

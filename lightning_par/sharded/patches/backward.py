@@ -30,13 +30,16 @@ def _sharing_backward(plain: Any, use: Use) -> Any:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
         if not use.on:
             return plain(tensors, grad_tensors, *args, **kwargs, **({} if inputs is None else {"inputs": inputs}))
+        # the graph knows the plain parts alone
         given = kwargs if inputs is None else {**kwargs, "inputs": [end(x) for x in _listed(inputs)]}
         state = RunState.current
+        # What runs within a backward, as reentrant checkpointing, has shares already.
         if not (state.shared or state.shared_between_steps) or state.shared_backward or not _all_tensors(tensors):
             with watched(True):
                 return plain(tensors, grad_tensors, *args, **given)
         roots = [end(x) for x in _listed(tensors)]
         behind = backward_reach.behind(roots)
+        # Between steps only a backward in which ranks meet has shares; any other one is whole as it is.
         axes = state.shared or (state.shared_between_steps if behind.talks or behind.is_synced else ())
         if not axes:
             return plain(tensors, grad_tensors, *args, **given)

@@ -69,13 +69,13 @@ def replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if streams == first:
+        if streams == first:  # this is the first run
             return fn(*args, **kwargs)
         after = dataclasses.replace(streams)
         vars(streams).update(vars(first))
         try:
             return fn(*args, **kwargs)
         finally:
-            vars(streams).update(vars(after))
+            vars(streams).update(vars(after))  # what comes after is to draw what it would have drawn
 
     return run

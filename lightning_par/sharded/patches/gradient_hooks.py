@@ -29,6 +29,7 @@ def _whole_in_hook(plain: Any, use: Use) -> Any:
         @functools.wraps(hook)
         def on_whole(grad: Tensor) -> Any:
             result = hook(backward_reach.leave(grad, axes))
+            # what the user returns is whole
             return result / backward_reach.ranks(axes) if isinstance(result, Tensor) else result
 
         return plain(self, on_whole)

@@ -90,7 +90,7 @@ class Patches:
     def _collected(self, key: int) -> None:
         with _lock:
             if self._holders.keys() == {key}:
-                _hold_for_sharded([self])
+                _hold_for_sharded([self])  # what outlives it holds them in its place
             self._let_go(key)
 
     def _let_go(self, key: int) -> None:

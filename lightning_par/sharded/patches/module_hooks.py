@@ -66,7 +66,7 @@ class _Seen:
     def hidden(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         ranks = backward_reach.ranks(gradient_shares.active())
         return tuple(
-            g if g is None else g / ranks if like is None else like.part_of(g)
+            g if g is None else g / ranks if like is None else like.part_of(g)  # each rank goes on with its share
             for g, like in zip(gradients, self.tensors, strict=True)
         )
 

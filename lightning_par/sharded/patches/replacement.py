@@ -56,7 +56,7 @@ class Replacement:
         """Put the replacement there; once before each `undo`."""
         self._dig_up()
         there = inspect.getattr_static(self._owner, self._name)
-        if there is not self._plain:
+        if there is not self._plain:  # the first time, or someone else has put something there
             self._plain, self._use = there, Use()
             self._ours = self._make(there, self._use)
         self._use.on = True
@@ -75,7 +75,7 @@ class Replacement:
 
     def _put_back(self, ours: Any, before: Any) -> bool:
         there = vars(self._owner).get(self._name, _NOTHING) is ours
-        if there and before is _NOTHING:
+        if there and before is _NOTHING:  # it was inherited
             delattr(self._owner, self._name)
         elif there:
             setattr(self._owner, self._name, before)

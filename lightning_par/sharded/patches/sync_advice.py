@@ -17,7 +17,7 @@ class SyncAdvice:
     def install(self) -> None:
         before = [*warnings.filters]
         warnings.filterwarnings("ignore", message=_ADVICE)
-        self._filter = None if warnings.filters[0] in before else warnings.filters[0]
+        self._filter = None if warnings.filters[0] in before else warnings.filters[0]  # the user's own, if it was there
 
     def undo(self) -> None:
         # A list: whoever caught warnings meanwhile may have put another one there, without it.

@@ -44,7 +44,7 @@ def _take_data(x: Tensor, value: Any, set_data: Callable[[Tensor, Tensor], None]
     announce_gather(plain_set_data, [value])
     whole = full(value).detach()
     set_data(x, whole)
-    if value.axis.size > 1 and whole is not value._innermost:
+    if value.axis.size > 1 and whole is not value._innermost:  # else it is the value's own memory
         aliases.note("data", value.twin(), whole, aliases.gathered, _put, axes_of(value), apart=True, loose=True)
     return True
 

@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Query, key and value (..., heads, T, d) sharded along a dim before the last two: each head by itself."""
     lead = next(x for x in (query, key, value, attn_mask) if isinstance(x, ShardedTensor))
-    dim, axis = lead._dim - lead.ndim, lead._axis
+    dim, axis = lead._dim - lead.ndim, lead._axis  # from the end: masks may have fewer dims
     if axis.gradient_shares and isinstance(query, ShardedTensor) and query._dim == query.ndim - 2:
         if isinstance(query._local, ShardedTensor):  # its heads are sharded, too: each head by itself
             query, key, value = turned(query), turned(key), turned(value)
@@ -70,6 +70,7 @@ def scaled_dot_product_attention(
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
     """No head is here. torch's kernels won't have it, but the graph must reach all that the other ranks' graphs do."""
     heads = query.shape[-3]
+    # [..., K, S, d] -> [..., heads, S, d], each key head as often as it has query heads
     key, value = (x.repeat_interleave(heads // x.shape[-3], -3) if 1 < x.shape[-3] < heads else x for x in (key, value))
     scores = query @ key.transpose(-2, -1)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -116,7 +117,7 @@ def multi_head_attention_forward(
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     batched = query.dim() == 3
     if not batched:
-        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (T, E) -> (T, 1, E)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     (T, B, E), S = query.shape, key.shape[0]
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
@@ -127,15 +128,16 @@ def multi_head_attention_forward(
     p = dropout_p if training else 0.0
     scores: Tensor | None = None
     if need_weights:
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, heads, T, S)
         scores = F.softmax(scores if mask is None else scores + mask, dim=-1)
         scores = F.dropout(scores, p) if p > 0.0 else scores
         out = scores @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, p)
+    # (B, heads, T, d) -> (T, B, E)
     out = F.linear(out.permute(2, 0, 1, 3).reshape(T, B, E), out_proj_weight, out_proj_bias)
     if scores is not None and average_attn_weights:
-        scores = scores.mean(dim=1)
+        scores = scores.mean(dim=1)  # (B, heads, T, S) -> (B, T, S)
     if not batched:
         return out.squeeze(1), None if scores is None else scores.squeeze(0)
     return out, scores
@@ -159,11 +161,13 @@ def _merged_mask(
     def additive(mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool:
             return mask.to(dtype)
+        # here True hides, where for `scaled_dot_product_attention` it attends
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))
 
     merged = None
     if attn_mask is not None:
         merged = additive(attn_mask)
+        # (B * heads, T, S) -> (B, heads, T, S)
         merged = merged.view(B, heads, *merged.shape[1:]) if merged.dim() == 3 else merged
     if key_padding_mask is not None:
         padding = additive(key_padding_mask).view(B, 1, 1, S)

@@ -104,8 +104,8 @@ def with_bias(
         return NotImplemented
     if letter not in result:
         if bias is not None:
-            axis.no_shares("linear")
-        summed = collectives.leave(run(None, *local), axis)
+            axis.no_shares("linear")  # a share of the product and a whole bias are no share
+        summed = collectives.leave(run(None, *local), axis)  # the bias comes behind the sum, or each rank would add it
         return summed if bias is None else summed + full(bias).to(summed.dtype)
     if bias is not None and letter != result[-1]:
         bias = axis.entered(full(bias))
@@ -124,7 +124,7 @@ def linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         return NotImplemented
     outer = list(range(x.ndim - 1))
     if isinstance(weight, ShardedTensor) and weight._dim == 0 and isinstance(x, ShardedTensor):
-        x = full(x)
+        x = full(x)  # else two letters were sharded; `n` stays, as after a column-split layer
     return with_bias(lambda b, x, w: func(x, w, b), bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"])
 
 
@@ -184,6 +184,6 @@ def einsum(func: Any, equation: Any, *operands: Any) -> Any:
     if not arrow:
         every = terms.replace(",", "")
         result = "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
-    if any(len(set(names)) < len(names) for names in letters):
+    if any(len(set(names)) < len(names) for names in letters):  # a diagonal, which parts don't have
         return NotImplemented
     return contract(lambda *local: torch.einsum(equation, *local), operands, letters, result)

@@ -74,7 +74,7 @@ def _runs_of(places: Array, window: Window, size: int) -> list[Array]:
     if not len(places):  # kernels won't have an empty tensor: a place of padding alone, which is dropped
         return [np.full(window.reach, -1)]
     runs = []
-    for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+    for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):  # in zigzag order a rank has two runs
         start = run[0] * window.stride - window.before
         rows = np.arange(start, run[-1] * window.stride - window.before + window.reach)
         runs.append(np.where((rows < 0) | (rows >= size), -1, rows))
@@ -114,6 +114,7 @@ def _slid(x: ShardedTensor, window: Window, fill: float, run: Callable[[Tensor],
     parts = fetch(x, found.wanted, fill).split(found.lengths[x._axis.rank], x._dim)
     outs = [run(part) for part in parts]
     local = outs[0] if len(outs) == 1 else torch.cat(outs, x._dim)
+    # without the place of a rank that has none
     return view(local.narrow(x._dim, 0, result.count(x._axis.rank)), x._dim, result, x._axis)
 
 
@@ -128,11 +129,12 @@ def convolution(
     groups: int = 1,
 ) -> Any:  # fmt: skip
     spatial = weight.ndim - 2
-    channels = x.ndim - spatial - 1
+    channels = x.ndim - spatial - 1  # of [B, C, ...] or [C, ...]
     split = isinstance(weight, ShardedTensor) or isinstance(x, ShardedTensor) and x._dim == channels
     if split and groups == 1 and _is_product(weight, stride, padding):
         for _ in range(spatial):
-            weight = weight.squeeze(-1)
+            weight = weight.squeeze(-1)  # [out, in, 1, ...] -> [out, in]
+        # [B, C, ...] -> [B, ..., C], and back
         return F.linear(x.movedim(channels, -1), weight, bias).movedim(-1, channels)
     out = by_rows(func, {"input": spatial + 1}, (x, weight, bias, stride, padding, dilation, groups), {})
     at = _along(x, spatial)
@@ -140,9 +142,11 @@ def convolution(
         return out
     kernel, strides, dilations = list(weight.shape[2:]), _each(stride, spatial), _each(dilation, spatial)
     around = _padding(padding, kernel, dilations)
+    # Torch refuses strides here, and no argument says uneven padding of the other dims.
     if padding == "same" and (set(strides) != {1} or any(a != b for i, (a, b) in enumerate(around) if i != at)):
         return NotImplemented
     window = Window(kernel[at], strides[at], dilations[at], *around[at])
+    # along the cut dim it comes with the rows that are fetched
     beside = [0 if i == at else before for i, (before, _) in enumerate(around)]
     weight, bias = enter(weight, x._axis), enter(bias, x._axis)
     return _slid(x, window, 0.0, lambda part: func(part, weight, bias, strides, beside, dilations, groups))
@@ -177,6 +181,7 @@ def max_pool(
         return out
     window, beside = _pooled(kernel_size, stride, padding, dilation, spatial, at)
     stride = stride or kernel_size
+    # padding of -inf wins nowhere
     return _slid(x, window, -torch.inf, lambda part: func(part, kernel_size, stride, beside, dilation))
 
 
@@ -190,6 +195,7 @@ def avg_pool(
     stride = stride or kernel_size
     out = by_rows(func, {"input": spatial}, (x, kernel_size, stride, padding, ceil_mode, count_include_pad, *more), {})
     at = _along(x, spatial)
+    # What is fetched as padding counts as rows do, so its number must not matter.
     if out is not NotImplemented or at is None or ceil_mode or not count_include_pad:
         return out
     window, beside = _pooled(kernel_size, stride, padding, 1, spatial, at)
@@ -221,6 +227,7 @@ def pad(func: Any, x: Tensor, pad: Any, mode: str = "constant", value: Any = Non
     rows = _source(x.shape[x._dim], before, after, mode)
     if rows is None:
         return NotImplemented
+    # A shift, which keeps the length, keeps each place on its rank, where other sequences have it.
     positions = _clamped(x._positions, np.arange(len(rows)) - (0 if before == -after else before))
     local = fetch(x, [rows[positions.indices(rank)] for rank in range(x._axis.size)], value or 0.0)
     pad[last : last + 2] = 0, 0

@@ -45,6 +45,7 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs))
     before = {key: _version(whole) for key, whole in wholes.items()}
     result = func(*whole_args, **whole_kwargs)
+    # names tell of those whose versions nobody counts
     into = [x for x in views if before[id(x)] != _version(wholes[id(x)])] or written(func, args, kwargs)
     for target in {id(x): x for x in into}.values():
         _write_back(func, target, wholes[id(target)])
@@ -107,7 +108,7 @@ class GatheredCall:
             def put(x: ShardedTensor, part: ShardedTensor) -> None:
                 new = aliases.gathered(x)
                 self._run(source, new)[number].copy_(aliases.gathered(part))
-                if new is not x._innermost:
+                if new is not x._innermost:  # else it was written where it lies
                     _put_whole(x, new)
 
             aliases.note(name, source.twin(), again, make, put, axes)
@@ -180,12 +181,13 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sh
 
 def _write_back(func: Any, target: ShardedTensor, whole: Tensor) -> None:
     """Into the same memory, which other views of it see, and under autograd, as one device's write is."""
-    if whole is target._innermost:
+    if whole is target._innermost:  # it was written where it lies
         return
     name = name_of(func)
     if whole.shape != target.shape:
         raise RuntimeError(f"`{name}` at {user_line()} changes the shape of a sharded tensor in place, which it can't.")
     leaf = target._local.is_leaf and target._local.requires_grad
     initialises = (getattr(func, "__module__", None) or "").startswith("torch.nn.init")
+    # torch.nn.init writes without a graph, but is through by now
     with torch.no_grad() if leaf and initialises else contextlib.nullcontext():
         target._local.copy_(target.part_of(whole))

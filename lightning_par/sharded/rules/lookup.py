@@ -87,7 +87,7 @@ def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if Gathering.count and not in_functorch():
+    if Gathering.count and not in_functorch():  # first: whole, it may still be split over the tensor axis
         call = stored_weights.with_whole(func, args, kwargs)
         if call is not None:
             return call.run()
@@ -110,7 +110,7 @@ def on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if found is None:
         return NotImplemented
     state = RunState.current
-    caller, state.running = state.running, func
+    caller, state.running = state.running, func  # a rule may call functions that have rules of their own
     try:
         return found(func, *args, **kwargs) if not kwargs else _with_keywords(found, func, args, kwargs)
     finally:

@@ -60,7 +60,7 @@ class TrialCall:
         args, kwargs = tree_unflatten(leaves, self.spec)
         before = torch.default_generator.get_state()
         results = tree_flatten(self.func(*args, **kwargs))[0]
-        if not torch.equal(before, torch.default_generator.get_state()):
+        if not torch.equal(before, torch.default_generator.get_state()):  # parts would draw others
             raise Refused
         if not results or not all(isinstance(x, Tensor) for x in results):
             raise Refused
@@ -92,6 +92,7 @@ def trial(
         for x, shape, place in zip(call.leaves, shapes, call.placed, strict=True)
     ]
     results = call.run(given := [_leaf(x, like) for x, like in zip(wholes, call.leaves)])
+    # NaN equals NaN below, and would show nothing
     if seed == 0 and not all(x.isfinite().all() for x in results if x.is_floating_point()):
         raise Refused
     if seed == MISSING and not any(x.isnan().any() for x in results if x.is_floating_point()):
@@ -126,7 +127,7 @@ def _random(x: Any, shape: Any, generator: torch.Generator, high: int, seed: int
     if x.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if x.is_floating_point() or x.is_complex():
-        dtype = torch.complex128 if x.is_complex() else torch.float64
+        dtype = torch.complex128 if x.is_complex() else torch.float64  # so that a difference is no rounding
         values = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
         if seed in EXTREME:
             return values * EXTREME[seed]
@@ -166,6 +167,7 @@ def _close(x: Tensor, y: Tensor, computed: torch.dtype, least: float) -> bool:
     tolerance = max(_TOLERANCE[x.dtype], _TOLERANCE.get(computed, 0.0))
     finite = y[y.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
+    # beside large entries a small one may be rounding alone
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(least, largest), equal_nan=True)
 
 
@@ -190,7 +192,7 @@ def _outs(whole: Tensor, parts: list[Tensor], call: TrialCall, seed: int) -> tup
         return tuple(found.values())
     if (
         whole.dtype == torch.bool
-        or (seed != CONSTANT and not whole.any())
+        or (seed != CONSTANT and not whole.any())  # zeros are a sum of parts in any case
         or any(part.shape != whole.shape for part in parts)
     ):
         raise Refused
@@ -210,6 +212,7 @@ def _same_gradients(
     call: TrialCall, outs: Any, given: Any, results: Any, parts: Any, part_results: Any, generator: torch.Generator
 ) -> None:
     """A function may act by sample and yet not have such gradients, as an embedding scaled by frequency has."""
+    # in a plain sum some gradients would be zero
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
     whole = _gradients(given, results, weights)
     each = []

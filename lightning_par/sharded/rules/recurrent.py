@@ -32,9 +32,11 @@ def recurrent(
     if lead is None or not every_rank_has_some(lead):
         return NotImplemented
     positions, axis = lead._positions, lead._axis
-    draws = dropout > 0 and training and layers > 1
+    draws = dropout > 0 and training and layers > 1  # it is between layers alone
+    # outside a step a draw is one device's, cut; see `random_streams`
     if draws and not RunState.current.streams.in_step:
         return NotImplemented
+    # dims from the end
     local = [aligned(each, dim - 3, positions, axis) for each, dim in ((x, sample), *((h, 1) for h in states))]
     if any(part is None for part in local):
         return NotImplemented

@@ -37,7 +37,9 @@ def strides_of(x: Any) -> Strides:
     local, dim, size = strides_of(x._local), x._dim, x._positions.size
     count = x._local.shape[dim]
     if count > 1:
+        # dims outside of the cut one step over all of it
         return tuple(s // count * size if s > local[dim] else s for s in local)
+    # The stride of a dim of one index tells nothing: the whole is taken to have no gaps, in the order of the others.
     strides, step = [0] * len(local), 1
     for d in sorted(range(len(local)), key=lambda d: (local[d], -d)):
         strides[d] = step
@@ -79,7 +81,7 @@ def follows_or_copies(rule: Callable[..., Any]) -> Callable[..., Any]:
         if found is None or len(found) != 1:
             return out
         if found[0] is None and memory_of(out._innermost) == memory_of(x._innermost):
-            return out.with_local(out._local.clone())
+            return out.with_local(out._local.clone())  # a copy on one device, which a write into `x` doesn't reach
         out._strides = found[0]
         return out
 
