@@ -97,7 +97,7 @@ class Elsewhere(AbsentTensor):
             return Elsewhere(x.shape, x.dtype, x.device, x.origin)
         if isinstance(x, Elsewhere) and name in COPY_OPERATORS:
             dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
-            return Elsewhere(x.shape, dtype, device, replace(x.origin))
+            return Elsewhere(x.shape, dtype, device, replace(x.origin))  # another origin: no memory is shared
         if name.startswith("_foreach_") and name.endswith("_"):
             return _write_those_here(func, args, kwargs)
         if isinstance(x, Elsewhere) and _writes_to_first_alone(func):

@@ -138,6 +138,7 @@ class Unread(AbsentTensor):
                 source.copy_into(target)
                 return target
         aliases = [argument.alias_info is not None for argument in schema_of(func).arguments]
+        # kept where they are written, or the result may share their memory
         given = [_real(x, keep) for x, keep in zip(args, aliases)]
         out = func(*given, **{key: _real(x, keep=True) for key, x in kwargs.items()})
         return next((x for x, y in zip(args, given) if out is y and isinstance(x, Unread)), out)

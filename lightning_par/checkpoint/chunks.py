@@ -65,6 +65,7 @@ def copies(place: Place, layout: Layout) -> list[list[int]]:
     found = []
     for own in coordinates:
         fixed = [axis for axis in range(grid.ndim) if len({c[axis] for c in coordinates}) > 1]
+        # 1 is the pipeline axis, along which others have other layers
         index = tuple(own[axis] if axis in (*fixed, 1) else slice(None) for axis in range(grid.ndim))
         found.append(sorted(grid[index].flatten().tolist()))
     return found

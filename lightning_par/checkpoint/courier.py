@@ -67,7 +67,7 @@ class Courier:
         count, after = (part[place.dim] if part else 1), whole.shape[2]
         for piece in place.pieces(index):
             target = place.target(whole, index, piece)
-            if target is None or self.device.type != "cpu":
+            if target is None or self.device.type != "cpu":  # it has gaps in the whole, or comes to a GPU
                 rows, columns = (len(range(*s.indices(n))) for s, n in zip(piece, (whole.shape[0], count)))
                 arrived = self._arrived.empty((rows, columns, after), whole.dtype)
                 self.world.start_recv_(arrived, rank, "state", tag=_ANSWER).wait()

@@ -51,6 +51,7 @@ class Planner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
+        # torch's tools build nested dicts by it
         return plans, dataclasses.replace(metadata, planner_data=dict(self.paths))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -102,6 +103,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         found = [result for theirs in results for result in theirs]
         for alias, name in self.aliases.items():
+            # tied weights are written once, and found by each name
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
             same = [result for result in found if result.index.fqn == name]
             found += [dataclasses.replace(x, index=MetadataIndex(alias, x.index.offset)) for x in same]
@@ -129,6 +131,7 @@ def _write(data: Any, stream: Any) -> None:
         stream.write(data.getbuffer())
         return
     values = data.detach().cpu()
+    # `torch.save` writes all memory of a view.
     torch.save(values if values.untyped_storage().nbytes() == values.nbytes else values.clone(), stream)
 
 

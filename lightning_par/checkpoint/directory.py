@@ -73,6 +73,7 @@ class Writing:
 
     def stage(self) -> None:
         """Copy this rank's tensors, so that training may go on while they are written."""
+        # a copy of what is on the CPU, too
         self.tensors = {key: x.to("cpu", copy=True) for key, x in self.tensors.items()}
 
     def finish(self, group: dist.ProcessGroup | None = None) -> None:
@@ -95,7 +96,7 @@ class Writing:
             failure = "; ".join(f"Rank {rank}: {type(x).__name__}: {x}" for rank, x in causes.items())
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        told = [failure]
+        told = [failure]  # the first rank alone publishes: that it failed is news to the others
         dist.broadcast_object_list(told, src=0, group=group)
         failure = failure or told[0]
         if failure is not None:
@@ -138,7 +139,7 @@ class Writing:
         places = [item.place for item in self.inventory.items]
         shared: dict[str, Writers] = share_out(numbers, places, groups.layout)
         shared, place = groups.world.broadcast_object((shared, self.folder.place), "state")
-        self.folder = replace(self.folder, place=place)
+        self.folder = replace(self.folder, place=place)  # locally it is one that the first rank has made up
         own = [whole_chunk(name, _plain(x)) for name, x in tensors.items() if name not in shared]
         return [*own, *chunks_of(self.inventory, shared)]
 

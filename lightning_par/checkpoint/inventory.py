@@ -105,6 +105,7 @@ class Inventory:
         part = leaf(value) if isinstance(value, Tensor) and held and not is_elsewhere(value) else None
         item = Item(len(self.items), place, part, 0 if part is None else write_count(part))
         self.items.append(item)
+        # room for the largest serves one after another
         self.scratch.nbytes = max(self.scratch.nbytes, place.shape.numel() * place.dtype.itemsize)
         return item
 

@@ -90,6 +90,7 @@ def _index(value: Any) -> MetadataIndex:
 def _place(value: Any) -> Any:
     fields: dict[str, Any] = _asked(value, ".".join(STORAGE_INFO), dict)
     name, offset, length = _a(str, fields["relative_path"]), _a(int, fields["offset"]), _a(int, fields["length"])
+    # a path must not lead out of the directory
     if os.path.basename(name) != name or name in ("", ".", "..") or min(offset, length) < 0:
         raise ValueError(f"it is garbled (a tensor lies at {offset} to {offset + length} of {name!r})")
     if fields.get("transform_descriptors"):

@@ -58,7 +58,7 @@ def _apart(value: Any, path: str, tensors: dict[str, Tensor], made: dict[int, An
 def _module_apart(module: nn.Module, path: str, tensors: dict[str, Tensor], made: dict[int, Any]) -> nn.Module:
     if id(module) in made:
         return made[id(module)]
-    made[id(module)] = new = copy.copy(module)
+    made[id(module)] = new = copy.copy(module)  # before its children, which may hold it
     for hooks in (name for name in HOOKS if name in vars(module)):
         vars(new)[hooks] = type(vars(module)[hooks])(
             (number, hook) for number, hook in vars(module)[hooks].items() if not _is_ours(hook)

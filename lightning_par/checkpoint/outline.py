@@ -130,7 +130,7 @@ def _walked(value: Any, path: Path, visit: Callable[[Tensor, Path], Any]) -> Any
         return visit(value, path)
     if type(value) in (dict, OrderedDict):
         new = type(value)((key, _walked(x, (*path, key), visit)) for key, x in value.items())
-        vars(new).update(vars(value)) if type(value) is OrderedDict else None
+        vars(new).update(vars(value)) if type(value) is OrderedDict else None  # as `_metadata` of a module's
         return new
     if type(value) in (list, tuple):
         return type(value)(_walked(x, (*path, i), visit) for i, x in enumerate(value))
@@ -150,6 +150,7 @@ def _by_name(path: Path, parameters: Sequence[Mapping[int, str]]) -> Path:
 def _memory_of(x: Tensor) -> Any:
     if isinstance(x, Unread):
         return id(x.memory)
+    # empty ones have no address
     return x.untyped_storage().data_ptr() or id(x), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 

@@ -85,7 +85,7 @@ class _Reader:
         return int.from_bytes(self.take(width), "little", signed=signed)
 
     def text(self, width: int) -> None:
-        self.stack.append(self.take(self.number(width)).decode("utf-8", "surrogatepass"))
+        self.stack.append(self.take(self.number(width)).decode("utf-8", "surrogatepass"))  # as `pickle` decodes it
 
     def recall(self, width: int) -> None:
         self.stack.append(self.memo[self.number(width)])
@@ -120,7 +120,7 @@ class _Reader:
 
     def name(self) -> None:
         name, module = _checked(self.stack.pop(), str), _checked(self.stack.pop(), str)
-        if "." in name or (module, name) not in self.names:
+        if "." in name or (module, name) not in self.names:  # a dotted name is an attribute of what may be asked for
             raise pickle.UnpicklingError(f"{module}.{name}"[:200])
         self.stack.append(Asked(f"{module}.{name}"))
 
@@ -170,7 +170,7 @@ _STEPS: dict[bytes, Callable[[_Reader], Any]] = {
     pickle.APPEND: lambda r: r.append([r.stack.pop()]),
     pickle.APPENDS: lambda r: r.append(r.since_mark()),
     pickle.EMPTY_DICT: lambda r: r.push({}),
-    pickle.SETITEM: lambda r: r.set_items([r.stack.pop(), r.stack.pop()][::-1]),
+    pickle.SETITEM: lambda r: r.set_items([r.stack.pop(), r.stack.pop()][::-1]),  # the value lies on top
     pickle.SETITEMS: lambda r: r.set_items(r.since_mark()),
     pickle.STACK_GLOBAL: _Reader.name,
     pickle.NEWOBJ: _Reader.make,

@@ -61,7 +61,7 @@ def _one_of_them(path: str, read: Callable[[Folder, Metadata], dict[str, Any]]) 
         try:
             return read(folder, _parsed(path, found))
         except (ValueError, OSError):
-            if Folder.at(path).metadata() == found:
+            if Folder.at(path).metadata() == found:  # not replaced meanwhile: the error stands
                 raise
 
 
@@ -148,7 +148,7 @@ class _Landing:
     def __init__(self, target: Tensor, box: ChunkStorageMetadata, dim: int, indices: Any) -> None:
         self.target, self.offsets, self.sizes, self.dim = target, tuple(box.offsets), tuple(box.sizes), dim
         self.copies = [*self._copies(indices)] if self.sizes else []
-        self.wanted = bool(self.copies) or not self.sizes
+        self.wanted = bool(self.copies) or not self.sizes  # a scalar has no dim to be cut along
 
     def _copies(self, indices: Any) -> Iterator[tuple[int, int, int]]:
         """Where runs begin in the target and in the box, along the dim, and their length."""

@@ -49,12 +49,12 @@ def put_in_place(finished: str, path: str) -> None:
     """
     plain = os.path.isfile(finished) and not os.path.isdir(path)
     if plain or not os.path.lexists(path):
-        os.replace(finished, path)
+        os.replace(finished, path)  # which the system does in one step
     elif _exchange(finished, path):
         remove(finished)
     else:
         old = beside(path, ".old")
-        remove(old)
+        remove(old)  # of a kill before
         os.rename(path, old)
         os.rename(finished, path)
         remove(old)

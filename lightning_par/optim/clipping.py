@@ -90,4 +90,4 @@ def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:
 def _join(part: Tensor, norm_type: float, axis: Axis) -> Tensor:
     if norm_type == float("inf"):
         return axis.all_reduce_(part.clone(), "clip", "max")
-    return axis.all_reduce_(part**norm_type, "clip") ** (1 / norm_type)
+    return axis.all_reduce_(part**norm_type, "clip") ** (1 / norm_type)  # p-th powers add up, norms don't

@@ -75,7 +75,7 @@ class Following(TorchFunctionMode):
     def suspended(self) -> Iterator[None]:
         """Inside, tensors are what they are between steps."""
         self.wholes.cut()
-        alone = innermost_mode() is self
+        alone = innermost_mode() is self  # under another mode it can't be left, and is paused
         outer, paused = _entered.set(None), self._paused
         if alone:
             super().__exit__(None, None, None)
@@ -214,7 +214,7 @@ def _parts_like(lead: ShardedTensor, values: Any) -> list[Any] | None:
                 if x is not lead and not _lies_like(x, lead):
                     return None
                 x = x._local
-            elif x.ndim:
+            elif x.ndim:  # a whole one has to be cut first; a number fits as it is
                 return None
         parts.append(x)
     return parts

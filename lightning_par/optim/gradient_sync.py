@@ -178,7 +178,7 @@ class GradientSync:
         """What an earlier backward left is whole; where shares are about to be added to it, it becomes one, too."""
         for bucket in self._buckets:
             self._refuse_early_steps(bucket)
-            count = bucket.axis.size // bucket.copies
+            count = bucket.axis.size // bucket.copies  # so many ranks have shares of one gradient
             for x in bucket.leaves if count > 1 else ():
                 if x.grad is not None and id(x) not in self._touched:
                     x.grad.div_(count)
@@ -196,6 +196,7 @@ class GradientSync:
     def _find_leaves(self) -> None:
         found = {id(leaf(p)): p for p in self._module.parameters() if self._along(p).size > 1}
         held = {i: (leaf(p), self._along(p)) for i, p in found.items() if not is_elsewhere(leaf(p))}
+        # a leaf frozen within the window may have got its share
         along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
         leaves = {i: held[i][0] for i in along}
         if leaves.keys() == self._bucket_of.keys():
@@ -244,6 +245,7 @@ class GradientSync:
         with torch.no_grad():
             while self._launched < len(self._buckets):
                 bucket = self._buckets[self._launched]
+                # in order on all ranks, so a full one waits for those before it
                 if not (everything or bucket.complete):
                     return
                 bucket.launch()
@@ -257,7 +259,7 @@ class GradientSync:
 def _write(averaged: Iterable[tuple[Tensor, Tensor]]) -> None:
     for x, grad in averaged:
         if x.grad is None:
-            x.grad = grad.clone()
+            x.grad = grad.clone()  # a view would keep the bucket in memory
         else:
             x.grad.copy_(grad)
 

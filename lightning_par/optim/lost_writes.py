@@ -42,7 +42,7 @@ def note(name: str, source: Tensor, copy: Tensor) -> Tensor:
     if copy.device.type == "meta" or isinstance(copy, FakeTensor):
         return copy
     if copy.is_inference():
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # outside of it versions are counted
             copy = copy.clone()
     counter = copy.detach()
     counter.data = counter.new_empty(0)

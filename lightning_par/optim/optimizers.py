@@ -95,7 +95,7 @@ class _Adopted:
     def begin(self) -> None:
         """Shard the state as the parameters are; it may be whole."""
         self._away = StatesAway()
-        for p in [p for p in self.optimizer.state if is_elsewhere(p)]:
+        for p in [p for p in self.optimizer.state if is_elsewhere(p)]:  # their state is on the ranks that hold them
             del self.optimizer.state[p]
         for p in sharded_parameters(self.optimizer):
             state = self.optimizer.state.get(p)
@@ -110,7 +110,7 @@ class _Adopted:
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self.step(args, kwargs)
 
-        vars(step).update(scheduler_marks(self._plain))
+        vars(step).update(scheduler_marks(self._plain))  # or a scheduler would warn that it was replaced
         return MethodType(step, self.optimizer)
 
     def step(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ class _Adopted:
         """On whole copies, if code that can't be followed is met in the first step before anything was written."""
         start = None if self._can_be_followed else Start(with_inner(self.optimizer))
         if start is not None:
-            args, kwargs = with_closures(start.remembered, args, kwargs)
+            args, kwargs = with_closures(start.remembered, args, kwargs)  # the step taken anew must not train twice
         try:
             result = self._inside(Following(), args, kwargs)
             self._can_be_followed = True

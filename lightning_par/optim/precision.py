@@ -47,7 +47,7 @@ def _clip_by_value(plugin: Any, optimizer: Any, clip_val: float) -> None:
 
 
 def _unscale(scaler: Any, replica: Axis, optimizer: Any) -> None:
-    type(scaler).unscale_(scaler, optimizer)
+    type(scaler).unscale_(scaler, optimizer)  # the class' own: on the instance there is this one
     share_overflows(scaler, optimizer, replica)
 
 
@@ -65,5 +65,5 @@ def share_overflows(scaler: Any, optimizer: Any, axis: Axis) -> None:
     axis.all_reduce_(shared, "overflow", "max")
     for flag in flags:
         flag.fill_(shared[0])
-    if not flags and shared[1]:
+    if not flags and shared[1]:  # without a flag this scaler would raise
         note_overflow_flag(scaler, optimizer, shared[:1].clone())

@@ -80,6 +80,7 @@ class Rivals:
             NotImplementedError: several that share memory were written.
         """
         for group in self._before:
+            # `torch.equal` takes no NaN for equal
             moved = [x for x, old in group if not torch.allclose(x.detach(), old, 0, 0, equal_nan=True)]
             if len(moved) > 1:
                 shapes = " and ".join(str(tuple(x.shape)) for x in moved)

@@ -77,7 +77,7 @@ class FollowingStages(Following):
     def _end(self) -> None:
         for p in self._located():
             if isinstance(p, Elsewhere):
-                p.grad = None
+                p.grad = None  # it stood for the gradient within the step alone
             else:
                 unmark(p)
         self._away.hide(self._optimizer)
@@ -123,7 +123,7 @@ class FollowingStages(Following):
         sent = {} if like or len(places) == 1 else self._sent(func, (args, kwargs), home)
         if sent:
             args, kwargs = tree_map(lambda x: sent.get(id(x), x), (args, kwargs))
-        self._gradients_known &= function.name != "backward"
+        self._gradients_known &= function.name != "backward"  # a backward makes new ones
         if self.axis.rank not in home:
             return _away(func, function, args, kwargs, Origin("a tensor of the optimizer's", home, self.axis))
         result = self._here(func, args, kwargs)
@@ -286,6 +286,7 @@ def _away(func: Any, function: Function, args: Any, kwargs: Any, origin: Origin)
         return Elsewhere(args[0].shape, args[0].dtype, args[0].device, args[0].origin)
     device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere))
     if function.name in PRECISIONS:
+        # a cast of nothing tells the device, too, which a meta tensor can't
         like = func(torch.empty(0, dtype=args[0].dtype, device=device), *args[1:], **kwargs)
         return Elsewhere(args[0].shape, like.dtype, like.device, origin)
     result = _on_meta(func, args, kwargs)

@@ -94,7 +94,7 @@ class Parts(StandIns):
             view = self._views.get(id(x))
             if view is not None:
                 state[name] = view
-            elif _lies_like(x, stand_in):
+            elif _lies_like(x, stand_in):  # the step has added it
                 state[name] = p.with_local(x)
 
 

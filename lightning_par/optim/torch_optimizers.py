@@ -54,6 +54,7 @@ def runs_torchs_step(optimizer: Any, step: Any, kinds: tuple[type[Optimizer], ..
     kind = next((cls for cls in ancestors if cls in kinds), None)
     if kind is None:
         return False
+    # of the object, and of classes that derive from torch's
     for space in (vars(optimizer), *map(vars, ancestors[: ancestors.index(kind)])):
         for name, value in space.items():
             overrides = hasattr(kind, name) and (callable(value) or hasattr(value, "__get__"))

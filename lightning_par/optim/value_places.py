@@ -42,7 +42,7 @@ def place_of(x: Tensor) -> Place | None:
 def mark(x: Any, place: Place | None) -> None:
     """Note that only the ranks ``place`` hold ``x``."""
     if isinstance(x, Tensor) and place is not None:
-        leaf(x).__dict__[_MARK] = place
+        leaf(x).__dict__[_MARK] = place  # the part stays the same where what wraps it is made anew
 
 
 def unmark(x: Any) -> None:

@@ -140,6 +140,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _set_torch_state(generator: torch.Generator, state: bytes) -> None:
+    # torch wants memory that can be written
     generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
 
 

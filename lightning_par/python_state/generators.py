@@ -64,6 +64,7 @@ def snapshot(holders: Iterable[Any]) -> Callable[[], None]:
 
 def global_state() -> tuple[Any, ...]:
     """The state of every global generator."""
+    # to ask for its state would start CUDA
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
 

@@ -85,6 +85,7 @@ class Cell:
     def change_unlent(self) -> Change | None:
         """What was changed, where all tensors are watched only."""
         written = {key for key, (tensor, version) in self.versions.items() if is_written(tensor, version)}
+        # no version is -2: they count as written
         self.lent = {key: (self.versions[key][0].detach().clone(), -2) for key in written}
         try:
             return self.change()
@@ -372,7 +373,7 @@ class SequenceCell(Cell):
         now, inplace = list(self.owner), self.inplace()
         originals = {id(stand_in): self.before[key] for key, (stand_in, _) in self.lent.items()}
         if originals:
-            now = [originals.get(id(x), x) for x in now]
+            now = [originals.get(id(x), x) for x in now]  # what stood in for a tensor counts as that
         start = _index(self.before, now[0]) if now else len(self.before)
         kept = 0
         for old, new in zip(self.before[start:], now):

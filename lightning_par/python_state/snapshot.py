@@ -101,6 +101,7 @@ class Snapshot(Reach):
         """
         self._note_versions(as_is)
         with plainly():
+            # so that their copies share memory, too
             groups = grouped(x.tensor for key, x in self.tensors.items() if x.lends and key not in as_is)
             found = spares.of((group for group in groups if may_be_copied(group)), self.uncounted)
         for held in self.tensors.values():
@@ -171,7 +172,7 @@ class Snapshot(Reach):
                 iterators.append(cell)
             else:
                 cell.restore()
-        for cell in iterators:
+        for cell in iterators:  # behind what holds them, which has put them back
             cell.restore()
         with plainly(), torch.no_grad():
             for x, version, copy in self._copies:

@@ -28,6 +28,7 @@ class _Copy:
         return (
             len(tensors) == len(self.originals)
             and all(a is b for a, b in zip(tensors, self.originals))
+            # inference tensors, at -1, don't tell
             and all(version_of(x) == v >= 0 for x, v in zip(tensors, self.versions))
             and not any(map(is_written, self.spares, self.spare_versions))
         )

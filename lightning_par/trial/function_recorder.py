@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(x, Tensor) or is_fake(x) or is_sharded(x):
             return x
         known, fake = self._fakes.get(id(x), (lambda: None, x))
-        if known() is not x:
+        if known() is not x:  # an id may be another's by now
             fake = x
             with contextlib.suppress(Exception):  # of a kind that can't be faked
                 fake = self.mode.from_tensor(x)
@@ -100,7 +100,7 @@ class Recorder(TorchFunctionMode):
         for x in tree_leaves(into):
             if isinstance(x, Tensor) and not is_fake(x) and x.layout is torch.strided:
                 memory = x.untyped_storage()
-                self._written[memory.data_ptr()] = memory
+                self._written[memory.data_ptr()] = memory  # held, so that nothing else gets its address
         if self._written:
             args, kwargs = tree_map(self._followed, (args, kwargs))
         real = any(isinstance(x, Tensor) and not is_fake(x) for x in tree_leaves((args, kwargs)))

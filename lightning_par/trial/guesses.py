@@ -151,6 +151,7 @@ class Guesses:
             self._bound(place, count)
         answer = options[1 if pattern == "other" else 0]
         if pattern == "shuffled" and count:  # ends what loop there may be, after a turn or more
+            # the same in all processes, wherever the file lies
             answer = options[crc32(repr((*place[1:], count)).encode()) % len(options)]
         return self._decided(answer) if isinstance(answer, bool) else answer
 

@@ -32,7 +32,7 @@ def stand_in(
     Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with what a metric's
     update is given.
     """
-    memo: dict[int, Any] = {id(x): x for x in shared}
+    memo: dict[int, Any] = {id(x): x for x in shared}  # what a deep copy finds here it does not copy
     for submodule in module.modules():
         for held in (*parameters_of(submodule).values(), *buffers_of(submodule).values()):
             if held is not None:
@@ -42,7 +42,7 @@ def stand_in(
                 memo[id(value)] = tensor(value)
     own_copy = [m for m in module.modules() if m is module or not _copies_itself(m)]
     for submodule in own_copy:
-        memo[id(submodule)] = object.__new__(type(submodule))
+        memo[id(submodule)] = object.__new__(type(submodule))  # empty at first: modules may hold one another
     for submodule in own_copy:
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():

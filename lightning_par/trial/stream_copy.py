@@ -48,7 +48,7 @@ class _Copier(pickle.Pickler):
             if self.copied <= _LARGE:
                 return None
             if isinstance(value, np.ndarray):
-                value = value.view()
+                value = value.view()  # it is shared, and the copy must not write into it
                 value.flags.writeable = False
         elif not isinstance(value, _THEMSELVES):
             return None

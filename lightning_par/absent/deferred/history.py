@@ -77,7 +77,7 @@ class History:
         self.origin = None if origin is None else origin[0]
         self.ops: list[Op] = []
         source = None if origin is None else (origin[0].digest, origin[1])
-        self._digests = [_hashed(nbytes, device, source)]
+        self._digests = [_hashed(nbytes, device, source)]  # one for each length: a `Ref` may be of an earlier one
 
     def append(self, op: Op) -> None:
         self.ops.append(op)

@@ -30,7 +30,7 @@ def values(refs: Sequence[Ref]) -> list[Tensor]:
         try:
             for place, op in enumerate(ops):
                 if op.dtype != torch.get_default_dtype():
-                    torch.set_default_dtype(op.dtype)
+                    torch.set_default_dtype(op.dtype)  # factories went by the default of then
                 memory.run(op)
                 memory.forget(key for key in last.get(place, ()) if key not in kept)
         finally:
@@ -56,7 +56,7 @@ def _needed(refs: Iterable[Ref]) -> list[Op]:
             if op.serial not in found:
                 found[op.serial] = op
                 waiting.extend(op.refs)
-    return [found[serial] for serial in sorted(found)]
+    return [found[serial] for serial in sorted(found)]  # in the order in which they ran
 
 
 def _last_uses(ops: list[Op]) -> dict[int, list[int]]:
