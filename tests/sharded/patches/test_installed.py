@@ -13,8 +13,17 @@ import torch
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded.identity import become
+from lightning_par.sharded.patches import installed
 from lightning_par.sharded.patches.installed import Patches, release
 from lightning_par.sharded.tensor import ShardedTensor
+
+
+@pytest.fixture(autouse=True)
+def _only_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded tensors that another test of this process keeps alive are none of what is counted here."""
+    found = installed._sharded
+    before = found()
+    monkeypatch.setattr(installed, "_sharded", lambda: [x for x in found() if not any(x is old for old in before)])
 
 
 class Count:
