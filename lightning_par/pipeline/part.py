@@ -21,6 +21,7 @@ from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffer
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
+from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.patches import SHARDED, Patches
@@ -77,6 +78,10 @@ class StagesPart(Part):
             _refuse_pruning(trainer.callbacks, self.wanted.namespace, asker)
         _refuse_compiled(module)
         _refuse_fetching(module, asker)
+
+    def listen(self, first: FirstStep) -> None:
+        if self.groups.pipeline.size > 1 and first.trains:  # else modules are not yet as the loop will have them
+            first.listeners = lambda: Surveyor(first.step().samples)
 
     def apply(self, first: FirstStep) -> None:
         if self.groups.pipeline.size == 1:

@@ -112,7 +112,10 @@ class Spread:
         make_message_groups(self.groups, self.timeout, self.pairs())
         module, step = first.module, first.step()
         with _as_the_loop_will_run(module, step):
-            plan, stages, program, alike = self._agreed(lambda: self._decide_as_started(step, step.batch is not None))
+            heard = first.heard
+            plan, stages, program, alike = self._agreed(
+                lambda: self._decide_as_started(step, step.batch is not None, heard)
+            )
         self.placement = _place(module, stages, program)
         self.check(plan, module, self.placement)
         if self.groups.world.rank == 0:
@@ -170,19 +173,21 @@ class Spread:
                 )
         return *outcome, len(counts) == 1
 
-    def _decide_as_started(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
+    def _decide_as_started(
+        self, step: Step, has_batch: bool, known: Survey | None
+    ) -> tuple[Any, Stages, Program | None]:
         try:
-            return self._decide(step, has_batch)
+            return self._decide(step, has_batch, known)
         except Exception:  # it may lack what `on_train_epoch_start` sets
             if not has_batch or not has_start_hooks(step.module):
                 raise
-            return self._decide(replace(step, starts=True), has_batch)
+            return self._decide(replace(step, starts=True), has_batch, None)
 
-    def _decide(self, step: Step, has_batch: bool) -> tuple[Any, Stages, Program | None]:
+    def _decide(self, step: Step, has_batch: bool, known: Survey | None) -> tuple[Any, Stages, Program | None]:
         if not has_batch:
             return *self.plan(step.module, _static(step.module), ()), None
         wanted = self._wanted(step)
-        surveyed = survey(step, one_more=wanted > 1 and not self.weighs)
+        surveyed = known or survey(step, one_more=wanted > 1 and not self.weighs)
         plan, stages = self.plan(step.module, surveyed.root, ())
         first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
         cut = self._improved(step, first, wanted, opens=True)

@@ -112,6 +112,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         assert self.lightning_module is not None
         first = FirstStep(trainer, self.lightning_module, self.root_device, self.groups.world)
         for part in self.parts:
+            part.listen(first)
+        for part in self.parts:
             part.make_plan(first)
         first.forget()
         for part in self.parts:

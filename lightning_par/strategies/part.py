@@ -36,6 +36,9 @@ class Part:
             ValueError: the module or a setting can't be laid out so.
         """
 
+    def listen(self, first: FirstStep) -> None:
+        """Say what is to listen to the trial run of ``first``, which another part may ask for."""
+
     def make_plan(self, first: FirstStep) -> None:
         """Plan on the whole module, as one device has it."""
 

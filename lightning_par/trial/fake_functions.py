@@ -37,10 +37,15 @@ def is_fake(x: Any) -> bool:
 
 
 class OnOnes:
-    """A function that fakes can't run, in its place: rules know it by its name, and it runs on fakes."""
+    """A function that fakes can't run, in its place: rules know it by its name, and it runs on fakes.
 
-    def __init__(self, func: Any) -> None:
-        self.func = func
+    Args:
+        func: the function.
+        unsized: whether the shape of its result depends on values.
+    """
+
+    def __init__(self, func: Any, unsized: bool = False) -> None:
+        self.func, self.unsized = func, unsized
         self.__name__, self.__module__ = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +90,7 @@ def run_on_fakes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tup
         if not any(map(is_fake, inputs)) or not (isinstance(error, UNRUN) or _of_kernel(error, inputs)):
             raise
         try:
-            return run_on_ones(mode, func, args, kwargs), OnOnes(func)
+            return run_on_ones(mode, func, args, kwargs), OnOnes(func, isinstance(error, UNRUN))
         except Exception:
             raise error from None
 

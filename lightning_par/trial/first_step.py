@@ -12,6 +12,7 @@ from torch import nn
 from lightning_par.mesh.axis import Axis
 from lightning_par.strategies.entry_points import STEPS, step_arguments
 from lightning_par.trial.first_batch import count_loaders, peek_batch
+from lightning_par.trial.listener import Listeners
 from lightning_par.trial.recording import Recording
 from lightning_par.trial.step import Step
 from lightning_par.trial.trial_run import record_step
@@ -25,10 +26,16 @@ class FirstStep:
         module: the LightningModule, on its device.
         device: where its parameters live.
         world: all ranks.
+
+    Attributes:
+        listeners: made by `record_step` for the run that is recorded; the part that wants one sets it.
+        heard: what the listener made of that run, if it has run.
     """
 
     def __init__(self, trainer: Any, module: nn.Module, device: torch.device, world: Axis) -> None:
         self.trainer, self.module, self.device, self.world = trainer, module, device, world
+        self.listeners: Listeners | None = None
+        self.heard: Any = None
         self._recording: Recording | None = None
 
     @cached_property
@@ -45,20 +52,22 @@ class FirstStep:
     def recording(self) -> Recording:
         """What the step does on one device; it runs once for all who ask. There must be a batch."""
         if self._recording is None:
-            self._recording = self.recorded()
+            self._recording = self.recorded(listeners=self.listeners)
+            self.heard = self._recording.heard
         return self._recording
 
-    def recorded(self, prepare: Callable[[Any], Any] | None = None) -> Recording:
+    def recorded(self, prepare: Callable[[Any], Any] | None = None, listeners: Listeners | None = None) -> Recording:
         """A recording of its own.
 
         Args:
             prepare: makes of the batch what the step is given.
+            listeners: see `record_step`.
         """
         step = self.step()
         loaders = count_loaders(self.trainer)
         return record_step(
             self.module, step.name, self.batch, shared=step.shared, context=step.context, prepare=prepare,
-            loaders=loaders,
+            loaders=loaders, listeners=listeners,
         )  # fmt: skip
 
     def step(self) -> Step:

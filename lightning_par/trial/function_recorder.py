@@ -24,6 +24,7 @@ from lightning_par.sharded.rules.attention_heads import multi_head_attention_for
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
 from lightning_par.trial.guesses import Guesses
+from lightning_par.trial.listener import Listener
 from lightning_par.trial.recording import Event, in_transform, metric_update
 
 
@@ -33,14 +34,15 @@ class Recorder(TorchFunctionMode):
     Args:
         mode: of the fakes.
         guesses: what the user's code is told of values that are not there.
+        listener: is told of the functions, too.
 
     Attributes:
         events: the functions so far.
     """
 
-    def __init__(self, mode: FakeTensorMode, guesses: Guesses) -> None:
+    def __init__(self, mode: FakeTensorMode, guesses: Guesses, listener: Listener | None = None) -> None:
         super().__init__()
-        self.mode, self.guesses = mode, guesses
+        self.mode, self.guesses, self.listener = mode, guesses, listener
         self.events: list[Event] = []
         self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
         self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
@@ -51,20 +53,27 @@ class Recorder(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" and name not in VALUE_PROPERTIES:
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
+            listener, self.listener = self.listener, None  # which hears of the whole
             with self:  # written out, as it will run on sharded tensors
                 out = multi_head_attention_forward(func, *args, **kwargs)
+            self.listener = listener
             if out is not NotImplemented:
+                self._tell(func, args, kwargs, out)
                 return out
         self.guesses.work += 1
         if self._written:
             args, kwargs = tree_map(self._followed, (args, kwargs))
         fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_fake(x)]
         if fakes and name in READS:
+            self._tell(func, args, kwargs, None)
             self._keep(func, args, kwargs, None)
             return self.guesses.read(name, fakes[0], args)
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
-        result, func = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
+        given = args, kwargs
+        result, ran = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
+        self._tell(func, *given, result, unsized=isinstance(ran, OnOnes) and ran.unsized)
+        func = ran
         if in_functorch():  # its own tensors are none outside
             taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not is_wrapped(x)]
             self.took_by(in_transform, taken)
@@ -72,8 +81,9 @@ class Recorder(TorchFunctionMode):
             self._keep(func, args, kwargs, result)
         return result
 
-    def took(self, *args: Any, **kwargs: Any) -> None:
-        """A metric's update: it is handed whole tensors."""
+    def took(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """A call of a metric's ``method``: it is handed whole tensors."""
+        self._tell(("metric", method), args, kwargs, None)
         self._keep(metric_update, args, kwargs, None)
 
     def took_by(self, func: Any, value: Any) -> None:
@@ -106,6 +116,11 @@ class Recorder(TorchFunctionMode):
         real = any(isinstance(x, Tensor) and not is_fake(x) for x in tree_leaves((args, kwargs)))
         with contextlib.nullcontext() if real else self.mode:  # faster, but what is made of the real ones has values
             return run_on_fakes(self.mode, func, args, kwargs)
+
+    def _tell(self, func: Any, args: Any, kwargs: Any, result: Any, unsized: bool = False) -> None:
+        if self.listener is not None:
+            takes = isinstance(func, tuple) or any(map(is_fake, tree_leaves((args, kwargs))))
+            self.listener.note(func, args, kwargs, result, takes, unsized)
 
     def _followed(self, x: Any) -> Any:
         """The fake of what fakes were written into."""

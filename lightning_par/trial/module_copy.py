@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
+from lightning_par.private.modes import no_modes
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
 
@@ -29,8 +30,8 @@ def stand_in(
 ) -> Any:
     """A copy of ``module`` with ``tensor(x)`` for every parameter and buffer ``x``, and Lightning's side effects off.
 
-    Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with what a metric's
-    update is given.
+    Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with the name of a
+    metric's method, and what that is given.
     """
     memo: dict[int, Any] = {id(x): x for x in shared}  # what a deep copy finds here it does not copy
     for submodule in module.modules():
@@ -198,9 +199,17 @@ def _made(trainer: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _silence_metric(metric: Any, took: Callable[..., None]) -> None:
+    def nothing() -> Tensor:
+        with no_modes():  # no function of the step's
+            return torch.zeros(())
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        took(*args, **kwargs)
-        zero = torch.zeros(())
+        took("forward", *args, **kwargs)
+        zero = nothing()
         return dict.fromkeys(metric.keys(), zero) if isinstance(metric, nn.ModuleDict) else zero
 
-    metric.__dict__.update(forward=forward, update=took, compute=lambda: torch.zeros(()))
+    def compute() -> Tensor:
+        took("compute")
+        return nothing()
+
+    metric.__dict__.update(forward=forward, update=functools.partial(took, "update"), compute=compute)

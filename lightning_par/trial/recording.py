@@ -48,6 +48,7 @@ class Recording:
         stopped: why the recording ended early, or None.
         refused: what the user is told where a sharded tensor went out of sight, or None.
         patterns: of the guesses by which the step ran.
+        heard: what a `lightning_par.trial.listener.Listener` made of the run, if it came to its end.
     """
 
     events: tuple[Event, ...]
@@ -57,6 +58,7 @@ class Recording:
     stopped: str | None = None
     refused: str | None = None
     patterns: Patterns = field(default_factory=dict)
+    heard: Any = None
 
     @cached_property
     def met(self) -> int:

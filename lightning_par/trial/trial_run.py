@@ -36,6 +36,7 @@ from lightning_par.strategies.entry_points import (
 )
 from lightning_par.trial.function_recorder import Recorder
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
+from lightning_par.trial.listener import Listener, Listeners
 from lightning_par.trial.module_copy import copied, stand_in
 from lightning_par.trial.recording import Recording, returned
 
@@ -54,6 +55,7 @@ def record_step(
     prepare: Callable[[Any], Any] | None = None,
     loaders: int = 1,
     patterns: Patterns | None = None,
+    listeners: Listeners | None = None,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -66,6 +68,7 @@ def record_step(
         prepare: makes of the copied batch what the step is given.
         loaders: dataloaders that the entry point runs one after another.
         patterns: of the guesses that did in an earlier recording.
+        listeners: what listens to the step, made for each run of it.
 
     Example::
 
@@ -79,7 +82,10 @@ def record_step(
     def explored(starts: bool) -> Trial[Recording]:
         def trial(guesses: Guesses) -> Trial[Recording]:
             with kept(module):  # class bodies, globals and closures, which the copy shares
-                run = partial(_record, module, step, batch, shared, context, prepare, loaders, guesses, starts)
+                listener = listeners() if listeners is not None and not starts else None
+                run = partial(
+                    _record, module, step, batch, shared, context, prepare, loaders, guesses, starts, listener
+                )
                 recording = copy_context().run(run)
             turns = guesses.endless is not None  # of a loop, which come to nothing
             worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
@@ -109,6 +115,7 @@ def _record(
     loaders: int,
     guesses: Guesses,
     starts: bool,
+    listener: Listener | None,
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -126,8 +133,10 @@ def _record(
             fakes[id(x)] = _fake(x, mode) if away else x.value() if isinstance(x, Deferred) else _clone(x)
         return fakes[id(x)]
 
-    recorder = Recorder(mode, guesses)
+    recorder = Recorder(mode, guesses, listener)
     copy = stand_in(module, stand, shared, recorder.took)
+    if listener is not None:
+        listener.begin(copy)
     own_batch = copied(batch)
     if starts:
         with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
@@ -150,7 +159,8 @@ def _record(
     by_id = {id(fake): fake for fake in fakes.values()}
     parameters = {tuple(found): by_id[key] for key, found in names.items()}
     tensors = tuple(recorder.fake(x) for x in _tensors_in(own_batch))
-    return Recording(tuple(recorder.events), parameters, tensors, result, stopped, refused, guesses.patterns)
+    heard = listener.end() if listener is not None and stopped is None else None
+    return Recording(tuple(recorder.events), parameters, tensors, result, stopped, refused, guesses.patterns, heard)
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -24,10 +24,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "sequence": (SEQUENCE, 2),
     "placement": ({"placement": "balanced", **PIPELINE}, 2),
     "pipeline": (PIPELINE, 3),
-    "tensor x pipeline": ({**TENSOR, **PIPELINE}, 4),
+    "tensor x pipeline": ({**TENSOR, **PIPELINE}, 3),
     "sequence x tensor": ({**SEQUENCE, **TENSOR}, 2),
-    "sequence x pipeline": ({**SEQUENCE, **PIPELINE}, 5),
-    "sequence x tensor x pipeline": ({**SEQUENCE, **TENSOR, **PIPELINE}, 5),
+    "sequence x pipeline": ({**SEQUENCE, **PIPELINE}, 4),
+    "sequence x tensor x pipeline": ({**SEQUENCE, **TENSOR, **PIPELINE}, 4),
 }
 """What is asked for, and how often the step runs."""
 

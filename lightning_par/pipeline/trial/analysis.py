@@ -137,13 +137,8 @@ class Analysis(FakeRun):
         self.constants: list[tuple[int, Any]] = []  # those behind the first read
         self.closure: Closure | None = None
 
-    def enter_module(self, path: str, numel: int) -> None:
-        super().enter_module(path, numel)
-        self.frames[-1].first = len(self.events)
-
-    def leave_module(self) -> None:
-        self.frames[-1].end, self.frames[-1].place = len(self.events), user_line()
-        super().leave_module()
+    def number(self) -> int:
+        return len(self.events)
 
     def seen(self) -> list[Seen]:
         """What the step did, as another run of it has it, too."""

@@ -13,6 +13,7 @@ from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
+from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_calls import forget_call, plain_call, set_call
@@ -73,7 +74,7 @@ def _is_away(x: Tensor) -> bool:
 class _Traced:
     """Notes which calls of modules lie in which."""
 
-    def __init__(self, path: str, module: nn.Module, run: Analysis) -> None:
+    def __init__(self, path: str, module: nn.Module, run: CallTree) -> None:
         self.path, self.run = path, run
         self.original = plain_call(module)
         self.numel = sum(p.numel() for p in module.parameters())
@@ -84,6 +85,14 @@ class _Traced:
             return self.original(*args, **kwargs)
         finally:
             self.run.leave_module()
+
+
+def trace_calls(copy: nn.Module, run: CallTree) -> None:
+    """Let ``run`` know of all calls of modules that are no metrics."""
+    for path, module in copy.named_modules():
+        forget_call(module)
+        if path and not _is_metric(module):
+            set_call(module, _Traced(path, module, run))
 
 
 def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[int, ...]], traced: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.functions import MATRIX_PRODUCTS, RECURRENT
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -63,6 +65,57 @@ class Frame:
             closed = reason.why if follows else None
         children = tuple(child.call(calls) for child in self.children)
         return ModuleCall(self.path, self.flops, self.numel, children, closed, self.nbytes)
+
+
+class CallTree:
+    """The calls of modules in a run of a step that is on: which lies in which, and what they cost.
+
+    Attributes:
+        frames: the calls that are running, the step itself first.
+        calls: of modules with parameters.
+        buffers: ids of the module's buffers, and their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames = [Frame("", 0)]
+        self.calls = 0
+        self.buffers: dict[int, str] = {}
+
+    def number(self) -> int:
+        """How many functions have run outside of units."""
+        raise NotImplementedError
+
+    def enter_module(self, path: str, numel: int) -> None:
+        self.calls += bool(numel)
+        self.frames.append(Frame(path, numel, self.number()))
+
+    def leave_module(self) -> None:
+        frame = self.frames.pop()
+        frame.end, frame.place = self.number(), user_line()
+        self.frames[-1].flops += frame.flops
+        self.frames[-1].nbytes += frame.nbytes
+        self.frames[-1].children.append(frame)
+
+    def close_modules(self, why: str, reads: bool = False) -> None:
+        """The module whose own code is running can't be taken apart.
+
+        Args:
+            why: in words.
+            reads: whether it goes by a value, which only the rank that has it may do, whatever modules follow.
+        """
+        for frame in reversed(self.frames[1:]):
+            frame.closing = frame.closing or Closing(why, len(frame.children), self.calls if reads else inf)
+            if frame.numel:  # one without parameters is no unit: its code is that of the module around it
+                return
+
+    def charge(self, func: Any, args: Any, kwargs: Any, result: Any, keeps: bool = True) -> None:
+        """A function of values of the model has run; its result's memory counts if it ``keeps`` it."""
+        if getattr(func, "__name__", "") == "batch_norm" and any(id(x) in self.buffers for x in args):
+            self.frames[-1].closing = Closing("its own code updates running statistics", 0, -1)
+        self.frames[-1].flops += flops_of(func, args, kwargs, result)
+        if keeps:
+            self.frames[-1].nbytes += nbytes_of(args, kwargs, result)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:

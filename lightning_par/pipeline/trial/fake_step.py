@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run, is_metadata
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.call_costs import Closing, Frame, flops_of, nbytes_of
+from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
@@ -24,7 +23,7 @@ from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_
 from lightning_par.trial.guesses import Guesses
 
 
-class FakeRun(Run):
+class FakeRun(CallTree, Run):
     """Runs torch functions on fakes, within units too.
 
     Args:
@@ -38,12 +37,9 @@ class FakeRun(Run):
     def __init__(self, mode: FakeTensorMode, axis: MicrobatchAxis | None) -> None:
         super().__init__()
         self.mode, self.axis = mode, axis
-        self.frames = [Frame("", 0)]
-        self.buffers: dict[int, str] = {}  # ids of buffers -> their names
         self.training, self.samples = False, 1
         self.trace: Trace | None = None
         self.guesses = Guesses()
-        self.calls = 0  # of modules with parameters
         self.read_at: str | None = None  # where a value was last asked for
         self.values_read = 0  # values that were asked for within units
         self.hooked = False  # whether a hook was put on a gradient
@@ -108,11 +104,7 @@ class FakeRun(Run):
                 result = self._run_on_ones(func, args, kwargs)
             except Exception:
                 raise error from None
-        if getattr(func, "__name__", "") == "batch_norm" and any(id(x) in self.buffers for x in args):
-            self.frames[-1].closing = Closing("its own code updates running statistics", 0, -1)
-        self.frames[-1].flops += flops_of(func, args, kwargs, result)
-        if self.axis is None:
-            self.frames[-1].nbytes += nbytes_of(args, kwargs, result)
+        self.charge(func, args, kwargs, result, keeps=self.axis is None)
         return result
 
     def _try_hook(self, axis: MicrobatchAxis, x: Tensor, hook: Any) -> None:
@@ -159,28 +151,6 @@ class FakeRun(Run):
             into = args[0]
         if id(into) in self.buffers:
             raise SamplesMixError(f"the buffer {self.buffers[id(into)]!r} is updated at each call")
-
-    def enter_module(self, path: str, numel: int) -> None:
-        self.calls += bool(numel)
-        self.frames.append(Frame(path, numel))
-
-    def leave_module(self) -> None:
-        frame = self.frames.pop()
-        self.frames[-1].flops += frame.flops
-        self.frames[-1].nbytes += frame.nbytes
-        self.frames[-1].children.append(frame)
-
-    def close_modules(self, why: str, reads: bool = False) -> None:
-        """The module whose own code is running can't be taken apart.
-
-        Args:
-            why: in words.
-            reads: whether it goes by a value, which only the rank that has it may do, whatever modules follow.
-        """
-        for frame in reversed(self.frames[1:]):
-            frame.closing = frame.closing or Closing(why, len(frame.children), self.calls if reads else inf)
-            if frame.numel:  # one without parameters is no unit: its code is that of the module around it
-                return
 
 
 def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:

@@ -75,7 +75,8 @@ def study(
         stages: of the pipeline.
         microbatches: into how many the batch is cut.
         axis: of the microbatches, which says afterwards whether units were `tried`.
-        surveyed: what the step does on a batch with one more sample, if that is known.
+        surveyed: what the step does on the batch or on one with one more sample, if that is known. With the two, the
+            one that `study` runs is the other.
 
     Raises:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
@@ -99,7 +100,7 @@ def study(
         if number_of_backward_hooks(module) or backward_hooks_on_all():
             raise SamplesMixError(f"{name!r} has a backward hook, which needs the gradient of the whole batch")
     axis = axis or MicrobatchAxis(microbatches, 0)
-    whole, _ = _analyse(step, stages, None, {}, keeps=True)
+    whole, ours, theirs = _as_whole(step, stages, surveyed)
     refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
     for path, place in whole.keeping.items():
         if any(map(has_hooks, step.module.get_submodule(path).modules())) or hooks_on_all():
@@ -109,7 +110,7 @@ def study(
     for path, place in whole.changes_lent.items():
         raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
     patterns = whole.guesses.patterns
-    layouts = _cut_layouts(_layouts(step, stages, whole, surveyed), step.samples, axis)
+    layouts = _cut_layouts(_layouts(step, stages, whole, ours, theirs), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns, outer=whole.outer)
     program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.keeping))
     program = replace(
@@ -273,7 +274,37 @@ def _run(
     return run, run.followed(result)
 
 
-def _layouts(step: Step, stages: Stages, whole: Analysis, surveyed: Survey | None) -> Layouts:
+def _as_whole(step: Step, stages: Stages, surveyed: Survey | None) -> tuple[Analysis, list[Seen], list[Seen] | None]:
+    """The step before it is cut, what it does on its batch, and on one with another sample, if that is known.
+
+    Where all is known of the batch, the run is on one with another sample, if the step does the same there. It is run
+    on its own batch where units leave something behind: the ranks go by what that is like.
+    """
+    known = [] if surveyed is None else [*surveyed.outside(stages.homes)]
+    larger = _larger(step, stages) if surveyed is not None and surveyed.samples == step.samples else None
+    if larger is not None and not larger.aftereffects and _are_alike(known, larger.seen()):
+        return larger, known, larger.seen()
+    whole, _ = _analyse(step, stages, None, {}, keeps=True)
+    ours = whole.seen()
+    if larger is not None and larger.guesses.patterns == whole.guesses.patterns:
+        return whole, ours, larger.seen()
+    one_more = surveyed is not None and surveyed.samples == step.samples + 1
+    return whole, ours, known if one_more and _are_alike(ours, known) else None
+
+
+def _larger(step: Step, stages: Stages) -> Analysis | None:
+    """The step as a whole, on a batch with another sample."""
+    try:
+        return _analyse(_with_one_more(step), stages, None, {}, keeps=True)[0]
+    except (Exception, EndlessError):  # a step may count on its batch size
+        return None
+
+
+def _are_alike(ours: list[Seen], theirs: list[Seen]) -> bool:
+    return len(ours) == len(theirs) and all(map(Seen.is_as, ours, theirs))
+
+
+def _layouts(step: Step, stages: Stages, whole: Analysis, ours: list[Seen], theirs: list[Seen] | None) -> Layouts:
     """Tensors of the batch alone that hold samples: their shapes follow the number of samples."""
     samples = step.samples
     layouts: Layouts = {}
@@ -281,12 +312,9 @@ def _layouts(step: Step, stages: Stages, whole: Analysis, surveyed: Survey | Non
     for n, x in enumerate(tensors_in(step.batch)):
         if x.ndim and x.shape[0] == samples:
             layouts[-1, n] = (0, positions(samples, 1))
-    if not any(size % samples == 0 for some in whole.shapes.values() for shape in some for size in shape):
+    if not any(size % samples == 0 for seen in ours for shape in seen.shapes for size in shape):
         return layouts
-    ours, theirs = whole.seen(), None
-    if surveyed is not None and surveyed.samples == samples + 1:
-        theirs = [*surveyed.outside(stages.homes)]
-    if theirs is None or len(theirs) != len(ours) or not all(map(Seen.is_as, ours, theirs)):
+    if theirs is None:
         theirs = _run_larger(step, stages, whole)
     for index, other in same(ours, theirs):
         for n, (a, b) in enumerate(zip(ours[index].shapes, theirs[other].shapes)):
