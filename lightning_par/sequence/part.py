@@ -17,7 +17,14 @@ from lightning_par.mesh.agree import agree
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
 from lightning_par.sequence.batch_tensor import mark
-from lightning_par.sequence.plan import SequenceDim, SequencePlan, attends_in_parts, make_plan, other_plans
+from lightning_par.sequence.plan import (
+    SequenceDim,
+    SequencePlan,
+    attends_in_parts,
+    first_plan,
+    make_plan,
+    other_plans,
+)
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.sequence.staged_tokens import Tokens
@@ -33,6 +40,7 @@ from lightning_par.tensor.kept_tensors import make_held_whole
 from lightning_par.tensor.residual_stream import whole_residual
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.recording import Recording
+from lightning_par.trial.trial_run import tensors_of
 
 _apply = functools.partial(apply_to_collection, allow_frozen=True)
 
@@ -139,9 +147,14 @@ class TokensPart(Part):
         names = names_of(batch)
         if batch is None:
             return SequencePlan(ranks, (), (), (), stopped="there was no batch to look at")
+        supposed = first_plan(tensors_of(batch), names, ranks, self.wish)
+        tried, split = self._tried(first, supposed)
         recording = first.recording
         plan = make_plan(recording, names, ranks, self.wish, self.asked)
-        plan, split = self._tried(first, plan)
+        if (plan.dims, plan.zigzag) == (supposed.dims, supposed.zigzag):
+            plan = replace(plan, gathers=tried.gathers, stopped=plan.stopped or tried.stopped)
+        else:
+            plan, split = self._tried(first, plan)
         if split.refused is not None:
             raise ValueError(split.refused)
         parts, attends = attends_in_parts(split)
@@ -159,7 +172,7 @@ class TokensPart(Part):
     def _tried(self, first: FirstStep, plan: SequencePlan) -> tuple[SequencePlan, Recording]:
         """``plan`` with what gathers under it, and what it was read from."""
         axis = PlanningAxis(plan.ranks, plan.zigzag)
-        split = first.recorded(lambda fake: mark(fake, plan.dim_of, axis, _apply))
+        split = first.recorded_split(lambda fake: mark(fake, plan.dim_of, axis, _apply))
         gathers = tuple((name, place, count) for (name, place), count in axis.found.items())
         return replace(plan, gathers=gathers, stopped=plan.stopped or split.stopped), split
 

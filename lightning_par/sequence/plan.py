@@ -117,6 +117,19 @@ def make_plan(
     return SequencePlan(ranks, shapes, dims, tuple(names), zigzag, uses, stopped=recording.stopped)
 
 
+def first_plan(batch: Sequence[Tensor], names: Sequence[str], ranks: int, wish: SequenceDim) -> SequencePlan:
+    """A plan before anything is recorded, right for most steps: one that runs by it may show that it was.
+
+    Raises:
+        ValueError: see `make_plan`.
+    """
+    shapes = tuple(tuple(x.shape) for x in batch)
+    if wish is not None:
+        return SequencePlan(ranks, shapes, _wished(shapes, names, wish), tuple(names))
+    dims = tuple(1 if len(shape) > 1 and shape[1] >= 2 * ranks else None for shape in shapes)
+    return SequencePlan(ranks, shapes, dims, tuple(names))
+
+
 def sequence_lengths(recording: Recording) -> set[int]:
     """The lengths that attention runs over, by its function or by hand; else those that embeddings look up."""
     found: set[int] = set()

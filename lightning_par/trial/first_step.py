@@ -56,18 +56,33 @@ class FirstStep:
             self.heard = self._recording.heard
         return self._recording
 
-    def recorded(self, prepare: Callable[[Any], Any] | None = None, listeners: Listeners | None = None) -> Recording:
+    def recorded_split(self, prepare: Callable[[Any], Any]) -> Recording:
+        """A recording on what ``prepare`` makes of the batch; it may tell `recording`, too, which need not run then."""
+        if self._recording is not None:
+            return self.recorded(prepare)
+        found = self.recorded(prepare, self.listeners, twin=True)
+        if found.plain is not None and found.plain.is_whole:
+            self._recording, self.heard = found.plain, found.plain.heard
+        return found
+
+    def recorded(
+        self,
+        prepare: Callable[[Any], Any] | None = None,
+        listeners: Listeners | None = None,
+        twin: bool = False,
+    ) -> Recording:
         """A recording of its own.
 
         Args:
             prepare: makes of the batch what the step is given.
             listeners: see `record_step`.
+            twin: see `record_step`.
         """
         step = self.step()
         loaders = count_loaders(self.trainer)
         return record_step(
             self.module, step.name, self.batch, shared=step.shared, context=step.context, prepare=prepare,
-            loaders=loaders, listeners=listeners,
+            loaders=loaders, listeners=listeners, twin=twin,
         )  # fmt: skip
 
     def step(self) -> Step:

@@ -53,42 +53,56 @@ class Recorder(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" and name not in VALUE_PROPERTIES:
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
-            listener, self.listener = self.listener, None  # which hears of the whole
-            with self:  # written out, as it will run on sharded tensors
-                out = multi_head_attention_forward(func, *args, **kwargs)
-            self.listener = listener
+            out = self.written_out(func, args, kwargs)
             if out is not NotImplemented:
-                self._tell(func, args, kwargs, out)
                 return out
+        return self.noted(func, name, args, kwargs)
+
+    def written_out(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`torch.nn.functional.multi_head_attention_forward` as it will run on sharded tensors."""
+        listener, self.listener = self.listener, None  # which hears of the whole
+        with self:
+            out = multi_head_attention_forward(func, *args, **kwargs)
+        self.listener = listener
+        if out is not NotImplemented:
+            self.tell(func, args, kwargs, out)
+        return out
+
+    def noted(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result of a function, which is an event."""
         self.guesses.work += 1
         if self._written:
-            args, kwargs = tree_map(self._followed, (args, kwargs))
+            args, kwargs = tree_map(self.followed, (args, kwargs))
         fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_fake(x)]
         if fakes and name in READS:
-            self._tell(func, args, kwargs, None)
-            self._keep(func, args, kwargs, None)
+            self.keep_read(func, args, kwargs)
             return self.guesses.read(name, fakes[0], args)
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
         given = args, kwargs
         result, ran = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
-        self._tell(func, *given, result, unsized=isinstance(ran, OnOnes) and ran.unsized)
+        self.tell(func, *given, result, unsized=isinstance(ran, OnOnes) and ran.unsized)
         func = ran
         if in_functorch():  # its own tensors are none outside
             taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not is_wrapped(x)]
             self.took_by(in_transform, taken)
         else:
-            self._keep(func, args, kwargs, result)
+            self.keep(func, args, kwargs, result)
         return result
+
+    def keep_read(self, func: Any, args: Any, kwargs: Any) -> None:
+        """``func`` reads a value of the model."""
+        self.tell(func, args, kwargs, None)
+        self.keep(func, args, kwargs, None)
 
     def took(self, method: str, *args: Any, **kwargs: Any) -> None:
         """A call of a metric's ``method``: it is handed whole tensors."""
-        self._tell(("metric", method), args, kwargs, None)
-        self._keep(metric_update, args, kwargs, None)
+        self.tell(("metric", method), args, kwargs, None)
+        self.keep(metric_update, args, kwargs, None)
 
     def took_by(self, func: Any, value: Any) -> None:
         """``func``, which has no rule, is handed ``value``."""
-        self._keep(func, (value,), {}, None)
+        self.keep(func, (value,), {}, None)
 
     def fake(self, x: Any) -> Any:
         """The fake that stands for a real tensor in the events; anything else itself."""
@@ -112,23 +126,25 @@ class Recorder(TorchFunctionMode):
                 memory = x.untyped_storage()
                 self._written[memory.data_ptr()] = memory  # held, so that nothing else gets its address
         if self._written:
-            args, kwargs = tree_map(self._followed, (args, kwargs))
+            args, kwargs = tree_map(self.followed, (args, kwargs))
         real = any(isinstance(x, Tensor) and not is_fake(x) for x in tree_leaves((args, kwargs)))
         with contextlib.nullcontext() if real else self.mode:  # faster, but what is made of the real ones has values
             return run_on_fakes(self.mode, func, args, kwargs)
 
-    def _tell(self, func: Any, args: Any, kwargs: Any, result: Any, unsized: bool = False) -> None:
+    def tell(self, func: Any, args: Any, kwargs: Any, result: Any, unsized: bool = False) -> None:
+        """Let the listener know of a function."""
         if self.listener is not None:
             takes = isinstance(func, tuple) or any(map(is_fake, tree_leaves((args, kwargs))))
             self.listener.note(func, args, kwargs, result, takes, unsized)
 
-    def _followed(self, x: Any) -> Any:
+    def followed(self, x: Any) -> Any:
         """The fake of what fakes were written into."""
         if not isinstance(x, Tensor) or is_fake(x) or is_sharded(x) or x.layout is not torch.strided:
             return x
         return self.fake(x) if x.untyped_storage().data_ptr() in self._written else x
 
-    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Make an event of a function that takes or gives tensors."""
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
         if not tensors:
             return

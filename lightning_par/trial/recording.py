@@ -49,6 +49,7 @@ class Recording:
         refused: what the user is told where a sharded tensor went out of sight, or None.
         patterns: of the guesses by which the step ran.
         heard: what a `lightning_par.trial.listener.Listener` made of the run, if it came to its end.
+        plain: of a run on sharded tensors, what the step would do on whole ones, where that was asked for and is known.
     """
 
     events: tuple[Event, ...]
@@ -59,6 +60,7 @@ class Recording:
     refused: str | None = None
     patterns: Patterns = field(default_factory=dict)
     heard: Any = None
+    plain: Recording | None = None
 
     @cached_property
     def met(self) -> int:

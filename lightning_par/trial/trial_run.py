@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,11 +35,13 @@ from lightning_par.strategies.entry_points import (
     has_start_hooks,
     step_arguments,
 )
+from lightning_par.trial.fake_functions import is_fake
 from lightning_par.trial.function_recorder import Recorder
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
 from lightning_par.trial.listener import Listener, Listeners
 from lightning_par.trial.module_copy import copied, stand_in
 from lightning_par.trial.recording import Recording, returned
+from lightning_par.trial.twin_recorder import TwinRecorder
 
 _LARGE = 2**24  # elements of a tensor that a trial has a fake of rather than a copy
 
@@ -56,6 +59,7 @@ def record_step(
     loaders: int = 1,
     patterns: Patterns | None = None,
     listeners: Listeners | None = None,
+    twin: bool = False,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -69,6 +73,7 @@ def record_step(
         loaders: dataloaders that the entry point runs one after another.
         patterns: of the guesses that did in an earlier recording.
         listeners: what listens to the step, made for each run of it.
+        twin: whether to record what the step would do on ``batch`` itself, too, and let the listener hear that.
 
     Example::
 
@@ -83,8 +88,9 @@ def record_step(
         def trial(guesses: Guesses) -> Trial[Recording]:
             with kept(module):  # class bodies, globals and closures, which the copy shares
                 listener = listeners() if listeners is not None and not starts else None
+                kind = TwinRecorder if twin else Recorder
                 run = partial(
-                    _record, module, step, batch, shared, context, prepare, loaders, guesses, starts, listener
+                    _record, module, step, batch, shared, context, prepare, loaders, guesses, starts, listener, kind
                 )
                 recording = copy_context().run(run)
             turns = guesses.endless is not None  # of a loop, which come to nothing
@@ -116,6 +122,7 @@ def _record(
     guesses: Guesses,
     starts: bool,
     listener: Listener | None,
+    kind: type[Recorder],
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -133,8 +140,10 @@ def _record(
             fakes[id(x)] = _fake(x, mode) if away else x.value() if isinstance(x, Deferred) else _clone(x)
         return fakes[id(x)]
 
-    recorder = Recorder(mode, guesses, listener)
+    recorder = kind(mode, guesses, listener)
     copy = stand_in(module, stand, shared, recorder.took)
+    if isinstance(recorder, TwinRecorder):
+        recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
     if listener is not None:
         listener.begin(copy)
     own_batch = copied(batch)
@@ -158,9 +167,17 @@ def _record(
             refused = str(error) if isinstance(error, OutOfSightError) else None
     by_id = {id(fake): fake for fake in fakes.values()}
     parameters = {tuple(found): by_id[key] for key, found in names.items()}
-    tensors = tuple(recorder.fake(x) for x in _tensors_in(own_batch))
-    heard = listener.end() if listener is not None and stopped is None else None
-    return Recording(tuple(recorder.events), parameters, tensors, result, stopped, refused, guesses.patterns, heard)
+    tensors = tuple(recorder.fake(x) for x in tensors_of(own_batch))
+    found = Recording(tuple(recorder.events), parameters, tensors, result, stopped, refused, guesses.patterns)
+    whole = recorder.plain if isinstance(recorder, TwinRecorder) else recorder
+    if whole is None or stopped is not None:
+        return found
+    heard = None if listener is None else listener.end()
+    if whole is recorder:
+        return replace(found, heard=heard)
+    tensors = tuple(whole.fake(x) for x in tensors_of(own_batch))
+    plain = replace(found, events=tuple(whole.events), batch=tensors, result=None, heard=heard)
+    return replace(found, plain=plain)
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -172,7 +189,8 @@ def _clone(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _tensors_in(batch: Any) -> list[Tensor]:
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch of any structure, in the order in which a recording has them."""
     found = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     if not found:
         apply_to_collection(batch, Tensor, found.append, allow_frozen=True)

@@ -20,14 +20,15 @@ PIPELINE, TENSOR, SEQUENCE = {"pipeline_parallel_size": 2}, {"tensor_parallel_si
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp": ({"data_parallel": "fsdp"}, 0),
     "tensor": (TENSOR, 1),
-    "residual": ({**TENSOR, "shard_residual": True}, 2),
-    "sequence": (SEQUENCE, 2),
+    "residual": ({**TENSOR, "shard_residual": True}, 1),
+    "residual x pipeline": ({**TENSOR, "shard_residual": True, **PIPELINE}, 3),
+    "sequence": (SEQUENCE, 1),
     "placement": ({"placement": "balanced", **PIPELINE}, 2),
     "pipeline": (PIPELINE, 3),
     "tensor x pipeline": ({**TENSOR, **PIPELINE}, 3),
-    "sequence x tensor": ({**SEQUENCE, **TENSOR}, 2),
-    "sequence x pipeline": ({**SEQUENCE, **PIPELINE}, 4),
-    "sequence x tensor x pipeline": ({**SEQUENCE, **TENSOR, **PIPELINE}, 4),
+    "sequence x tensor": ({**SEQUENCE, **TENSOR}, 1),
+    "sequence x pipeline": ({**SEQUENCE, **PIPELINE}, 3),
+    "sequence x tensor x pipeline": ({**SEQUENCE, **TENSOR, **PIPELINE}, 3),
 }
 """What is asked for, and how often the step runs."""
 
@@ -72,7 +73,7 @@ def _fit(folder: Path, layout: dict[str, Any], devices: int) -> str:
     return (folder / str(os.getpid())).read_text()
 
 
-@slow("tensor x pipeline", "sequence x pipeline", "sequence x tensor x pipeline")
+@slow("tensor x pipeline", "residual x pipeline", "sequence x pipeline", "sequence x tensor x pipeline")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_runs_as_often_before_training_as_said(pool: Pool, layout: str, tmp_path: Path) -> None:
     arguments, runs = LAYOUTS[layout]
