@@ -126,7 +126,8 @@ def first_plan(batch: Sequence[Tensor], names: Sequence[str], ranks: int, wish: 
     shapes = tuple(tuple(x.shape) for x in batch)
     if wish is not None:
         return SequencePlan(ranks, shapes, _wished(shapes, names, wish), tuple(names))
-    dims = tuple(1 if len(shape) > 1 and shape[1] >= 2 * ranks else None for shape in shapes)
+    lengths = {x.shape[1] for x in batch if x.ndim > 2 or (x.ndim == 2 and not x.is_floating_point())}
+    dims = tuple(_guess(x, lengths, ranks) if x.ndim > 1 and lengths else None for x in batch)
     return SequencePlan(ranks, shapes, dims, tuple(names))
 
 

@@ -69,8 +69,9 @@ class TwinRecorder(Recorder):
         if name in _ONCE or in_functorch():
             self.plain = None
         self._do(lambda plain: given.extend(self.whole((args, kwargs))))
+        takes_fakes = self.plain is not None and _any_fake(tree_map(self.followed, (args, kwargs)))
         result = super().noted(func, name, args, kwargs)
-        self._do(lambda plain: self._follow(plain, func, name, _any_fake((args, kwargs)), given, result))
+        self._do(lambda plain: self._follow(plain, func, name, takes_fakes, given, result))
         return result
 
     def took(self, method: str, *args: Any, **kwargs: Any) -> None:
