@@ -1,4 +1,8 @@
-"""The tokens of a run: the step is recorded, and run once more as if they were split, before a plan is made of it."""
+"""The tokens of a run: the step is recorded as if they were split, which tells what it does whole, too.
+
+The plan is made of both.
+Where they turn out to be split in another way, or what it does whole is not known, the step runs once more.
+"""
 
 from __future__ import annotations
 

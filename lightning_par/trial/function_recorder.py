@@ -61,9 +61,11 @@ class Recorder(TorchFunctionMode):
     def written_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`torch.nn.functional.multi_head_attention_forward` as it will run on sharded tensors."""
         listener, self.listener = self.listener, None  # which hears of the whole
-        with self:
-            out = multi_head_attention_forward(func, *args, **kwargs)
-        self.listener = listener
+        try:
+            with self:
+                out = multi_head_attention_forward(func, *args, **kwargs)
+        finally:
+            self.listener = listener
         if out is not NotImplemented:
             self.tell(func, args, kwargs, out)
         return out
@@ -133,9 +135,13 @@ class Recorder(TorchFunctionMode):
 
     def tell(self, func: Any, args: Any, kwargs: Any, result: Any, unsized: bool = False) -> None:
         """Let the listener know of a function."""
-        if self.listener is not None:
-            takes = isinstance(func, tuple) or any(map(is_fake, tree_leaves((args, kwargs))))
+        if self.listener is None:
+            return
+        takes = isinstance(func, tuple) or any(map(is_fake, tree_leaves((args, kwargs))))
+        try:
             self.listener.note(func, args, kwargs, result, takes, unsized)
+        except Exception:  # what the listener can't take is no reason to stop the step
+            self.listener = None
 
     def followed(self, x: Any) -> Any:
         """The fake of what fakes were written into."""

@@ -172,7 +172,7 @@ def _record(
     whole = recorder.plain if isinstance(recorder, TwinRecorder) else recorder
     if whole is None or stopped is not None:
         return found
-    heard = None if listener is None else listener.end()
+    heard = None if whole.listener is None else whole.listener.end()
     if whole is recorder:
         return replace(found, heard=heard)
     tensors = tuple(whole.fake(x) for x in tensors_of(own_batch))

@@ -58,8 +58,10 @@ class TwinRecorder(Recorder):
         if plain is None:
             return super().written_out(func, args, kwargs)
         listener, plain.listener = plain.listener, None  # which hears of the whole
-        out = super().written_out(func, args, kwargs)
-        plain.listener = listener
+        try:
+            out = super().written_out(func, args, kwargs)
+        finally:
+            plain.listener = listener
         if out is not NotImplemented:
             self._do(lambda plain: plain.tell(func, *self.whole((args, kwargs)), self.whole(out)))
         return out

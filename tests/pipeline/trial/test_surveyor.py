@@ -166,3 +166,10 @@ def test_a_step_that_stops_tells_nothing() -> None:
     batch = torch.randint(0, 16, (SAMPLES, TOKENS))
     recording = record_step(Stops(), "training_step", batch, listeners=lambda: Surveyor(SAMPLES))
     assert recording.stopped is not None and recording.heard is None
+
+
+def test_a_survey_that_fails_does_not_stop_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Surveyor, "charge", lambda *args: [][0])
+    batch = torch.randint(0, 16, (SAMPLES, TOKENS))
+    recording = record_step(Layers(), "training_step", batch, listeners=lambda: Surveyor(SAMPLES))
+    assert recording.is_whole and recording.heard is None
