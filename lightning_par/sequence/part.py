@@ -1,7 +1,7 @@
 """The tokens of a run: the step is recorded as if they were split, which tells what it does whole, too.
 
-The plan is made of both.
-Where they turn out to be split in another way, or what it does whole is not known, the step runs once more.
+The plan is made of both. Where they are to be split in another way, or what the step does whole is not known, it runs
+once more.
 """
 
 from __future__ import annotations
