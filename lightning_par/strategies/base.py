@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_par.absent.deferred.materialise import materialise
 from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
-from lightning_par.callbacks.throughput import count_samples_once
+from lightning_par.callbacks.throughput_monitor import count_samples_once
 from lightning_par.fsdp.part import StoragePart, unstore
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import number_of
@@ -68,7 +68,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
-        count_samples_once(trainer.callbacks, self.groups.data, self.groups.replica, self.namespace)
+        count_samples_once(trainer.callbacks, self.groups.replica, self.namespace)
         make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
         equalize(self.model, self.groups.world, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)

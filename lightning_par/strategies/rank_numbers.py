@@ -7,14 +7,16 @@ from typing import Any, cast
 
 from lightning_par.strategies.namespace import Namespace
 
-# Hooks of a LightningModule or LightningDataModule in which numbers of ranks go into results.
-HOOKS = frozenset(
+_HOOKS = frozenset(
     """
 training_step validation_step test_step predict_step optimizer_step lr_scheduler_step configure_gradient_clipping
-setup configure_model configure_optimizers train_dataloader val_dataloader test_dataloader predict_dataloader
-on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
+setup teardown configure_model configure_optimizers train_dataloader val_dataloader test_dataloader predict_dataloader
+transfer_batch_to_device
 """.split()
 )
+"""Beside those whose name begins with ``on_``."""
+
+_OURS = ("lightning", "pytorch_lightning", "lightning_par")
 
 
 class Count(int):
@@ -114,15 +116,18 @@ def _processes(value: Any) -> Any:
 
 
 def in_users_hook(namespace: Namespace) -> bool:
-    """Whether one of `HOOKS` is running, as a method of a LightningModule or LightningDataModule.
+    """Whether a hook of a LightningModule, LightningDataModule or Callback is running that the user wrote.
 
-    It is read from the stack, since Lightning tells a strategy of some hooks only, and of none that makes data.
+    It is read from the stack, since Lightning tells a strategy of some hooks only, and of none that makes data. The
+    hooks of Lightning's own callbacks count processes.
     """
-    owners = tuple(namespace.from_pytorch("core", name) for name in ("LightningModule", "LightningDataModule"))
+    modules = (("core", "LightningModule"), ("core", "LightningDataModule"), ("callbacks", "Callback"))
+    owners = tuple(namespace.from_pytorch(*name) for name in modules)
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name in HOOKS and code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), owners):
-            return True
+        is_hook = code.co_name.startswith("on_") or code.co_name in _HOOKS
+        if is_hook and code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), owners):
+            return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OURS
         frame = frame.f_back  # type: ignore[assignment]
     return False

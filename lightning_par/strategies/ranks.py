@@ -24,6 +24,7 @@ from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
 from lightning_par.strategies.parts import Parts, Wanted
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
+from lightning_par.strategies.samplers import share_by_replicas
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -106,8 +107,8 @@ class RanksMixin(_Base):
 
     @property
     def global_rank(self) -> int:
-        """This process's number; where it goes into results see `rank_numbers`: in hooks `Count`, within a step that
-        the ranks of a replica share `RankInStep`."""
+        """This process's number; where it goes into results see `rank_numbers`: in the user's hooks `Count`, within a
+        step that the ranks of a replica share `RankInStep`."""
         rank = super().global_rank
         if Run.current is not None and self._groups is not None:
             return RankInStep(self.groups.data.rank, self.groups.replica.ranks[0], dist.get_rank())
@@ -115,7 +116,7 @@ class RanksMixin(_Base):
 
     @property
     def world_size(self) -> int:
-        """How many processes there are; in hooks where it goes into results, see `rank_numbers.Count`."""
+        """How many processes there are; in the user's hooks, where it goes into results, see `rank_numbers.Count`."""
         size = super().world_size
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
@@ -134,6 +135,10 @@ class RanksMixin(_Base):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.groups.data.size, "rank": self.groups.data.rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        share_by_replicas(dataloader, self.groups.data, self.groups.world)
+        return dataloader
 
     def set_world_ranks(self) -> None:
         environment = self.cluster_environment
@@ -166,10 +171,15 @@ class RanksMixin(_Base):
         return reduce_over_axis(tensor, self.groups.data, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """``tensor`` of every replica, stacked along a new first dim; unchanged where there is one replica."""
-        if group is None and self.groups.data.size == 1:
-            return tensor
-        return super().all_gather(tensor, group=group or self.groups.data.group, sync_grads=sync_grads)
+        """``tensor`` of every replica, stacked along a new first dim; unchanged where there is one replica.
+
+        `LightningModule.all_gather` names the group of all processes where the user names none.
+        """
+        if group is None or group is dist.group.WORLD:
+            if self.groups.data.size == 1:
+                return tensor
+            group = self.groups.data.group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
         if dist.is_available() and dist.is_initialized():

@@ -121,7 +121,7 @@ class SavingMixin(RanksMixin):
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups, self.stores_parts)
         self._background.finish()
-        for key in [key for key in checkpoint if key.endswith("hyper_parameters")]:
+        for key in [key for key in checkpoint if key == "callbacks" or key.endswith("hyper_parameters")]:
             # Any torch can read a file that has plain numbers in it.
             checkpoint[key] = apply_to_collection(checkpoint[key], Count, lambda count: count.processes)
         checkpoint = with_modules_apart(checkpoint)
