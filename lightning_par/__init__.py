@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ScheduleTrace,
         SequenceParallelStrategy,
         TensorParallelStrategy,
+        Throughput,
     )
     from lightning_par.verdict import check
 
@@ -43,6 +44,7 @@ __all__ = [
     "ScheduleTrace",
     "SequenceParallelStrategy",
     "TensorParallelStrategy",
+    "Throughput",
     "check",
     "ledger",
 ]
@@ -56,6 +58,7 @@ _HOME = {
     "ScheduleTrace": "lightning_par.strategies.lightning",
     "SequenceParallelStrategy": "lightning_par.strategies.lightning",
     "TensorParallelStrategy": "lightning_par.strategies.lightning",
+    "Throughput": "lightning_par.strategies.lightning",
     "check": "lightning_par.verdict",
     "ledger": "lightning_par.mesh.ledger",
 }

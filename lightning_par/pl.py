@@ -7,6 +7,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 
 from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
 from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
+from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.strategies.namespace import PYTORCH_LIGHTNING
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 from lightning_par.strategies.presets.pipeline import PipelineParallelMixin
@@ -46,4 +47,9 @@ class ScheduleTrace(ScheduleTraceMixin, Callback):  # type: ignore[misc]  # type
 
 class ReplicaGuard(ReplicaGuardMixin, Callback):  # type: ignore[misc]  # typed for the other
     __doc__ = ReplicaGuardMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
+class Throughput(ThroughputMixin, Callback):  # type: ignore[misc]  # typed for the other
+    __doc__ = ThroughputMixin.__doc__
     namespace = PYTORCH_LIGHTNING

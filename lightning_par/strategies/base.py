@@ -14,7 +14,9 @@ from typing import Any
 from torch import nn
 
 from lightning_par.absent.deferred.materialise import materialise
+from lightning_par.callbacks.model_summary import restore_summaries, summarize_whole
 from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
+from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.callbacks.throughput_monitor import count_samples_once
 from lightning_par.fsdp.part import StoragePart, unstore
 from lightning_par.mesh.axis import Axis
@@ -76,6 +78,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         if fitting:
             self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit hold that fit's parameters
             self._sync_batch_norm()
+            if self.groups.replica.size > 1:
+                summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
         self._shard_model(trainer)
         materialise(self.model)
         self._close_gradients()
@@ -115,6 +119,9 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             part.listen(first)
         for part in self.parts:
             part.make_plan(first)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ThroughputMixin):
+                callback.look(first)
         first.forget()
         for part in self.parts:
             part.apply(first)
@@ -223,6 +230,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             trainer: Any = trainer_of(module)
             if trainer is not None:
                 restore_writers(trainer.callbacks)
+                restore_summaries(trainer.callbacks)
             # After an exception on one rank the others may be gone: nothing that waits for them.
             if trainer is not None and trainer.state.status.value != "interrupted" and self._groups is not None:
                 self._unshard_model()

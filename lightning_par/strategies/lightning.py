@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
 from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
+from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.strategies.namespace import LIGHTNING
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 from lightning_par.strategies.presets.pipeline import PipelineParallelMixin
@@ -46,4 +47,9 @@ class ScheduleTrace(ScheduleTraceMixin, Callback):
 
 class ReplicaGuard(ReplicaGuardMixin, Callback):
     __doc__ = ReplicaGuardMixin.__doc__
+    namespace = LIGHTNING
+
+
+class Throughput(ThroughputMixin, Callback):
+    __doc__ = ThroughputMixin.__doc__
     namespace = LIGHTNING

@@ -70,6 +70,7 @@ class FirstStep:
         prepare: Callable[[Any], Any] | None = None,
         listeners: Listeners | None = None,
         twin: bool = False,
+        grad: bool = False,
     ) -> Recording:
         """A recording of its own.
 
@@ -77,12 +78,13 @@ class FirstStep:
             prepare: makes of the batch what the step is given.
             listeners: see `record_step`.
             twin: see `record_step`.
+            grad: see `record_step`.
         """
         step = self.step()
         loaders = count_loaders(self.trainer)
         return record_step(
             self.module, step.name, self.batch, shared=step.shared, context=step.context, prepare=prepare,
-            loaders=loaders, listeners=listeners, twin=twin,
+            loaders=loaders, listeners=listeners, twin=twin, grad=grad,
         )  # fmt: skip
 
     def step(self) -> Step:

@@ -60,6 +60,7 @@ def record_step(
     patterns: Patterns | None = None,
     listeners: Listeners | None = None,
     twin: bool = False,
+    grad: bool = False,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -74,6 +75,7 @@ def record_step(
         patterns: of the guesses that did in an earlier recording.
         listeners: what listens to the step, made for each run of it.
         twin: whether to record what the step would do on ``batch`` itself, too, and let the listener hear that.
+        grad: whether the events' tensors tell which gradients the step would need; slower.
 
     Example::
 
@@ -97,7 +99,7 @@ def record_step(
             worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
             return Trial(recording, guesses, worth, recording.is_whole)
 
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             best = explore(trial, patterns)
         if best.value.stopped is not None and best.guesses.endless is None:
             with torch.enable_grad():  # the step may ask for gradients of its own, as a gradient penalty does
@@ -126,20 +128,10 @@ def _record(
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
+    stand = fake_stands(module, mode, fakes)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) not in fakes:
-            fakes[id(parameter)] = _fake(parameter, mode)
-            mark_parameter(fakes[id(parameter)])  # what `isinstance` asks
         names.setdefault(id(fakes[id(parameter)]), []).append(name)
-
-    def stand(x: Tensor) -> Tensor:
-        """For a parameter its fake; for any other tensor that the module holds a copy."""
-        if id(x) not in fakes:
-            away = x.is_meta or x.numel() > _LARGE
-            fakes[id(x)] = _fake(x, mode) if away else x.value() if isinstance(x, Deferred) else _clone(x)
-        return fakes[id(x)]
-
     recorder = kind(mode, guesses, listener)
     copy = stand_in(module, stand, shared, recorder.took)
     if isinstance(recorder, TwinRecorder):
@@ -178,6 +170,27 @@ def _record(
     tensors = tuple(whole.fake(x) for x in tensors_of(own_batch))
     plain = replace(found, events=tuple(whole.events), batch=tensors, result=None, heard=heard)
     return replace(found, plain=plain)
+
+
+def fake_stands(module: nn.Module, mode: FakeTensorMode, fakes: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    """What stands in a trial for a tensor that ``module`` holds: for a parameter its fake, for any other a copy.
+
+    Args:
+        module: any module.
+        mode: of the fakes.
+        fakes: is filled with what stands for a tensor, by its id; with parameters' at once.
+    """
+    for parameter in module.parameters():
+        fakes[id(parameter)] = _fake(parameter, mode)
+        mark_parameter(fakes[id(parameter)])  # what `isinstance` asks
+
+    def stand(x: Tensor) -> Tensor:
+        if id(x) not in fakes:
+            away = x.is_meta or x.numel() > _LARGE
+            fakes[id(x)] = _fake(x, mode) if away else x.value() if isinstance(x, Deferred) else _clone(x)
+        return fakes[id(x)]
+
+    return stand
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
