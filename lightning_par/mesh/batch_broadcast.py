@@ -35,6 +35,10 @@ class Known:
         module: its modules, parameters and buffers are known, too.
         late: gives more of this rank's own by name, if they are asked for.
 
+    Attributes:
+        begins: known tensors with which others may begin, by name: of such a tensor only what follows travels.
+        made_of: what makes an object anew, as of `copyreg`, where it can't be pickled; else None.
+
     Example::
 
         known = Known({id(x): "x"}, {"x": x})
@@ -49,6 +53,8 @@ class Known:
         late: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.names, self.objects, self._late = dict(names), dict(objects), late
+        self.begins: dict[str, Tensor] = {}
+        self.made_of: Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]] | None] = lambda _: None
         self._module = module
         self._parts: dict[str, Any] = {}
         self._names_of_parts: dict[int, str] = {}
@@ -74,6 +80,10 @@ class Known:
             self.objects = {**self._late(), **self.objects}
         return self.objects[name] if name in self.objects else self._parts[name]
 
+    def beginning(self, x: Tensor) -> Beginning | None:
+        """The known tensor with which ``x`` begins along a dim, as a cache that has grown; None if there is none."""
+        return next((found for name, known in self.begins.items() if (found := _begun(name, known, x))), None)
+
     def forget(self, values: Iterable[Any]) -> None:
         """The module holds these since a moment ago, on this rank alone: they travel by their values."""
         self._look()
@@ -88,6 +98,30 @@ class Known:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The known tensor ``name`` is the first ``size`` entries of another along ``dim``."""
+
+    name: str
+    dim: int
+    size: int
+
+    def rest(self, x: Tensor) -> Tensor:
+        """What follows it in ``x``."""
+        return x.narrow(self.dim, self.size, x.shape[self.dim] - self.size)
+
+
+def _begun(name: str, known: Tensor, x: Tensor) -> Beginning | None:
+    if known.dtype != x.dtype or known.ndim != x.ndim or known.device != x.device or not known.numel():
+        return None
+    longer = [dim for dim, (a, b) in enumerate(zip(known.shape, x.shape)) if a != b]
+    if len(longer) != 1 or known.shape[longer[0]] > x.shape[longer[0]]:
+        return None
+    (dim,) = longer
+    size = known.shape[dim]
+    return Beginning(name, dim, size) if torch.equal(x.narrow(dim, 0, size), known) else None
+
+
+@dataclass(frozen=True)
 class _Form:
     """What a receiver must know of a tensor before its values arrive."""
 
@@ -95,6 +129,7 @@ class _Form:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    begins: Beginning | None = None
 
 
 def broadcast_batch(
@@ -130,8 +165,11 @@ def broadcast_batch(
     structure, forms = header
     if axis.rank != source:
         tensors = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=device) for f in forms]
-    for tensor in tensors:
-        if tensor.numel():
+    for tensor, form in zip(tensors, forms):
+        if form.begins is not None:
+            assert known is not None
+            _send_rest(tensor, form.begins, known, axis, purpose, source)
+        elif tensor.numel():
             axis.broadcast_(raw_bytes(tensor), purpose, source)
     # Where a tensor was copied to be sent, the source, too, goes on with the copy: strides can change a last bit.
     if not copied:
@@ -140,6 +178,16 @@ def broadcast_batch(
         if form.requires_grad and not tensor.requires_grad:
             tensor.requires_grad_()
     return Unpacker(io.BytesIO(structure), tensors, known).load()
+
+
+def _send_rest(x: Tensor, begins: Beginning, known: Known, axis: Axis, purpose: str, source: int) -> None:
+    """``x`` of the source, on every rank, where the others have its beginning."""
+    rest = begins.rest(x).contiguous()
+    if rest.numel():
+        axis.broadcast_(raw_bytes(rest), purpose, source)
+    if axis.rank != source:
+        begins.rest(x).copy_(rest)
+        x.narrow(begins.dim, 0, begins.size).copy_(known.begins[begins.name])
 
 
 class _Packer(pickle.Pickler):
@@ -169,6 +217,9 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, RemovableHandle):  # it would come with a copy of the dict that it removes from
             raise TypeError("it is the handle of a hook")
+        made = self.known.made_of(obj)
+        if made is not None:
+            return made
         if isinstance(obj, type) and _is_named_tuple(obj) and not _is_importable(obj):
             defaults = tuple(getattr(obj, "_field_defaults", {}).items())
             return _named_tuple, (obj.__module__, obj.__name__, vars(obj)["_fields"], defaults)
@@ -233,7 +284,10 @@ def _pack(
     except Exception as error:  # picklers raise whatever the objects' own methods raise
         return f"A batch of type {type(batch).__name__} can't be sent to the ranks of its replica: {error}", [], True
     tensors = [_dense(tensor) for tensor in packer.tensors]
-    forms = [_Form(tuple(t.shape), t.stride(), t.dtype, o.requires_grad) for t, o in zip(tensors, packer.tensors)]
+    forms = [
+        _Form(tuple(t.shape), t.stride(), t.dtype, o.requires_grad, known.beginning(t))
+        for t, o in zip(tensors, packer.tensors)
+    ]
     copied = detach or any(sent is not own for sent, own in zip(tensors, packer.tensors))
     return (file.getvalue(), forms), tensors, copied
 

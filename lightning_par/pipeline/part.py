@@ -98,7 +98,8 @@ class StagesPart(Part):
             engine.agree = self.storage.agree
         axis = self.groups.pipeline
         meeting = Meeting(axis, self.wanted.timeout, "pipeline")
-        self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting)
+        sharding = self.groups.sharding
+        self._outside = Outside(first.module, self.spread.placement, axis, first.device, meeting, sharding)
         self.engine, self._module = engine, first.module
 
     def adopt(self, optimizer: Any) -> None:

@@ -7,30 +7,24 @@ that a call on one rank alone ends in an error that names the others.
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch
 from lightning_par.mesh.handshake import Meeting
+from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.private.module_calls import get_call
-from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
-from lightning_par.python_state.mutable_objects import version_of
-from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-
-_ATOMS = (Tensor, str, bytes, int, float, complex, type(None), type, enum.Enum, np.generic, slice)
-_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+from lightning_par.python_state.nested_tensors import map_tensors
 
 
 @dataclass
@@ -38,7 +32,7 @@ class _Told:
     """What a call of a unit did, on its way to the ranks that did not run it."""
 
     result: Any = None
-    changed: dict[int, Tensor] = field(default_factory=dict)
+    done: Done = field(default_factory=Done)
     drawn: bytes | None = None
     failure: str | None = None
 
@@ -52,6 +46,7 @@ class Outside:
         axis: the pipeline axis.
         device: of this rank.
         meeting: of the axis' ranks.
+        sharding: the axes along which tensors may be sharded.
 
     Example::
 
@@ -66,10 +61,16 @@ class Outside:
         return self  # of the run, which is not copied with a trainer
 
     def __init__(
-        self, module: nn.Module, placement: Placement, axis: Axis, device: torch.device, meeting: Meeting
+        self,
+        module: nn.Module,
+        placement: Placement,
+        axis: Axis,
+        device: torch.device,
+        meeting: Meeting,
+        sharding: tuple[Axis, ...] = (),
     ) -> None:
         self.axis, self.device, self.meeting = axis, device, meeting
-        self._module, self._placement = module, placement
+        self._module, self._placement, self._sharding = module, placement, sharding
         self._gradients: JointGradients | None = None
         self._steps = 0  # that run, or units that are called from outside
         names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
@@ -126,67 +127,45 @@ class Outside:
 
         Raises:
             RuntimeError: a rank did not come in time, came for something else, or the unit failed there.
-            TypeError: an argument is an object that the unit may change.
+            TypeError: an argument is an object that the unit may change, and into which can't be seen.
         """
         holders = self._holders[path]
         if self._steps or len(holders) == self.axis.size:
             return original(*args, **kwargs)
-        self._refuse_objects(path, (args, kwargs))
-        given = tensors_in((args, kwargs))
-        shapes = ", ".join(f"{tuple(x.shape)}" for x in given)
-        self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if given else f"called {path!r}")
+        given = Given(path, (args, kwargs))
+        shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
+        self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
         told, error = _Told(), None
         if self.axis.rank in holders:
             told, error = self._run(original, args, kwargs, given)
-        told = broadcast_batch(told, self.axis, self.device, holders[0], detach=True, purpose="outside")
+        known = given.known(self._sharding)
+        told = broadcast_batch(told, self.axis, self.device, holders[0], detach=True, purpose="outside", known=known)
         if told.failure is not None:
             raise error or RuntimeError(f"{path!r} failed on pipeline rank {holders[0]}: {told.failure}")
         if self.axis.rank not in holders:
-            _follow(told, given)
-        linked = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *unit.parameters()))
-        return map_tensors(_linked, told.result) if linked else told.result
+            given.do(told.done)
+            if told.drawn is not None:
+                generators.unpack_state(told.drawn)
+        asks = any(x.requires_grad for x in (*given.tensors.values(), *unit.parameters()))
+        return map_tensors(_linked, told.result) if torch.is_grad_enabled() and asks else told.result
 
     def _run(
-        self, original: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]
+        self, original: Callable[..., Any], args: Any, kwargs: Any, given: Given
     ) -> tuple[_Told, Exception | None]:
         """Call the unit here, and note what it did beside computing."""
-        # what has no version is compared by its values
-        before = [x.clone() if x.is_inference() else version_of(x) for x in given]
-        start, told = generators.global_state(), _Told()
+        start, told, memory = generators.global_state(), _Told(), given.watched()
         self._steps += 1  # units within this one run as they are
         unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
         try:
-            with unseen:
+            with unseen, contextlib.nullcontext() if given.counts else memory:
                 told.result = original(*args, **kwargs)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return _Told(failure=f"{type(error).__name__}: {error}"), error
         finally:
             self._steps -= 1
-        told.changed = {i: x for i, (x, b) in enumerate(zip(given, before, strict=True)) if _differs(x, b)}
+        told.done = given.done(memory.settle(0))
         told.drawn = None if generators.same_global_state(start) else generators.packed_state()
         return told, None
-
-    def _refuse_objects(self, path: str, given: Any) -> None:
-        for x in tree_leaves(map_tensors(lambda _: None, given)):
-            if not (isinstance(x, (*_ATOMS, *_TORCH)) or callable(x)):
-                raise TypeError(
-                    f"{path!r} is called outside a step with an object of type {type(x).__name__}. Its weights are "
-                    "on some ranks of the pipeline alone, and so would be what it does to the object. Call it "
-                    "without, as with `use_cache=False` where the object is a cache, or in predict_step."
-                )
-
-
-def _differs(x: Tensor, before: Tensor | int) -> bool:
-    return not torch.equal(x, before) if isinstance(before, Tensor) else version_of(x) != before
-
-
-def _follow(told: _Told, given: list[Tensor]) -> None:
-    """Do here what the call did to its arguments and the generators."""
-    with torch.no_grad():
-        for i, x in told.changed.items():
-            given[i].copy_(x)
-    if told.drawn is not None:
-        generators.unpack_state(told.drawn)
 
 
 def _linked(x: Tensor) -> Tensor:
