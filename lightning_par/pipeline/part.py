@@ -18,9 +18,11 @@ from lightning_par.optim.value_places import StagePlaces
 from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
+from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
+from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.sequence.part import TokensPart
@@ -58,6 +60,7 @@ class StagesPart(Part):
         self._module: nn.Module | None = None
         self._outside: Outside | None = None
         self._unverified = False
+        self._by_unit: set[str] = set()  # steps of which the last one went by values
 
     # --------------------------------------------------------------------------------------------------- around a run
 
@@ -181,8 +184,23 @@ class StagesPart(Part):
         return engine.train(step, self.spread.microbatches, named, scale, key)
 
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
-        """Run a step without a backward; see `Engine.evaluate`. All ranks must call it."""
-        return self._prepared(step).evaluate(step, self.spread.microbatches, key)
+        """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.
+
+        One that goes by values of the model runs unit by unit instead, and so does the next one of its name.
+        """
+        engine = self._prepared(step)
+        if step.name not in self._by_unit:
+            try:
+                return engine.evaluate(step, self.spread.microbatches, key)
+            except ReadFirstError:
+                self._by_unit.add(step.name)
+        assert self._outside is not None
+        run = UnitByUnit(self._outside)
+        with self._outside.outside():
+            result = run_unit_by_unit(step, run, shows=engine.axis.rank == 0)
+        if not run.reads_first:  # as where some batches alone are for text that is to be looked at
+            self._by_unit.discard(step.name)
+        return result
 
     def _prepared(self, step: Step) -> Engine:
         assert self.engine is not None

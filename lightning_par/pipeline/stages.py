@@ -189,6 +189,8 @@ class Spread:
         wanted = self._wanted(step)
         surveyed = known or survey(step, one_more=wanted > 1 and not self.weighs)
         plan, stages = self.plan(step.module, surveyed.root, ())
+        if not surveyed.ends:  # it will run unit by unit
+            return plan, stages, None
         first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
         cut = self._improved(step, first, wanted, opens=True)
         if isinstance(cut.reason, UnitError):

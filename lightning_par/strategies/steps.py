@@ -85,7 +85,7 @@ class StepsMixin(RanksMixin):
             stages = self._staged()
             if stages is None:
                 return _whole(getattr(super(), name)(self._given(name, batch), *args, **kwargs))
-            return stages.evaluate(self._step_on(name, batch, args, kwargs), self._key(-self._evaluated))
+            return _whole(stages.evaluate(self._step_on(name, batch, args, kwargs), self._key(-self._evaluated)))
 
     def _staged(self) -> StagesPart | None:
         """What runs the steps, where the layers are spread over ranks."""

@@ -17,9 +17,9 @@ from lightning_par.mesh.batch_broadcast import Known
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.python_state.changes import Change, MappingChange
-from lightning_par.python_state.mutable_objects import MappingCell, overwrite, version_of
-from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.python_state.changes import Change
+from lightning_par.python_state.mutable_objects import overwrite, version_of
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.tensor import ShardedTensor
 

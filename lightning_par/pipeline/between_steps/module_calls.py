@@ -93,11 +93,27 @@ class Outside:
         finally:
             self._steps -= 1
 
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within `step`: inside, all is as outside of it. All ranks must call it."""
+        if self._gradients is None:
+            with self._joint().plain():
+                pass
+        before, self._steps = self._steps, 0
+        try:
+            with self._joint().shown():
+                yield
+        finally:
+            self._steps = before
+
     def adopt(self, optimizer: Any) -> None:
         """Show user code all gradients, and ``optimizer`` those that are here."""
+        self._joint().adopt(optimizer)
+
+    def _joint(self) -> JointGradients:
         if self._gradients is None:
             self._gradients = JointGradients(self._module, self._placement, self.axis, self.meeting)
-        self._gradients.adopt(optimizer)
+        return self._gradients
 
     def forget_gradients(self) -> None:
         """To be called where gradients may have come or gone."""
@@ -129,9 +145,12 @@ class Outside:
             RuntimeError: a rank did not come in time, came for something else, or the unit failed there.
             TypeError: an argument is an object that the unit may change, and into which can't be seen.
         """
-        holders = self._holders[path]
-        if self._steps or len(holders) == self.axis.size:
+        if self._steps or len(self._holders[path]) == self.axis.size:
             return original(*args, **kwargs)
+        return self._carry_out(path, unit, original, args, kwargs)
+
+    def _carry_out(self, path: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        holders = self._holders[path]
         given = Given(path, (args, kwargs))
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")

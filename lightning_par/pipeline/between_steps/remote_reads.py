@@ -120,6 +120,17 @@ class JointGradients:
         if self.shows:
             self.replicas.refresh()
 
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within `plain`: inside, user code sees what it sees between steps."""
+        before, self._plain = self._plain, 0
+        self._show()
+        try:
+            yield
+        finally:
+            self._plain = before
+            self._hide()
+
     @property
     def shows(self) -> bool:
         """Whether user code sees weights of all stages now."""

@@ -69,6 +69,21 @@ class Closure:
     takes: bool
 
 
+class ReadFirstError(BaseException):
+    """A step without a backward calls modules after it has read a value of the model, by which it may go on.
+
+    No ``except Exception`` of the user's goes on after it.
+
+    Attributes:
+        run: the step as far as it came.
+        place: where it read the value.
+    """
+
+    def __init__(self, run: Analysis, place: str) -> None:
+        super().__init__(place)
+        self.run, self.place = run, place
+
+
 class Analysis(FakeRun):
     """Runs the step on a copy of the module whose parameters are fake.
 
@@ -111,6 +126,7 @@ class Analysis(FakeRun):
         self.returned: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
         self.has_read = False
+        self.read_first: str | None = None  # where a step without a backward first read a value
         self.deciding: set[str] = set()
         self.tries_units = True
         self.started = False  # whether hooks of the start ran on the copy
@@ -152,6 +168,20 @@ class Analysis(FakeRun):
             self.given.append(found)
             if self.has_read:
                 self.constants.append(found)
+
+    def enter_module(self, path: str, numel: int) -> None:
+        if numel:
+            self._about_to_call()
+        super().enter_module(path, numel)
+
+    def _about_to_call(self) -> None:
+        """A module with parameters is called, which no other one calls."""
+        if self.read_first is not None and not self._is_within():
+            raise ReadFirstError(self, self.read_first)
+
+    def _is_within(self) -> bool:
+        """Whether code of a module with parameters is running."""
+        return any(frame.numel for frame in self.frames[1:])
 
     @contextmanager
     def region(self, by_itself: Any) -> Iterator[bool]:
@@ -353,6 +383,8 @@ class Analysis(FakeRun):
         elif not all(id(x) in self.names for x in located):
             self.reads.append((len(self.events), place))
         self.has_read = True
+        if not self.training and not self._is_within():
+            self.read_first = self.read_first or place
         result = read_placeholder(name, located[0], args)
         self.events.append(StepEvent(func, "read", self._keys_of(located), result, place))
         self.kept.append((args, kwargs))
@@ -433,6 +465,7 @@ class Analysis(FakeRun):
     # ------------------------------------------------------------------------------------------------ modules, effects
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._about_to_call()
         self.cutter.meet(path, len(self.events))
         self.handed.check_outside((args, kwargs))
         inputs = tensors_in((args, kwargs))

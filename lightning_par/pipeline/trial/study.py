@@ -22,7 +22,7 @@ from lightning_par.pipeline.program.program import make_program
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
-from lightning_par.pipeline.trial.analysis import Analysis, Layouts
+from lightning_par.pipeline.trial.analysis import Analysis, Layouts, ReadFirstError
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import DRAWS, standing_in
@@ -57,8 +57,13 @@ def survey(step: Step, one_more: bool = False) -> Survey:
         except (Exception, EndlessError):  # a step may count on its batch size
             return survey(step)
         return replace(found, root=scaled(found.root, step.samples / found.samples))
-    run, _ = _analyse(step, Stages({}, (0,)), None, {}, traced=True)
-    return Survey(run.frames[0].call(run.calls), step.samples, tuple(run.seen()), tuple(calls_in(run.frames[0])))
+    ends = True
+    try:
+        run, _ = _analyse(step, Stages({}, (0,)), None, {}, traced=True)
+    except ReadFirstError as error:
+        run, ends = error.run, False
+    calls = tuple(calls_in(run.frames[0]))
+    return Survey(run.frames[0].call(run.calls), step.samples, tuple(run.seen()), calls, ends)
 
 
 def study(
@@ -80,6 +85,7 @@ def study(
 
     Raises:
         SamplesMixError: ``microbatches`` is more than 1, and samples need one another.
+        ReadFirstError: the step has no backward, and calls units after it has read a value of the model.
     """
     if microbatches == 1:
         run, result = _analyse(step, stages, None, {}, keeps=True)

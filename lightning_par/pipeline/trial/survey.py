@@ -59,12 +59,14 @@ class Survey:
         samples: of the batch that the step ran on: one more than the batch has, or as many.
         functions: all, in order.
         calls: of modules, in the order in which they began.
+        ends: whether it is all of the step: what goes by values of the model is known once there are some.
     """
 
     root: ModuleCall
     samples: int = 0
     functions: tuple[Seen, ...] = ()
     calls: tuple[Call, ...] = ()
+    ends: bool = True
 
     def outside(self, units: Collection[str]) -> Iterator[Seen]:
         """What the step does where these modules are called as a whole.

@@ -1,0 +1,74 @@
+"""A step without a backward that goes by values of the model, run as code between steps is: unit by unit.
+
+What such a step does next, as in a loop that generates text, is not known before a value is there, so that no schedule
+can be made for it. All ranks run it alike, each unit where its weights are, and all have its result at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_par.pipeline.effects.console import Said, hearing, hearing_loggers
+from lightning_par.pipeline.program.prepare import call_step
+from lightning_par.pipeline.run.located import Run
+from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.sharded.functions import READS
+from lightning_par.trial.step import Step
+
+Carry = Callable[[str, nn.Module, Callable[..., Any], Any, Any], Any]
+
+
+class UnitByUnit(Run):
+    """A run of a step in which all ranks compute what lies outside of units.
+
+    Args:
+        carry_out: calls a unit; see `lightning_par.pipeline.between_steps.module_calls.Outside.carry_out`.
+
+    Attributes:
+        reads_first: whether it called a unit after it had read a value that others may have made.
+    """
+
+    def __init__(self, carry_out: Carry) -> None:
+        super().__init__()
+        self.carry_out = carry_out
+        self.reads_first = False
+        self._called = self._read = False
+
+    def event(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._read |= self._called and getattr(func, "__name__", "") in READS
+        return func(*args, **kwargs)
+
+    def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.reads_first |= self._read
+        self._called = True
+        return self.carry_out(path, module, original, args, kwargs)
+
+    def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+
+def run_unit_by_unit(step: Step, run: UnitByUnit, shows: bool) -> Any:
+    """What ``step`` returns. All ranks must call it.
+
+    Args:
+        step: without a backward.
+        run: entered around it.
+        shows: whether this rank prints.
+    """
+    with contextlib.nullcontext() if shows else _silence(step.module), step.context(), run:
+        return call_step(step.module, step)
+
+
+@contextlib.contextmanager
+def _silence(module: nn.Module) -> Iterator[None]:
+    """What one rank says the others need not."""
+
+    def forget(said: Said) -> None:
+        pass
+
+    with hearing(forget), hearing_loggers(trainer_of(module), forget):
+        yield
