@@ -8,6 +8,7 @@ without a word, they would wait for each other until the process group's timeout
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +18,8 @@ from lightning_par.private.process_groups import default_store
 from lightning_par.sharded.run_state import RunState
 
 PATIENCE = timedelta(seconds=60)
+GLANCE = timedelta(seconds=0.3)
+"""How long a rank waits for its peers before it looks where they are, and again."""
 STEP = timedelta(minutes=30)
 CALLED = "called the module outside a step"
 ADVICE = (
@@ -107,17 +110,10 @@ class Meeting:
         store = default_store()
         keys = {rank: self._key(ranks, rank) for rank in ranks}
         me = ranks[axis.rank]
+        RunState.current.whereabouts.come(f"meeting {self.name}", ranks, doing)
         store.set(keys[me], f"{doing}\n{about}")
         others = {rank: key for rank, key in keys.items() if rank != me}
-        try:
-            store.wait([*others.values()], patience)
-        except RuntimeError:  # torch's DistStoreError among them
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            raise RuntimeError(
-                f"Rank {me} {doing}, and waited {patience.total_seconds():.0f} s for "
-                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: its weights are split over ranks "
-                f"{', '.join(map(str, ranks))}. {advice}"
-            ) from None
+        self._wait(others, f"Rank {me} {doing}", f"{', '.join(map(str, ranks))}. {advice}", patience)
         for rank, key in others.items():
             told, _, of = store.get(key).decode().partition("\n")
             if told == doing and of != about:
@@ -126,6 +122,30 @@ class Meeting:
                 raise RuntimeError(f"Rank {me} {doing}, while rank {rank} {told}. All must do the same. {advice}")
         if self._met[ranks] > 1:
             store.delete_key(self._key(ranks, me, before=1))
+
+    def _wait(self, others: dict[int, str], who: str, among: str, patience: timedelta) -> None:
+        """Wait for the keys of ``others``, until they come, or are seen to have gone on to something else."""
+        store, end = default_store(), time.monotonic() + patience.total_seconds()
+        while True:
+            left = end - time.monotonic()
+            try:
+                store.wait([*others.values()], min(GLANCE, timedelta(seconds=max(left, 0.001))))
+                return
+            except RuntimeError:  # torch's DistStoreError among them
+                missing = [rank for rank, key in others.items() if not store.check([key])]
+            named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            for rank in missing:
+                gone = RunState.current.whereabouts.passed_by(rank)
+                if gone is not None and not store.check([others[rank]]):
+                    raise RuntimeError(
+                        f"{who}, and waits in vain for {named}: rank {rank} {gone}. Weights are split over ranks "
+                        f"{among}"
+                    )
+            if missing and left <= 0:
+                raise RuntimeError(
+                    f"{who}, and waited {patience.total_seconds():.0f} s for {named}: its weights are split over "
+                    f"ranks {among}"
+                )
 
     def _key(self, ranks: tuple[int, ...], rank: int, before: int = 0) -> str:
         return f"lightning_par/{ranks}/{self.name}/{self._met[ranks] - before}/{rank}"

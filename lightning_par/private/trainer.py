@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 from lightning_par.strategies.namespace import Namespace
@@ -22,3 +23,13 @@ def resumes(trainer: Any) -> bool:
 def throughputs(monitor: Any) -> list[Any]:
     """What a ``ThroughputMonitor`` counts with, by stage; it makes them itself and hands none out."""
     return list(monitor._throughputs.values())
+
+
+def about_to_begin_batch(frame: FrameType | None) -> bool:
+    """Whether the training loop, in which ``frame`` or its caller runs, comes to a batch: before it asks for that, all
+    ranks take part in a broadcast of Lightning's own, of which no strategy is told."""
+    caller = None if frame is None else frame.f_back
+    return any(
+        f is not None and f.f_code.co_name == "advance" and f.f_globals["__name__"].endswith(".training_epoch_loop")
+        for f in (frame, caller)
+    )

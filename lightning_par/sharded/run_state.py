@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_par.mesh.whereabouts import Whereabouts
 from lightning_par.sharded.random_streams import Streams
 from lightning_par.sharded.tensor_names import TensorNames
 
@@ -38,6 +39,7 @@ class RunState:
         syncs: who is told where the outermost backward begins and ends that reaches one of their leaves.
         retained: tensors that asked to keep their gradients, with the step in which they did.
         copies: that stand for views of a memory; see `lightning_par.optim.lost_writes`.
+        whereabouts: what this rank has come to, for others to see.
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
 
     Example::
@@ -54,6 +56,7 @@ class RunState:
         self.streams = Streams()
         self.running: Any = None
         self.names = TensorNames()
+        self.whereabouts = Whereabouts()
         self.shared: tuple[Axis, ...] = ()
         self.shared_between_steps: tuple[Axis, ...] = ()
         self.shared_backward: tuple[Axis, ...] = ()

@@ -66,6 +66,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._make_left_parts_whole(self.lightning_module)
         fitting = trainer.state.fn.value == "fit"
         self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
+        self._state.whereabouts.run = self._run
         self._starting = True
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
@@ -131,6 +132,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         module = self.lightning_module
         if module is None or not self.parts:
             return
+        self._come("end of run", "came to the end of the run")
         room = shortest_room(module, self.optimizers, self.root_device, self.groups.world)
         if not room.suffices:  # the ranks keep what they hold, as after an exception: a checkpoint can still be saved
             if self.groups.world.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from lightning_par.pipeline.run.located import Run
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.process_groups import init_process_group
 from lightning_par.private.strategies import given_anew, launched_by
+from lightning_par.private.trainer import about_to_begin_batch
 from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
@@ -118,6 +120,8 @@ class RanksMixin(_Base):
     def world_size(self) -> int:
         """How many processes there are; in the user's hooks, where it goes into results, see `rank_numbers.Count`."""
         size = super().world_size
+        if about_to_begin_batch(sys._getframe(1)):
+            self._come("training batch", "came to the next batch")
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
     def _are_replicas_meant(self) -> bool:
@@ -161,6 +165,11 @@ class RanksMixin(_Base):
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)
 
+    def _come(self, kind: str, doing: str) -> None:
+        """Let other ranks know that this one comes to what all ranks come to."""
+        if self._groups is not None:
+            self._state.whereabouts.come(kind, self._groups.world.ranks, doing)
+
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce ``tensor`` in place over ``group``, or over the data axis: ranks of one replica hold equal values."""
         if not isinstance(tensor, Tensor):
@@ -183,11 +192,13 @@ class RanksMixin(_Base):
 
     def barrier(self, name: str | None = None) -> None:
         if dist.is_available() and dist.is_initialized():
+            self._come("barrier", "came to a barrier")
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not (dist.is_available() and dist.is_initialized()):
             return obj
+        self._come("broadcast", "came to a broadcast of the Trainer's")
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
@@ -197,6 +208,7 @@ class RanksMixin(_Base):
         if self._groups is None:
             return decision
         self._meet_after_exception()
+        self._come("decision", "came to a decision of the Trainer's")
         flag = torch.tensor(int(decision), device=self.root_device)
         return bool(self.groups.world.all_reduce_(flag, "decision", "min" if all else "max"))
 

@@ -31,6 +31,7 @@ class StepsMixin(RanksMixin):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         replica = self.groups.replica
+        self._come("batch", "came to the next batch")
         if replica.size == 1:
             return batch
         # Code that one rank alone ran may have drawn random numbers: a replica's generators start each step equal.
@@ -116,6 +117,7 @@ class StepsMixin(RanksMixin):
 
     @contextmanager
     def _draws(self, step: int) -> Generator[None, None, None]:
+        self._come("step", "came to the next step")
         self._state.streams.begin_step(*self._key(step))
         try:
             with self._step("training_step" if step >= 0 else "evaluation"):
