@@ -10,6 +10,9 @@ import torch
 
 from lightning_par.private.tensors import make_wrapper_subclass, no_torch_function
 
+ASKED = "_memory_asked_for"
+"""The attribute of a tensor by which what was brought for it is found again."""
+
 
 class AbsentTensor(torch.Tensor):
     """It has shape, dtype and device, and one slot of facts: what is known of the values in place of these.
@@ -46,7 +49,7 @@ class AbsentTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = copied = self._made_anew(memo)
-            attributes = {key: value for key, value in vars(self).items() if key != "_facts"}
+            attributes = {key: value for key, value in vars(self).items() if key not in ("_facts", ASKED)}
             vars(copied).update(copy.deepcopy(attributes, memo))
         return memo[id(self)]
 

@@ -21,6 +21,7 @@ from lightning_par.pipeline.run.located import Run
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.operators import schema_of
 from lightning_par.sharded.functions import COPY_OPERATORS, SAME_MEMORY_OPERATORS, operator_of
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -70,6 +71,8 @@ class Elsewhere(AbsentTensor):
     """
 
     _facts: Origin
+    is_whole = True
+    """Whether it has all entries of the tensor that its origin names, in their order: a view may not."""
 
     @staticmethod
     def __new__(
@@ -94,7 +97,9 @@ class Elsewhere(AbsentTensor):
         kwargs, name = kwargs or {}, operator_of(func)
         x = args[0] if args else None
         if isinstance(x, Elsewhere) and name in SAME_MEMORY_OPERATORS:
-            return Elsewhere(x.shape, x.dtype, x.device, x.origin)
+            same = Elsewhere(x.shape, x.dtype, x.device, x.origin)
+            same.is_whole = x.is_whole
+            return same
         if isinstance(x, Elsewhere) and name in COPY_OPERATORS:
             dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
             return Elsewhere(x.shape, dtype, device, replace(x.origin))  # another origin: no memory is shared
@@ -109,6 +114,8 @@ class Elsewhere(AbsentTensor):
             return True  # another one may hold the same values, of which this rank knows nothing
         if _is_by_entry(func) and len({y.origin.holders for y in those}) == 1:
             return _computed(func, args, kwargs, those[0].origin)
+        if not _writes(func) and (given := _brought((args, kwargs))) is not None:
+            return func(*given[0], **given[1])
         raise ElsewhereError(_message(those[0], name))
 
     @property
@@ -129,7 +136,14 @@ class Elsewhere(AbsentTensor):
     # Methods that torch's modes would see, were they not defined here.
 
     def data_ptr(self) -> int:
+        asked = None if _is_followed() else RunState.current.memory_of(self)
+        if asked is not None:
+            return asked.data_ptr()
         return torch.Tensor.data_ptr(self) if _is_followed() else 0
+
+    def untyped_storage(self) -> Any:
+        asked = None if _is_followed() else RunState.current.memory_of(self)
+        return torch.Tensor.untyped_storage(self) if asked is None else asked.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
         return torch.Tensor.numpy(self, force=force) if _is_followed() else self._refuse("numpy")
@@ -143,7 +157,10 @@ class Elsewhere(AbsentTensor):
     def _made_anew(self, memo: dict[int, Any]) -> Elsewhere:
         return Elsewhere(self.shape, self.dtype, self.device, replace(self.origin), self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        asked = RunState.current.memory_of(self)
+        if asked is not None:
+            return asked.reduced(self, protocol)
         raise TypeError(
             f"{self.origin}, so rank {self.origin.axis.rank} can't pickle it. Save with "
             "`trainer.save_checkpoint(path)`, called on all ranks."
@@ -176,6 +193,27 @@ def _message(x: Elsewhere, function: str) -> str:
         f"{origin}; `{function}` can't read it on {origin.axis.name} rank {origin.axis.rank}. Read it in the forward "
         "of the module that it belongs to, or after the Trainer's call, when every rank holds all weights again."
     )
+
+
+def _brought(value: Any) -> Any:
+    """``value`` with what stands for the memory of tensors that are elsewhere, between steps; None where it can't."""
+
+    def asked(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(asked, x))
+        if isinstance(x, dict):
+            return {key: asked(y) for key, y in x.items()}
+        found = RunState.current.memory_of(x) if isinstance(x, Elsewhere) else x
+        missing.append(found is None and x is not None)
+        return found
+
+    missing: list[bool] = []
+    given = asked(value)
+    return None if any(missing) else given
+
+
+def _writes(func: Any) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments)
 
 
 def _flat(value: Any) -> Iterable[Any]:

@@ -7,6 +7,7 @@ makes a view of it, keeps them. `torch.save` fetches one after another and keeps
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_par.absent.base import AbsentTensor
 from lightning_par.checkpoint.buffers import Scratch
-from lightning_par.private.checkpoints import LateStorage, reduced_late
+from lightning_par.private.checkpoints import LateStorage, parameter_of_pickle, reduced_late
 from lightning_par.private.modules import hand_on_metadata
 from lightning_par.private.operators import schema_of
 from lightning_par.python_state.nested_tensors import map_tensors
@@ -43,15 +44,22 @@ class _Memory:
         self.source = source
         self.kept: Tensor | None = None
         self._storage: weakref.ref[LateStorage] | None = None
+        self._room: Tensor | None = None
 
     def storage(self) -> LateStorage:
         """The same one as long as something holds it: what shares memory shares it in a file, too."""
         storage = None if self._storage is None else self._storage()
         if storage is None:
             nbytes = self.source.shape.numel() * self.source.dtype.itemsize
-            storage = LateStorage(nbytes, self._written)
+            storage = LateStorage(nbytes, self._written, lambda: self.room().data_ptr())
             self._storage = weakref.ref(storage)
         return storage
+
+    def room(self) -> Tensor:
+        """Where the values will be. Memory that nothing was written to has an address, and takes none of the host's."""
+        if self._room is None:
+            self._room = torch.empty(self.source.shape, dtype=self.source.dtype)
+        return self._room
 
     def _written(self) -> torch.UntypedStorage:
         shape, dtype = self.source.shape, self.source.dtype
@@ -69,7 +77,8 @@ class _Memory:
         return values
 
     def keep(self) -> Tensor:
-        self.kept = self.read()
+        if self.kept is None:
+            self.kept = self._fetched(self.room())
         return self.kept
 
 
@@ -153,7 +162,14 @@ class Unread(AbsentTensor):
         return self._facts.keep().data_ptr()
 
     def untyped_storage(self) -> Any:
-        return self._facts.keep().untyped_storage()
+        """Who asks which tensors share memory is told so, and nothing is fetched for it."""
+        return self._facts.storage() if self._facts.kept is None else self._facts.kept.untyped_storage()
+
+    def reduced(self, x: Tensor, protocol: Any) -> Any:
+        """What ``x.__reduce_ex__(protocol)`` returns, where this stands for the memory of ``x``."""
+        if not isinstance(x, torch.nn.Parameter):
+            return self.__reduce_ex__(protocol)
+        return parameter_of_pickle(), (self, x.requires_grad, OrderedDict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.read().clone())

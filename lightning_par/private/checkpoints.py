@@ -12,16 +12,24 @@ class LateStorage(torch.UntypedStorage):
     """Bytes of a tensor that are fetched when they are written to a file, one tensor after another.
 
     `torch.save` writes what ``cpu()`` of a storage returns that is not on the CPU, and gives it up before the next.
+
+    Args:
+        nbytes: how many.
+        fetch: brings them.
+        address: where they will be once the tensor is asked for its own address, which brings them there.
     """
 
-    def __new__(cls, nbytes: int, fetch: Callable[[], Any]) -> LateStorage:
+    def __new__(cls, nbytes: int, fetch: Callable[[], Any], address: Callable[[], int]) -> LateStorage:
         return super().__new__(cls, nbytes, device="meta")  # type: ignore[call-arg]
 
-    def __init__(self, nbytes: int, fetch: Callable[[], Any]) -> None:
-        self.fetch = fetch
+    def __init__(self, nbytes: int, fetch: Callable[[], Any], address: Callable[[], int]) -> None:
+        self.fetch, self._address = fetch, address
 
     def cpu(self) -> Any:
         return self.fetch()
+
+    def data_ptr(self) -> int:
+        return self._address()
 
 
 def reduced_late(shape: torch.Size, dtype: torch.dtype, storage: LateStorage) -> tuple[Any, ...]:

@@ -40,6 +40,14 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def host_of_store() -> tuple[str, int]:
+    """Where that store is: host and port, by which every rank can be reached; this host where it is in a file."""
+    store = default_store()
+    while hasattr(store, "underlying_store"):  # a prefix is put before the names that others use in it
+        store = store.underlying_store
+    return getattr(store, "host", "localhost"), getattr(store, "port", 1)
+
+
 def tells_of_a_lost_peer(error: BaseException) -> bool:
     """Whether ``error`` says only that another rank does not answer, or no longer: gloo's have no class of their own,
     but the file that they come from, all but one."""

@@ -25,6 +25,7 @@ _OWN = {
     "_strides",
     "_name",
     "_patches",
+    "_memory_asked_for",
 }  # what makes a tensor of ours what it is
 
 

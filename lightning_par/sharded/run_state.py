@@ -19,6 +19,8 @@ from lightning_par.sharded.random_streams import Streams
 from lightning_par.sharded.tensor_names import TensorNames
 
 if TYPE_CHECKING:
+    from lightning_par.absent.unread import Unread
+    from lightning_par.checkpoint.weight_reads import WeightReads
     from lightning_par.mesh.axis import Axis
 
 
@@ -41,6 +43,9 @@ class RunState:
         copies: that stand for views of a memory; see `lightning_par.optim.lost_writes`.
         whereabouts: what this rank has come to, for others to see.
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
+        reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
+        writes: to weights in parts or elsewhere by user code since the last step, alike on ranks at one place of it.
+        shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
 
@@ -65,6 +70,9 @@ class RunState:
         self.retained: list[tuple[int, Tensor]] = []
         self.copies: dict[int, tuple[Any, list[Any]]] = {}
         self.gathers: Counter[tuple[str, str]] = Counter()
+        self.reads: WeightReads | None = None
+        self.shows_memory = False
+        self.writes = 0
         self._outer: RunState | None = None
         self._ended = False
 
@@ -72,12 +80,19 @@ class RunState:
         """A trainer that is copied or saved as a whole begins its own runs."""
         return RunState, ()
 
+    def memory_of(self, x: Tensor) -> Unread | None:
+        """What stands for the memory of ``x``, in parts or elsewhere, between steps; None where there is none."""
+        return None if self.reads is None else self.reads.of(x)
+
     def begin(self) -> None:
         """From now on it is the current one, until it ends."""
         self._outer, RunState.current = RunState.current, self
 
     def end(self) -> None:
-        """The run that it began within is the current one again."""
+        """The run that it began within is the current one again. To be called once the ranks have met for its end."""
+        if self.reads is not None:
+            self.reads.close()
+            self.reads = None
         self._ended = True
         RunState.current = RunState.current._open()
 

@@ -274,7 +274,10 @@ class ShardedTensor(torch.Tensor):
             memo[id(self)] = copied
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        asked = RunState.current.memory_of(self)
+        if asked is not None:
+            return asked.reduced(self, protocol)
         raise TypeError(
             f"This rank holds only its part of a tensor of shape {tuple(self.shape)}, so it can't be pickled. Save "
             "with `trainer.save_checkpoint(path)`, or call `.full_tensor()` on all ranks first."

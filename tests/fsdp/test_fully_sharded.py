@@ -328,8 +328,11 @@ class Keeps(Layers):
 
 
 class ReadsLast(Layers):
+    """On a rank of another stage no part of it lies."""
+
     def on_train_start(self) -> None:
-        self.layers[-1].weight.norm()
+        self.start: dict[str, Tensor] = {}
+        self.copies = [layer.weight.norm().detach() for layer in self.layers]
 
 
 class SetsToKept(Layers):
@@ -442,10 +445,16 @@ def test_what_user_code_kept_of_weights_is_whole_afterwards(pool: Pool, layout: 
             torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
 
 
+def test_weights_in_parts_of_another_stage_are_read_between_steps(pool: Pool) -> None:
+    (one,) = pool.run(1, _keep, None, ReadsLast)
+    layout = {"data_parallel": "fsdp", "data_parallel_size": 2, "pipeline_parallel_size": 2}
+    for found in pool.run(4, _keep, layout, ReadsLast, grace=5):
+        torch.testing.assert_close(found, one, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (ReadsLast, "'layers.*weight' between two steps. They are on another stage of the pipeline, and split there"),
         (SetsToKept, "'layers.*weight' was set to a tensor that is kept.*Set it to a `clone"),
         (DecaysInStep, "A weight is written to at .*within a step whose microbatches share what"),
     ],
@@ -559,7 +568,7 @@ def test_in_a_pipeline_a_write_within_the_step_is_refused(pool: Pool) -> None:
 
 
 def test_a_use_on_one_rank_alone_names_those_that_did_not_come(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waited 1 s for rank 1"):
+    with pytest.raises(RanksFailedError, match="Rank 0 called the module outside a step, and waits in vain for rank 1"):
         pool.run(2, _alone, until=0)
 
 

@@ -34,13 +34,14 @@ def test_bytes_are_fetched_when_they_are_written() -> None:
     class Late:
         def __init__(self, name: str) -> None:
             self.name, x = name, values[name]
-            self.storage = LateStorage(x.nbytes, self.fetch)
+            self.storage = LateStorage(x.nbytes, self.fetch, x.data_ptr)
 
         def fetch(self) -> Any:
             log.append(f"fetch {self.name}")
             return values[self.name].untyped_storage()
 
         def __reduce_ex__(self, protocol: Any) -> Any:
+            assert self.storage.data_ptr() == values[self.name].data_ptr() and self.storage.nbytes() > 0
             return reduced_late(values[self.name].shape, values[self.name].dtype, self.storage)
 
     file, plain = File(), io.BytesIO()

@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_par.private.process_groups import default_store, init_process_group, tells_of_a_lost_peer
+from lightning_par.private.process_groups import (
+    default_store,
+    host_of_store,
+    init_process_group,
+    tells_of_a_lost_peer,
+)
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -24,6 +29,7 @@ def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> Non
         assert torch.distributed.get_backend() == "gloo"
         default_store().set("key", "value")
         assert default_store().get("key") == b"value"
+        assert host_of_store() == (environment.main_address, environment.main_port)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_par.private.trainer import dummy_experiment, resumes, throughputs
+from lightning_par.private.trainer import about_to_begin_batch, dummy_experiment, resumes, throughputs
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -52,3 +54,30 @@ def test_every_method_of_an_experiment_that_does_nothing_is_one(
     experiment = namespace.from_fabric("loggers.logger", "_DummyExperiment")()
     experiment.add_histogram("weight", 1, step=2)
     assert handed == [(("weight", 1), {"step": 2})]
+
+
+@both
+def test_the_training_loop_asks_how_many_ranks_there_are_before_each_batch(namespace: Namespace) -> None:
+    """And for nothing else of a strategy's, between the hooks of two batches."""
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    asked: list[bool] = []
+
+    class Asked(namespace.from_pytorch("strategies", "SingleDeviceStrategy")):  # type: ignore[misc]
+        @property
+        def world_size(self) -> int:
+            asked.append(about_to_begin_batch(sys._getframe(1)))
+            return 1
+
+        @world_size.setter
+        def world_size(self, value: int) -> None:
+            pass
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = trainer_class(strategy=Asked("cpu"), max_epochs=1, limit_train_batches=3, limit_val_batches=0, **options)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        trainer.fit(boring())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert sum(asked) >= 3 and not about_to_begin_batch(None)

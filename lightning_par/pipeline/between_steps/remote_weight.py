@@ -29,15 +29,18 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_calls import METHODS
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, name_of
+from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, PRECISIONS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.rules.raw_memory import in_memory
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
 _AS_IT_IS = ASKS | HOOKS | {"backward", "__deepcopy__", "__reduce_ex__"}
+_MAY_BE_SAME = PRECISIONS | {"contiguous"}
 _OURS = (
     "lightning_par.",
     *("torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed"),
@@ -181,7 +184,15 @@ def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
 
 
 def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name in _MAY_BE_SAME and not _is_new(func, args, kwargs):
+        return args[0]
+    if RunState.current.shows_memory:
+        with DisableTorchFunctionSubclass():
+            result = in_memory(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     if targets(func, args, kwargs):
+        RunState.current.writes += 1
         result = _write(owner, func, name, args, kwargs)
         owner.replicas.refresh()
         return result
@@ -249,6 +260,12 @@ def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any])
     return {*owner.others.ask(written)}
 
 
+def _is_new(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what ``func`` makes is another tensor than its argument, as ``x.to(y)`` is of another kind."""
+    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return not args[0].is_contiguous() or func(like, *args[1:], **kwargs) is not like
+
+
 def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
     wholes: dict[int, Any] = {}  # weights and what was sent of them, by its memory
@@ -278,7 +295,11 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         return map_tensors(lambda x: owner.show(x, of, copied(base)), _as_it_is(func, args, kwargs))
 
     def away(x: Tensor) -> Tensor:
-        return base if x is values else owner.show(Elsewhere(x.shape, x.dtype, x.device, base.origin), of, copied(base))
+        if x is values:
+            return base
+        view = Elsewhere(x.shape, x.dtype, x.device, base.origin)
+        view.is_whole = False
+        return owner.show(view, of, copied(base))
 
     return map_tensors(away, result)
 

@@ -18,7 +18,7 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import MEMORY_KINDS, METADATA
 from lightning_par.sharded.functions import writes as writes
-from lightning_par.sharded.rules import several_axes, stored_weights
+from lightning_par.sharded.rules import raw_memory, several_axes, stored_weights
 from lightning_par.sharded.rules.alias import kept, shown
 from lightning_par.sharded.rules.gather_report import on_gather as on_gather
 from lightning_par.sharded.rules.gather_report import user_line as user_line
@@ -60,8 +60,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _rules[func]
     if found is _metadata or found is _data:
         return found(func, *args, **kwargs)
+    if found is _memory and (memory := _memory(func, *args)) is not NotImplemented:
+        return memory
     if _writers[func]:
         aliases.count_write(args)
+        RunState.current.writes += 1
     names = RunState.current.names
     if names.on:
         return _named(names, func, args, kwargs)
@@ -87,6 +90,10 @@ def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if RunState.current.shows_memory:
+        result = raw_memory.in_memory(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     if Gathering.count and not in_functorch():  # first: whole, it may still be split over the tensor axis
         call = stored_weights.with_whole(func, args, kwargs)
         if call is not None:
@@ -190,6 +197,11 @@ def _metadata(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _data(func: Any, x: ShardedTensor) -> ShardedTensor:
     return x.own_data()
+
+
+@rule(*raw_memory.ASKS)
+def _memory(func: Any, x: ShardedTensor) -> Any:
+    return raw_memory.memory_asked_for(func, x)
 
 
 @rule("is_same_size")

@@ -15,7 +15,7 @@ from lightning_par.sharded.functions import LOWERED, PRECISIONS, name_of
 from lightning_par.sharded.rules.gathered import written
 from lightning_par.sharded.tensor import ShardedTensor, axes_of
 
-_SEE_NO_VALUE = ("detach", "_has_compatible_shallow_copy_type")
+_SEE_NO_VALUE = ("detach", "_has_compatible_shallow_copy_type", "is_contiguous")
 
 
 class Gathering:
@@ -89,7 +89,8 @@ def with_whole(func: Any, args: Any, kwargs: Any) -> StoredCall | None:
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
     name = getattr(func, "__name__", "")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in found)
-    if not found or name in _SEE_NO_VALUE or name in PRECISIONS and not wants_gradient:
+    on_parts = name in PRECISIONS or name == "contiguous"
+    if not found or name in _SEE_NO_VALUE or on_parts and not wants_gradient:
         return None
     targets = [x for x in written(func, args, kwargs) if x._axis.stores]
     if targets:

@@ -1,0 +1,159 @@
+"""Questions to another rank that a thread of its process answers, whatever its own code does meanwhile.
+
+Collectives need all ranks to come. What one rank alone asks of others, as ``if trainer.is_global_zero: save(model)``
+does, goes by connections of its own: TCP, on the network by which the ranks met. A rank tells where it listens, and a
+secret that goes before each question, through the ranks' store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_par.private.process_groups import default_store, host_of_store
+
+_LENGTH = struct.Struct("!Q")
+_LONGEST = 1 << 26  # bytes of a message: one in JSON may list an index each row of a table of words
+_SILENCE = 60.0  # seconds
+
+
+class Line:
+    """One connection: messages in JSON, and tensors' bytes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def say(self, message: Any) -> None:
+        """Send what JSON can say."""
+        data = json.dumps(message).encode()
+        self._connection.sendall(_LENGTH.pack(len(data)) + data)
+
+    def hear(self) -> Any:
+        """
+        Raises:
+            OSError: the other side has ended, or says nothing.
+        """
+        (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
+        if length > _LONGEST:
+            raise OSError(f"a message of {length} bytes")
+        return json.loads(self._bytes(length))
+
+    def send(self, data: memoryview) -> None:
+        """Send bytes, of which the other side knows how many."""
+        self._connection.sendall(data)
+
+    def receive_into(self, data: memoryview) -> None:
+        """Fill ``data`` with bytes that were sent."""
+        done = 0
+        while done < len(data):
+            got = self._connection.recv_into(data[done:])
+            if not got:
+                raise OSError("the connection was closed")
+            done += got
+
+    def _bytes(self, count: int) -> bytes:
+        room = bytearray(count)
+        self.receive_into(memoryview(room))
+        return bytes(room)
+
+
+class SideChannel:
+    """Answers the other ranks' questions in threads, and asks them.
+
+    Args:
+        name: of the channel, alike on all ranks and used once in a job.
+        rank: this process' global rank.
+        answer: called in a thread with a question and the line to the rank that asks; what it raises is told there.
+
+    Example::
+
+        channel = SideChannel("weights 3", dist.get_rank(), lambda question, line: line.say(question))
+        with channel.ask(1, "Are you there?") as line:
+            assert line.hear() == "Are you there?"
+        channel.close()
+    """
+
+    def __init__(self, name: str, rank: int, answer: Callable[[Any, Line], None]) -> None:
+        self._name, self._answer = name, answer
+        self._secret = secrets.token_hex(16)
+        self._server = socket.create_server((_own_address(), 0), backlog=128)
+        self._known: dict[int, tuple[str, int, str]] = {}
+        host, port = self._server.getsockname()[:2]
+        default_store().set(self._key(rank), json.dumps([host, port, self._secret]))
+        self._threads = [threading.Thread(target=self._accept, name=f"lightning_par {name}", daemon=True)]
+        self._threads[0].start()
+
+    @contextlib.contextmanager
+    def ask(self, rank: int, question: Any) -> Iterator[Line]:
+        """A line to the global ``rank`` that has heard ``question``.
+
+        Raises:
+            RuntimeError: its process has ended, or it could not answer.
+        """
+        try:
+            host, port, secret = self._address(rank)
+            with socket.create_connection((host, port), _SILENCE) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                line = Line(connection)
+                line.say([secret, question])
+                yield line
+        except OSError as error:
+            raise RuntimeError(f"Rank {rank} does not answer ({error}): has its process ended?") from error
+
+    def close(self) -> None:
+        """Answer no more, once what is under way was answered."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits
+        self._server.close()
+        while self._threads:
+            self._threads.pop(0).join(_SILENCE)
+
+    def _key(self, rank: int) -> str:
+        return f"lightning_par/side channel/{self._name}/{rank}"
+
+    def _address(self, rank: int) -> tuple[str, int, str]:
+        if rank not in self._known:
+            host, port, secret = json.loads(default_store().get(self._key(rank)))
+            self._known[rank] = host, port, secret
+        return self._known[rank]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # it was closed
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            thread.start()
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # who asked may have ended
+            connection.settimeout(_SILENCE)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line = Line(connection)
+            secret, question = line.hear()
+            if not hmac.compare_digest(str(secret), self._secret):
+                return
+            try:
+                self._answer(question, line)
+            except OSError:
+                raise
+            except Exception as error:  # whatever it is, the rank that asks must hear of it
+                line.say({"failure": f"{type(error).__name__}: {error}"})
+
+
+def _own_address() -> str:
+    """This host's address on the network by which the ranks met."""
+    host, port = host_of_store()
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of datagrams: nothing is sent
+        return str(probe.getsockname()[0])

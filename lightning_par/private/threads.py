@@ -1,0 +1,12 @@
+"""What another thread of the process runs."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of the thread with this ident; None where it has ended. Python documents it under a name with
+    an underscore, as other interpreters need not have it."""
+    return sys._current_frames().get(thread)
