@@ -1,6 +1,8 @@
 """The weights that training starts from: those of the first rank, on all ranks.
 
-Deferred ones that all ranks would compute alike are left deferred: nothing is computed, nothing moves.
+Deferred ones that all ranks would compute alike are left deferred: nothing is computed, nothing moves. What lies in a
+mapped file is deferred, too, so that each rank reads its own part; where hosts have different files, the first rank's
+weights are sent.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_par.absent.deferred.adoption import Adoption
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.deferred.materialise import make_real
 from lightning_par.mesh.axis import Axis
@@ -19,6 +22,8 @@ from lightning_par.sharded.tensor import leaf
 def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
     """Give every rank the parameters and buffers of the first one; without a seed, each rank drew its own.
 
+    Some are left deferred, or become so: `lightning_par.absent.deferred.materialise` gives them values.
+
     Args:
         module: built alike on all ranks, whole or sharded alike.
         world: all ranks.
@@ -27,6 +32,7 @@ def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
     Raises:
         ValueError: a rank built other parameters or buffers; on every rank.
     """
+    Adoption().of_module(module)
     if world.size == 1:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -41,10 +47,17 @@ def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
 
 
 def _computed_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
-    """The names of tensors that are deferred on all ranks, by the same functions and draws."""
-    mine = {name: x.digest() for name, x in tensors.items() if isinstance(x, Deferred)}
+    """The names of tensors that are deferred on all ranks, by the same functions, draws and files."""
+    deferred = {name: x for name, x in tensors.items() if isinstance(x, Deferred)}
+    files = {name: x.files() for name, x in deferred.items()}
+    mine = {name: (x.digest(), [file.identity for file in files[name]]) for name, x in deferred.items()}
     first, *others = world.all_gather_object(mine, "weights")
-    return {name for name, digest in first.items() if all(other.get(name) == digest for other in others)}
+    alike = {name for name in first if all(name in o and o[name][0] == first[name][0] for o in others)}
+    if all(o[name] == first[name] for o in others for name in alike):
+        return alike
+    samples = {file: file.sample() for name in sorted(alike) for file in files[name]}
+    seen = world.all_gather_object({name: [samples[file] for file in files[name]] for name in alike}, "weights")
+    return {name for name in alike if all(theirs[name] == seen[0][name] for theirs in seen)}
 
 
 def _equalize(x: Tensor, world: Axis, device: torch.device) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError, is_deferred
-from lightning_par.absent.deferred.materialise import make_real
+from lightning_par.absent.deferred.materialise import make_real, map_again
 from lightning_par.absent.deferred.session import Session
 from lightning_par.private.tensors import is_held
 from lightning_par.python_state import generators
 from lightning_par.sharded.identity import swappable
+from lightning_par.sharded.patches import thread_pools
+from lightning_par.sharded.patches.replacement import installed
 
 _TOLD = 1 << 20  # bytes: what is built whole is mentioned from this size on
 
@@ -68,7 +70,7 @@ def build(module: nn.Module, configure: Callable[[], Any]) -> Built:
     put_back = _snapshot(module)
     try:
         with generators.put_back_on_error([module]):
-            with Session() as session:
+            with Session() as session, installed(thread_pools.patch(session.joined)):
                 result = configure()
             settled = _settle(module, session)
     except Exception as error:  # whatever it is, plain tensors may serve the user's code better
@@ -82,6 +84,10 @@ def build(module: nn.Module, configure: Callable[[], Any]) -> Built:
 
 def _settle(module: nn.Module, session: Session) -> list[tuple[str, int]]:
     """Give values to the deferred tensors that are no parameter or buffer of ``module`` with memory of its own."""
+    session.adoption.of_module(module)
+    written = next((region for region in session.adoption.mappings.regions if not region.is_clean()), None)
+    if written is not None:
+        raise UndeferrableError(f"a tensor of {written.file.path} was written to after it was copied into another")
     changed = next((c for c in session.constants if not c.unchanged()), None)
     if changed is not None:
         raise UndeferrableError(f"data of shape {tuple(changed.value.shape)} changed after it was copied into a tensor")
@@ -98,8 +104,9 @@ def _settle(module: nn.Module, session: Session) -> list[tuple[str, int]]:
         for tensors in groups.values():
             name = next((names[id(x)] for x in tensors if id(x) in names), "a tensor outside the module's parameters")
             if len(tensors) > 1 or id(tensors[0]) not in names:
-                told.append((name, tensors[0].store.history.nbytes))
-                make_real(tensors, name)
+                if not map_again(tensors, name):
+                    told.append((name, tensors[0].store.history.nbytes))
+                    make_real(tensors, name)
             elif is_held(tensors[0]):
                 raise UndeferrableError(f"something holds {name}, such as an autograd graph or compiled code")
     return [(name, nbytes) for name, nbytes in told if nbytes >= _TOLD]

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.base import AbsentTensor
-from lightning_par.absent.deferred.history import Geometry, History, Ref, Store
-from lightning_par.absent.deferred.replay import values
+from lightning_par.absent.deferred.history import History, Ref, Store
+from lightning_par.absent.deferred.replay import regions_of, values
 from lightning_par.absent.deferred.session import Session
+from lightning_par.absent.geometry import Geometry
+from lightning_par.absent.mapped.file import File
 
 
 class UndeferrableError(RuntimeError):
@@ -67,8 +69,13 @@ class Deferred(AbsentTensor):
         return values([self.ref()])[0]
 
     def digest(self) -> str:
-        """A hash of all that decides its values: where it is equal on two ranks, so are they."""
+        """A hash of all that decides its values but the content of `files`: where that is the same on two ranks, so
+        are they."""
         return self.ref().digest()
+
+    def files(self) -> list[File]:
+        """The mapped files on whose content its values depend."""
+        return [*dict.fromkeys(region.file for region in regions_of([self.ref()]))]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.deferred.generator_draws import Draw
+from lightning_par.absent.geometry import Geometry
+from lightning_par.absent.mapped.region import Region
 from lightning_par.mesh.digest import digest
 from lightning_par.private.pytree import tree_leaves
 
@@ -70,13 +72,20 @@ class History:
         nbytes: its size.
         device: where it will be.
         origin: the function whose output it is, and the index among its output tensors; None for fresh memory.
+        region: of a mapped file, whose content it has; None for other memory.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, origin: tuple[Op, int] | None = None) -> None:
-        self.nbytes, self.device = nbytes, device
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        origin: tuple[Op, int] | None = None,
+        region: Region | None = None,
+    ) -> None:
+        self.nbytes, self.device, self.region = nbytes, device, region
         self.origin = None if origin is None else origin[0]
         self.ops: list[Op] = []
-        source = None if origin is None else (origin[0].digest, origin[1])
+        source = region if origin is None else (origin[0].digest, origin[1])
         self._digests = [_hashed(nbytes, device, source)]  # one for each length: a `Ref` may be of an earlier one
 
     def append(self, op: Op) -> None:
@@ -93,43 +102,6 @@ class Store:
     """The memory that a tensor and its views share; its history begins anew when it is written whole."""
 
     history: History
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How a tensor lies in its memory.
-
-    Example::
-
-        assert Geometry.of(torch.ones(2, 3).t()).shape == (3, 2)
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> Geometry:
-        return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
-
-    @property
-    def dense(self) -> bool:
-        """Whether each entry has a place of its own, and no place is left between."""
-        step = 1
-        for stride, size in sorted(zip(self.stride, self.shape)):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory the tensor reaches into."""
-        if 0 in self.shape:
-            return 0
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
-        return (last + 1) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
@@ -51,6 +53,21 @@ def make_real(tensors: Sequence[Deferred], name: str) -> None:
     while order:
         become(order[-1], _like(order[-1], real.pop()), name)
         order.pop()
+
+
+def map_again(tensors: Sequence[Deferred], name: str) -> bool:
+    """Turn ``tensors``, all those that share a memory, into real ones in a mapped file, which takes no memory.
+
+    Returns whether it did: they have the file's content.
+    """
+    history = tensors[0].store.history
+    if history.region is None or history.ops:
+        return False
+    storage: Any = history.region.memory.untyped_storage()
+    for x in sorted(tensors, key=is_view, reverse=True):
+        place = x.meta.storage_offset(), tuple(x.shape), x.stride()
+        become(x, _like(x, torch.empty(0, dtype=x.dtype).set_(storage, *place)), name)
+    return True
 
 
 def _like(x: Deferred, value: Tensor) -> Tensor:

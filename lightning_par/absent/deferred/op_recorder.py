@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
 from lightning_par.absent.deferred.generator_draws import Draw, ScratchDraws, draws
-from lightning_par.absent.deferred.history import Geometry, History, Op
+from lightning_par.absent.deferred.history import History, Op
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
 from lightning_par.absent.deferred.session import Session
+from lightning_par.absent.geometry import Geometry
 from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import FILLS, OVERWRITES, operator_of
 
+if TYPE_CHECKING:
+    from lightning_par.absent.deferred.adoption import Adoption
+
 SMALL = 1 << 16  # bytes: what functions without deferred arguments make of this size is real at once
 _DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
+def meet(func: Any, args: Any, kwargs: Any, adoption: Adoption) -> Any:
+    """Run ``func`` in a `Session`: with data, or without if its result is to be deferred."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if any(isinstance(x, Deferred) for x in tensors):
+        return record(func, *adoption.instead((args, kwargs)))
+    if not tensors or _makes_anew(func, tensors, kwargs):
+        return make(func, args, kwargs)
+    if not _needs_data(func) and not written_by(func, args, kwargs):  # what is written to knows so by its pages
+        given = adoption.instead((args, kwargs))
+        if deferred_in(given):
+            return record(func, *given)
+    return func(*args, **kwargs)
+
+
 def make(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``func``, which has no tensors among its arguments; a large result is deferred."""
+    """Run ``func``, which reads no tensor's values; a large result is deferred."""
     out = None
     if any(argument.name == "device" for argument in schema_of(func).arguments):
         device = torch.device(kwargs.get("device") or "cpu")
@@ -38,7 +56,7 @@ def make(func: Any, args: Any, kwargs: Any) -> Any:
     if draws(func):
         draw = Draw(device, kwargs.get("generator"))
         func(*args, **kwargs)  # moves the generator on
-    return results(func, Op(func, args, kwargs, draw), out, args, kwargs)
+    return results(func, _op(func, args, kwargs, draw), out, args, kwargs)
 
 
 def record(func: Any, args: Any, kwargs: Any) -> Any:
@@ -124,6 +142,14 @@ def _renew(func: Any, args: Any, written: list[Any]) -> None:
     reads = any(y.store is x.store for y in deferred_in(args[1:]))
     if not reads and x.nbytes == x.store.history.nbytes and Geometry.of(x.meta).dense:
         x.store.history = History(x.store.history.nbytes, x.device)
+
+
+def _makes_anew(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:
+    """Whether ``func`` makes a tensor that is real after ones that are not, as `torch.empty_like` can."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "meta" or not all(x.is_meta for x in tensors):
+        return False
+    return operator_of(func).endswith("_like") or operator_of(func).startswith("new_")
 
 
 def _needs_data(func: Any) -> bool:

@@ -1,14 +1,19 @@
-"""Compute deferred tensors: run what they depend on, in the order in which it was written down."""
+"""Compute deferred tensors: by their recipe where they are but parts of files, else by what they depend on, in the
+order in which it was written down."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_par.absent.deferred.history import Constant, Geometry, Op, Ref
+from lightning_par.absent.deferred.cuts import recipe_of
+from lightning_par.absent.deferred.history import Constant, History, Op, Ref
+from lightning_par.absent.deferred.recipe import made
+from lightning_par.absent.geometry import Geometry
+from lightning_par.absent.mapped.region import Region
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves, tree_map
 
@@ -21,10 +26,26 @@ def values(refs: Sequence[Ref]) -> list[Tensor]:
     Args:
         refs: as their histories stand now.
     """
+    if len(refs) == 1 and refs[0].geometry.dense:
+        with torch.no_grad(), no_modes():
+            recipe = recipe_of(refs[0])
+            if recipe is not None:
+                return [made(recipe, refs[0].geometry).to(refs[0].history.device)]
+    return _replayed(refs)
+
+
+def regions_of(refs: Iterable[Ref]) -> list[Region]:
+    """The regions of mapped files on which the values of ``refs`` depend."""
+    refs = [*refs]
+    histories = [ref.history for ref in (*refs, *(ref for op in _needed(refs) for ref in op.refs))]
+    return [*dict.fromkeys(history.region for history in histories if history.region is not None)]
+
+
+def _replayed(refs: Sequence[Ref]) -> list[Tensor]:
     ops = _needed(refs)
     last = _last_uses(ops)
     kept = {id(ref.history) for ref in refs}
-    memory = _Memory()
+    memory = _Memory(kept)
     before = torch.get_default_dtype()
     with torch.no_grad(), no_modes():
         try:
@@ -63,7 +84,7 @@ def _last_uses(ops: list[Op]) -> dict[int, list[int]]:
     """By place in ``ops``: the histories that nothing later reads."""
     last: dict[int, int] = {}
     for place, op in enumerate(ops):
-        for history in (*(ref.history for ref in op.refs), *(made[1] for made in op.made)):
+        for history in (*(ref.history for ref in op.refs), *(history for _, history, _ in op.made)):
             last[id(history)] = place
     found: dict[int, list[int]] = {}
     for key, place in last.items():
@@ -72,9 +93,14 @@ def _last_uses(ops: list[Op]) -> dict[int, list[int]]:
 
 
 class _Memory:
-    """The real memory of histories, by their ids."""
+    """The real memory of histories, by their ids.
 
-    def __init__(self) -> None:
+    Args:
+        own: those whose memory must be no mapped file's.
+    """
+
+    def __init__(self, own: Collection[int]) -> None:
+        self._own = own
         self._held: dict[int, torch.UntypedStorage] = {}
 
     def run(self, op: Op) -> None:
@@ -95,9 +121,16 @@ class _Memory:
     def tensor(self, ref: Ref) -> Tensor:
         history = ref.history
         if id(history) not in self._held:
-            fresh = torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
-            self._held[id(history)] = fresh.untyped_storage()
+            self._held[id(history)] = self._first(history).untyped_storage()
         return _view(self._held[id(history)], ref.geometry)
+
+    def _first(self, history: History) -> Tensor:
+        """The memory before anything was written to it."""
+        if history.region is None:
+            return torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
+        if not history.ops and id(history) not in self._own:
+            return history.region.memory  # nobody will write to it
+        return history.region.read(Geometry((history.nbytes,), (1,), 0, torch.uint8))
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Ref):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
-from lightning_par.absent.deferred.history import Constant, Geometry, History, Op, Store
+from lightning_par.absent.deferred.history import Constant, History, Op, Store
 from lightning_par.absent.deferred.session import Session
+from lightning_par.absent.geometry import Geometry
 from lightning_par.mesh.digest import digest
 from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves, tree_map
@@ -65,6 +66,8 @@ def kept(value: Any) -> Any:
 
 
 def _constant(x: Tensor) -> Constant:
+    if x.is_meta:
+        return Constant(x.detach(), None)
     session, plain = Session.current, type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
     if not plain and session is not None:
         raise UndeferrableError(f"a {type(x).__name__} of layout {x.layout} goes into a tensor")

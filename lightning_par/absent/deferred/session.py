@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -11,7 +13,6 @@ from torch import Tensor
 from lightning_par.absent.deferred.generator_draws import ScratchDraws
 from lightning_par.absent.deferred.history import Constant
 from lightning_par.private.modes import TorchDispatchMode
-from lightning_par.private.pytree import tree_leaves
 
 
 class Session(TorchDispatchMode):
@@ -19,6 +20,7 @@ class Session(TorchDispatchMode):
 
     Attributes:
         constants: the real tensors that went into deferred ones.
+        adoption: of tensors in mapped files.
         scratch: memory to draw into.
 
     Example::
@@ -32,10 +34,14 @@ class Session(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        from lightning_par.absent.deferred.adoption import Adoption
+
         self.constants: list[Constant] = []
+        self.adoption = Adoption()
         self.scratch = ScratchDraws()
         self._tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._numbers = count()
+        self._one_at_a_time = threading.RLock()
 
     def add(self, x: Tensor) -> None:
         """Know ``x`` as long as it lives."""
@@ -48,6 +54,17 @@ class Session(TorchDispatchMode):
         self._tensors = weakref.WeakValueDictionary()
         return found
 
+    def joined(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as another thread may run it: what that does is of the session, too, as long as it lasts."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if Session.current is not self:
+                return function(*args, **kwargs)
+            with _Joined(self):
+                return function(*args, **kwargs)
+
+        return run
+
     def __enter__(self) -> Session:
         super().__enter__()
         Session.current = self
@@ -59,11 +76,20 @@ class Session(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from lightning_par.absent.deferred.deferred_tensor import is_deferred
-        from lightning_par.absent.deferred.op_recorder import make, record
+        from lightning_par.absent.deferred.op_recorder import meet
 
-        kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(map(is_deferred, tensors)):
-            return record(func, args, kwargs)
-        return func(*args, **kwargs) if tensors else make(func, args, kwargs)
+        with self._one_at_a_time:
+            return meet(func, args, kwargs or {}, self.adoption)
+
+
+class _Joined(TorchDispatchMode):
+    """A session in another thread than its own."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Session.current is not self.session:
+            return func(*args, **(kwargs or {}))
+        return self.session.__torch_dispatch__(func, types, args, kwargs)

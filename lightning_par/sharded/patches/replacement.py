@@ -83,11 +83,15 @@ class Replacement:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Make) -> Iterator[None]:
-    """Inside, ``owner.name`` is what ``make`` made of it; see `Replacement`."""
-    replacement = Replacement(owner, name, make)
+def installed(replacement: Replacement) -> Iterator[None]:
+    """Inside, it is."""
     replacement.install()
     try:
         yield
     finally:
         replacement.undo()
+
+
+def replaced(owner: Any, name: str, make: Make) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``owner.name`` is what ``make`` made of it; see `Replacement`."""
+    return installed(Replacement(owner, name, make))
