@@ -1,0 +1,1 @@
+"""Pretrained models: read to parts, trained, and handed back."""

@@ -64,7 +64,7 @@ class File:
         Raises:
             OSError: the file has changed since it was opened, or can't be read.
         """
-        memory, done = memoryview(target.numpy()), 0  # type: ignore[arg-type]
+        memory, done = memoryview(np.asarray(_Bytes(target))), 0  # type: ignore[arg-type]
         while done < len(memory):
             count = os.preadv(self._fd, [memory[done : done + (1 << 30)]], start + done)
             if not count:
@@ -125,6 +125,13 @@ class File:
             scratch = torch.empty(inner.span[1], dtype=torch.uint8)
             self.read_bytes(scratch, start + there.offset * size)
             target.copy_(scratch.view(there.dtype).as_strided(inner.shape, inner.stride))
+
+
+class _Bytes:
+    """The memory of a flat uint8 tensor as numpy sees it; `Tensor.numpy` would mark it as shared for good."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__array_interface__ = dict(shape=(x.numel(),), typestr="|u1", data=(x.data_ptr(), False), version=3)
 
 
 def _outer(there: Geometry) -> int:
