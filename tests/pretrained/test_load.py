@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import lightning_par
 from lightning_par.absent.deferred import op_recorder
 from lightning_par.absent.deferred.deferred_tensor import is_deferred
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.absent.mapped.file import File
 from lightning_par.sharded.tensor import leaf
 from tests.helpers.models import MODELS
 from tests.helpers.models.hugging_face import HuggingFace
@@ -27,10 +30,10 @@ from tests.helpers.slow import slow
 CASES = "hf_llama hf_qwen3 hf_gpt2 hf_bert hf_t5 hf_vit hf_whisper hf_mixtral".split()
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tensor_parallel_size=2, data_parallel_size=1),
-    "pp2": dict(pipeline_parallel_size=2, microbatches=2, data_parallel_size=1),
+    "pp2": dict(pipeline_parallel_size=2, data_parallel_size=1),
     "sp2": dict(sequence_parallel_size=2, data_parallel_size=1),
     "fsdp2": dict(data_parallel_size=2, data_parallel="fsdp"),
-    "tp2-pp2": dict(tensor_parallel_size=2, pipeline_parallel_size=2, microbatches=2, data_parallel_size=1),
+    "tp2-pp2": dict(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=1),
 }
 OPTIONS: dict[str, Any] = {"hf_mixtral": dict(experts_implementation="eager")}  # the default has no float64
 FORMATS = ("one", "many", "bin")
@@ -115,7 +118,8 @@ def fit(module: LightningModule, case: str, layout: dict[str, Any] | None, **opt
     loader = DataLoader(MODELS[case].data(0), batch_size=batch_size)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = Trainer(callbacks=[seeing], limit_train_batches=3, **{**QUIET, **where, **options})
+        callbacks = [seeing, *options.pop("callbacks", [])]
+        trainer = Trainer(callbacks=callbacks, **{"limit_train_batches": 3, **QUIET, **where, **options})
         trainer.fit(module, loader)
     told = [str(warning.message) for warning in caught if "built whole" in str(warning.message)]
     return seeing.initial, deferred, seeing.losses, told
@@ -162,3 +166,140 @@ def test_a_pretrained_model_starts_and_trains_as_on_one_device(
     pool: Pool, case: str, layout: str, tmp_path: Path
 ) -> None:
     check(pool, case, layout, tmp_path, "one", "float64", "float64", at_once=False)
+
+
+@slow(but=["many-configure_model"])
+@pytest.mark.parametrize("where", ["configure_model", "init"])
+@pytest.mark.parametrize("kind", ["many", "bin"])
+def test_files_of_either_kind_in_either_place(pool: Pool, kind: str, where: str, tmp_path: Path) -> None:
+    check(pool, "hf_llama", "tp2", tmp_path, kind, "float64", "float64", at_once=where == "init")
+
+
+@slow(but=["float32-float64-llama"])
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "float64"), ("bfloat16", "float32")])
+def test_weights_that_are_converted_as_they_are_read(
+    pool: Pool, case: str, stored: str, dtype: str, tmp_path: Path
+) -> None:
+    check(pool, f"hf_{case}", "tp2", tmp_path, "one", stored, dtype, at_once=False)
+
+
+# ------------------------------------------------------------------------------------------------- what users do else
+
+
+def _resized(folder: Path) -> nn.Module:
+    """New rows are drawn after the mean and the covariance of those there are."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(56)
+    return model
+
+
+def _with_a_head(folder: Path) -> nn.Module:
+    """The head is missing in the files, which hold another."""
+    import transformers
+
+    return transformers.LlamaForSequenceClassification.from_pretrained(folder, num_labels=3)
+
+
+def _copied(folder: Path) -> nn.Module:
+    """`load_state_dict` copies."""
+    import transformers
+    from safetensors.torch import load_file
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
+
+
+def _scaled(folder: Path) -> nn.Module:
+    """What was read is written to before it is split."""
+    model = _copied(folder)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "down_proj" in name:
+                p.mul_(0.5)
+            if "o_proj" in name:
+                p[:4].zero_()
+    return model
+
+
+LOADS: dict[str, Callable[[Path], nn.Module]] = {
+    "resized": _resized,
+    "with_a_head": _with_a_head,
+    "copied": _copied,
+    "scaled": _scaled,
+}
+
+
+def _first_weights(name: str, folder: Path, layout: dict[str, Any] | None) -> Any:
+    torch.manual_seed(11)
+    module = Pretrained(lambda: LOADS[name](folder), at_once=False)
+    return fit(module, "hf_llama", layout, limit_train_batches=0)[:2]
+
+
+@slow(but=["tp2-*"])
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
+def test_what_else_users_do_to_load(pool: Pool, layout: str, name: str, tmp_path: Path) -> None:
+    save("hf_llama", tmp_path, "one", torch.float32)
+    (expected, _), *_ = pool.run(1, _first_weights, name, tmp_path, None)
+    (found, deferred), *_ = pool.run(2, _first_weights, name, tmp_path, LAYOUTS[layout])
+    assert deferred == len(expected) and found.keys() == expected.keys()
+    for key, x in expected.items():
+        assert torch.equal(x, found[key]), key
+
+
+def _own_file(folder: Path) -> Any:
+    """Each rank reads a file of its own, as each host may."""
+    rank = os.environ.get("RANK", "0")
+    return _first_weights("copied", folder / f"host{rank}", LAYOUTS["tp2"])[0]
+
+
+def test_where_files_differ_the_first_rank_s_count(pool: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save("hf_llama", tmp_path / "host0", "one", torch.float32)
+    shutil.copytree(tmp_path / "host0", tmp_path / "host1")
+    weights = load_file(tmp_path / "host0" / "model.safetensors")
+    save_file({name: x + 1 for name, x in weights.items()}, tmp_path / "host1" / "model.safetensors")
+    found = pool.run(2, _own_file, tmp_path)[0]
+    for name, x in weights.items():
+        assert torch.equal(found[f"model.{name}"], x), name
+
+
+# --------------------------------------------------------------------------------------------------- what it costs
+
+
+def _read(folder: Path) -> tuple[int, int]:
+    """Bytes that this rank read by itself to load, and those of its own part."""
+    counted: list[int] = []
+
+    class Counting(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            File.read_bytes = counting  # type: ignore[method-assign]
+
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            File.read_bytes = plain  # type: ignore[method-assign]
+            self.own = sum(leaf(x).nbytes for x in pl_module.parameters() if not is_elsewhere(x))
+
+    plain, callback = File.read_bytes, Counting()
+
+    def counting(self: File, target: Tensor, start: int) -> None:
+        counted.append(target.numel())
+        plain(self, target, start)
+
+    module = Pretrained(lambda: LOADS["copied"](folder), at_once=False)
+    fit(module, "hf_llama", LAYOUTS["tp2"], limit_train_batches=0, callbacks=[callback])
+    return sum(counted), callback.own
+
+
+def test_each_rank_reads_its_own_part_and_nothing_else(pool: Pool, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = dict(hidden_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=48)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    for read, own in pool.run(2, _read, tmp_path):
+        assert read == own
