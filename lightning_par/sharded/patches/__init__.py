@@ -13,6 +13,7 @@ them: `lightning_par.sharded.patches.installed`.
     dummy_experiments: what Lightning gives ranks that log nothing
     sync_advice: a warning of Lightning's
     module_attributes: assignments to attributes of modules, while a trial of a step runs
+    thread_pools: ``ThreadPoolExecutor.submit``, while a module is built
     float_casts: ``x.float()``, while `lightning_par.check` compares
 """
 
