@@ -96,10 +96,10 @@ def save(case: str, folder: Path, kind: str, dtype: torch.dtype) -> type:
     return type(model)
 
 
-def fit(module: LightningModule, case: str, layout: dict[str, Any] | None, **options: Any) -> Any:
+def fit(module: LightningModule, case: str, layout: dict[str, Any] | None, seeing: Any = None, **options: Any) -> Any:
     """The weights that training started from, how many were deferred before, losses, and what was warned of."""
     op_recorder.SMALL = 0
-    seeing, deferred = Seeing(), 0
+    seeing, deferred = seeing or Seeing(), 0
     configure = module.configure_model
 
     def configure_and_count() -> None:
