@@ -98,8 +98,8 @@ class Saver(L.LightningModule):
         if self.folder is None:
             return
         self.trainer.save_checkpoint(self.folder / "one.ckpt", weights_only=True)
-        rank = self.trainer.global_rank + 0
-        if self.who == "all" or rank == (0 if self.who == "first" else self.trainer.world_size - 1):
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self.who == "all" or rank == (0 if self.who == "first" else ranks - 1):
             for way, save in WAYS.items():
                 save(self, self.folder / f"{way}-{rank}")
 

@@ -29,7 +29,7 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_calls import METHODS
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, PRECISIONS, name_of
+from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, PRECISIONS, REGROUPS, SLICES, TURNS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.rules.raw_memory import in_memory
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
 _AS_IT_IS = ASKS | HOOKS | {"backward", "__deepcopy__", "__reduce_ex__"}
+_VIEWS = SLICES | TURNS | REGROUPS
 _MAY_BE_SAME = PRECISIONS | {"contiguous"}
 _OURS = (
     "lightning_par.",
@@ -198,7 +199,8 @@ def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
         return result
     if name == "equal" and all(isinstance(x, Tensor) for x in args[:2]) and args[0].dtype == args[1].dtype:
         return _equal(owner, *args[:2])
-    return _read(owner, func, name, args, kwargs)
+    view = _viewed(owner, func, name, args, kwargs)
+    return _read(owner, func, name, args, kwargs) if view is None else view
 
 
 def _write(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -266,6 +268,27 @@ def _is_new(func: Any, args: Any, kwargs: Any) -> bool:
     return not args[0].is_contiguous() or func(like, *args[1:], **kwargs) is not like
 
 
+def _viewed(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A view of a weight, for which no rank needs values; None where ``func`` makes none, on any rank."""
+    if name not in _VIEWS or len(tensors_in((args, kwargs))) > 1 or not isinstance(args[0], Weight):
+        return None
+    base = args[0]
+    like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    views = func(like, *args[1:], **kwargs)
+    if {memory_of(x) for x in tensors_in(views)} != {memory_of(like)}:
+        return None
+    if not is_elsewhere(base):
+        return map_tensors(lambda x: owner.show(x, owner.name_of(base), copied(base)), _as_it_is(func, args, kwargs))
+    return map_tensors(lambda x: _away(owner, x, base, x.is_set_to(like)), views)
+
+
+def _away(owner: JointGradients, like: Tensor, base: Any, is_whole: bool) -> Any:
+    """What stands here for a view of the kind of ``like`` of a weight that is elsewhere."""
+    view = Elsewhere(like.shape, like.dtype, base.device, base.origin)
+    view.is_whole = is_whole and base.is_whole
+    return owner.show(view, owner.name_of(base), copied(base))
+
+
 def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
     wholes: dict[int, Any] = {}  # weights and what was sent of them, by its memory
@@ -295,11 +318,7 @@ def _read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -
         return map_tensors(lambda x: owner.show(x, of, copied(base)), _as_it_is(func, args, kwargs))
 
     def away(x: Tensor) -> Tensor:
-        if x is values:
-            return base
-        view = Elsewhere(x.shape, x.dtype, x.device, base.origin)
-        view.is_whole = False
-        return owner.show(view, of, copied(base))
+        return base if x is values else _away(owner, x, base, False)
 
     return map_tensors(away, result)
 
