@@ -139,6 +139,8 @@ class Elsewhere(AbsentTensor):
         asked = None if _is_followed() else RunState.current.memory_of(self)
         if asked is not None:
             return asked.data_ptr()
+        if not self.is_whole:
+            self._refuse("data_ptr")
         return torch.Tensor.data_ptr(self) if _is_followed() else 0
 
     def untyped_storage(self) -> Any:

@@ -121,6 +121,10 @@ class Unread(AbsentTensor):
         """The values, plain."""
         return self._facts.read()
 
+    def keep(self) -> Tensor:
+        """The values, plain, in memory that stays as long as this one does."""
+        return self._facts.keep()
+
     def read_part(self, dim: int, indices: Sequence[int] | Any) -> Tensor:
         """The values at the ascending ``indices`` of ``dim``, plain and contiguous, in memory of their own."""
         shape = [*self.shape[:dim], len(indices), *self.shape[dim + 1 :]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,19 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from lightning_par import HybridParallelStrategy, PipelineParallelStrategy
+from lightning_par import HybridParallelStrategy
 from lightning_par.checkpoint.files import make_checkpoint_io
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 
 VOCABULARY, LENGTH, SIZE = 48, 8, "20KB"  # of a file, of which there are several
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
 
 
 def _model(name: str) -> Any:
@@ -105,15 +112,16 @@ class Saver(L.LightningModule):
 
 
 def _fit(name: str, layout: dict[str, Any] | None, folder: str | None, who: str, hook: str) -> list[float]:
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(_dtype(name))
     L.seed_everything(1, verbose=False)
+    if name == "mixtral" and layout is not None:  # experts look for their tokens in all samples
+        layout = {key: size for key, size in layout.items() if key != "microbatches"}
     module = Saver(name, None if folder is None else Path(folder), who, hook)
     batches = torch.randint(VOCABULARY, (12, LENGTH), generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    kind = PipelineParallelStrategy if layout is not None and "microbatches" in layout else HybridParallelStrategy
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy="auto" if layout is None else kind(**layout),
+        strategy="auto" if layout is None else HybridParallelStrategy(**layout),
         devices=1 if layout is None else torch.distributed.get_world_size() if _is_on() else "auto",
         max_epochs=1,
         use_distributed_sampler=False,
@@ -124,6 +132,11 @@ def _fit(name: str, layout: dict[str, Any] | None, folder: str | None, who: str,
         warnings.simplefilter("ignore")
         trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=4))
     return module.losses
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Experts' grouped products know no float64."""
+    return torch.float32 if name == "mixtral" else torch.float64
 
 
 def _is_on() -> bool:
@@ -165,10 +178,10 @@ def test_what_is_saved_between_steps_has_one_devices_bytes(
     told = pool.run(ranks, _on_ranks, name, sizes, str(tmp_path), who, hook)
     if "fsdp" not in layout:  # whose replicas have other batches
         alone = _fit(name, None, None, who, hook)
-        assert told[0] == pytest.approx(alone, rel=1e-6)
+        assert told[0] == pytest.approx(alone, rel=1e-5)
     weights = make_checkpoint_io().load_checkpoint(tmp_path / "one.ckpt")["state_dict"]
     model = nn.Module()
-    model.model = _model(name).double()
+    model.model = _model(name).to(_dtype(name))
     model.load_state_dict(weights)
     for rank in {"all": range(ranks), "first": [0], "last": [ranks - 1]}[who]:
         for way, save in WAYS.items():

@@ -29,10 +29,10 @@ from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_calls import METHODS
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, PRECISIONS, REGROUPS, SLICES, TURNS, name_of
+from lightning_par.sharded.functions import ASKS, COPIES, HOOKS, PRECISIONS, name_of
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import user_line
-from lightning_par.sharded.rules.raw_memory import in_memory
+from lightning_par.sharded.rules.raw_memory import VIEWS, in_memory
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 
 _AS_IT_IS = ASKS | HOOKS | {"backward", "__deepcopy__", "__reduce_ex__"}
-_VIEWS = SLICES | TURNS | REGROUPS
 _MAY_BE_SAME = PRECISIONS | {"contiguous"}
 _OURS = (
     "lightning_par.",
@@ -187,9 +186,8 @@ def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) 
 def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in _MAY_BE_SAME and not _is_new(func, args, kwargs):
         return args[0]
-    if RunState.current.shows_memory:
-        with DisableTorchFunctionSubclass():
-            result = in_memory(func, args, kwargs)
+    if RunState.current.shows_memory and not targets(func, args, kwargs):
+        result = _alone(owner, func, name, args, kwargs)
         if result is not NotImplemented:
             return result
     if targets(func, args, kwargs):
@@ -268,11 +266,26 @@ def _is_new(func: Any, args: Any, kwargs: Any) -> bool:
     return not args[0].is_contiguous() or func(like, *args[1:], **kwargs) is not like
 
 
+def _alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Once memory was asked for, each rank reads on its own: others may not come. `NotImplemented` where it can't."""
+    with DisableTorchFunctionSubclass():
+        result = in_memory(func, args, kwargs)
+    tensors = tensors_in((args, kwargs))
+    if result is not NotImplemented or any(is_elsewhere(x) for x in tensors):
+        return result
+    view = _viewed(owner, func, name, args, kwargs)
+    if view is not None:
+        return view
+    result = _as_it_is(func, args, kwargs)
+    links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return map_tensors(_unlinked, result) if links else result
+
+
 def _viewed(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A view of a weight, for which no rank needs values; None where ``func`` makes none, on any rank."""
-    if name not in _VIEWS or len(tensors_in((args, kwargs))) > 1 or not isinstance(args[0], Weight):
+    if name not in VIEWS or len(tensors_in((args, kwargs))) > 1 or not isinstance(args[0], Weight):
         return None
-    base = args[0]
+    base: Any = args[0]
     like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     views = func(like, *args[1:], **kwargs)
     if {memory_of(x) for x in tensors_in(views)} != {memory_of(like)}:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lightning_par.absent.base import ASKED, AbsentTensor
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.sharded.functions import name_of, writes
+from lightning_par.sharded.functions import REGROUPS, SLICES, TURNS, name_of, writes
 from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 
+VIEWS = SLICES | TURNS | REGROUPS
 ASKS = frozenset(("data_ptr", "untyped_storage", "storage"))
 
 
@@ -30,16 +31,23 @@ def memory_asked_for(func: Any, x: ShardedTensor) -> Any:
 
 
 def in_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the whole tensors that are here already; `NotImplemented` where it needs others, or writes."""
+    """Run ``func`` on whole tensors, brought here if need be; `NotImplemented` where it writes, or ranks come for it.
+
+    What is in parts is brought where its memory was asked for and ``func`` makes a view of it; what is elsewhere is
+    always: the ranks that hold it don't come.
+    """
     if writes(name_of(func)) or targets(func, args, kwargs):
         return NotImplemented
     wholes: dict[int, Tensor] = {}
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, ShardedTensor | AbsentTensor):
-            asked = RunState.current.memory_of(x) if hasattr(x, ASKED) else None
-            if asked is None or not asked.is_kept or x.requires_grad and torch.is_grad_enabled():
+            absent = isinstance(x, AbsentTensor)
+            asked = RunState.current.memory_of(x) if absent or hasattr(x, ASKED) else None
+            if asked is None or x.requires_grad and torch.is_grad_enabled():
                 return NotImplemented
-            wholes[id(x)] = asked.read()
+            if not (asked.is_kept or absent or name_of(func) in VIEWS):
+                return NotImplemented
+            wholes[id(x)] = asked.keep()
     if not wholes:
         return NotImplemented
     args, kwargs = tree_map(lambda x: wholes.get(id(x), x), (args, kwargs))
