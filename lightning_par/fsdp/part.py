@@ -18,6 +18,7 @@ from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
+from lightning_par.sharded.packed_parameters import packed_parameters
 from lightning_par.sharded.patches import SHARDED, SHARES, Patches
 from lightning_par.sharded.rules.stored_weights import gathering_of
 from lightning_par.sharded.run_state import RunState
@@ -44,7 +45,7 @@ class StoragePart(Part):
         self.all = StorageAxis(groups.stage, copies, self.prefetch)
         self.groups = groups
         self.reshard = reshard
-        self.whole: dict[str, str] = {}  # weights that stay whole, and what they share memory with
+        self.whole: dict[str, str] = {}  # weights that stay whole, and why
 
     @property
     def throughout(self) -> bool:
@@ -63,7 +64,7 @@ class StoragePart(Part):
         All ranks hold the same weights by now, whole or split over the tensor axis, those of their stages.
         """
         module = first.module
-        self.whole = overlapping(module, first.trainer.callbacks)
+        self.whole = _whole(module, first.trainer.callbacks)
         with swappable(module.modules()):
             for name, parameter in module.named_parameters():
                 if name in self.whole or is_elsewhere(parameter):
@@ -117,7 +118,7 @@ class StoragePart(Part):
                 held = leaf(p)
                 size += held.numel() * held.element_size()
                 used += (p.shape.numel() if isinstance(p, Stored) else held.numel()) * held.element_size()
-        whole = "".join(f" {name} stays whole: it shares memory with {other}." for name, other in self.whole.items())
+        whole = "".join(f" {name} stays whole: it {why}." for name, why in self.whole.items())
         return (
             whole.lstrip()
             + " " * bool(whole)
@@ -138,6 +139,15 @@ def unstore(module: nn.Module) -> None:
                 if aliases.is_any():
                     aliases.look([parameter._innermost])
                 become(parameter, parameter.unstored(), name)
+
+
+def _whole(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, str]:
+    """The parameters that can't be stored in parts, and why."""
+    packed = packed_parameters(module)
+    shared = overlapping(module, callbacks)
+    return {name: f"shares memory with {other}" for name, other in shared.items()} | {
+        name: f"is {what}" for name, what in packed.items()
+    }
 
 
 def _refuse_hooks(parameter: Tensor, name: str) -> None:

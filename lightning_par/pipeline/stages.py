@@ -32,6 +32,7 @@ from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
+from lightning_par.sharded.packed_parameters import packed_parameters
 from lightning_par.strategies.entry_points import has_start_hooks
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
@@ -108,6 +109,7 @@ class Spread:
         Raises:
             ValueError: the module can't be cut as asked; on every rank.
         """
+        _refuse_packed(first.module)
         started = time.monotonic()
         make_message_groups(self.groups, self.timeout, self.pairs())
         module, step = first.module, first.step()
@@ -353,6 +355,16 @@ def _alike(module: nn.Module, path: str) -> list[str]:
     """The modules of one class with that at ``path``."""
     kind = type_before_parametrizations(module.get_submodule(path))
     return [other for other, m in module.named_modules() if other and type_before_parametrizations(m) is kind]
+
+
+def _refuse_packed(module: nn.Module) -> None:
+    for name, what in packed_parameters(module).items():
+        raise ValueError(
+            f"{name!r} is {what}, a quantized weight: its class alone knows what it means, so that it can't be placed on "
+            "one rank and brought back. Under a pipeline or a placement load the model without quantization, or write "
+            'HybridParallelStrategy(data_parallel="fsdp"), TensorParallelStrategy or SequenceParallelStrategy, which '
+            "keep it whole on each rank."
+        )
 
 
 def _place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:

@@ -16,6 +16,7 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
 from lightning_par.private.storage import memory_of
+from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.sharded.tensor import ShardedTensor
 
 _DEPTH = 3  # of lists and dicts within each other that are looked at
@@ -38,7 +39,8 @@ def overlapping(module: nn.Module, holders: Iterable[Any] = ()) -> dict[str, str
     names = {id(p): name for name, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
     found: dict[int, tuple[str, Tensor]] = {}
     for name, x in [*module.named_parameters(), *module.named_buffers(), *_attributes(module, holders)]:
-        if not (isinstance(x, ShardedTensor) or is_elsewhere(x)) and x.layout == torch.strided and x.numel():
+        away = isinstance(x, ShardedTensor) or is_elsewhere(x) or is_packed(x)
+        if not away and x.layout == torch.strided and x.numel():
             found.setdefault(id(x), (name, x))
     runs: dict[Any, list[tuple[int, int, str, int]]] = {}
     for key, (name, x) in found.items():

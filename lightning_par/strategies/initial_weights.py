@@ -15,6 +15,7 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.deferred.materialise import make_real
 from lightning_par.mesh.axis import Axis
 from lightning_par.sharded.identity import swappable
+from lightning_par.sharded.packed_parameters import constituents, is_packed
 from lightning_par.sharded.tensor import leaf
 
 
@@ -36,14 +37,15 @@ def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
     if world.size == 1:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    _check_alike({name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()}, world)
+    _check_alike({name: _kind(x) for name, x in tensors.items()}, world)
     alike = _computed_alike(tensors, world)
     with swappable(module.modules()):
         for name, x in tensors.items():
             if name not in alike:
                 if isinstance(x, Deferred):
                     make_real([x], name)
-                _equalize(leaf(x).detach(), world, device)
+                for part in constituents(x) if is_packed(x) else [leaf(x).detach()]:
+                    _equalize(part, world, device)
 
 
 def _computed_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
@@ -58,6 +60,11 @@ def _computed_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
     samples = {file: file.sample() for name in sorted(alike) for file in files[name]}
     seen = world.all_gather_object({name: [samples[file] for file in files[name]] for name in alike}, "weights")
     return {name for name in alike if all(theirs[name] == seen[0][name] for theirs in seen)}
+
+
+def _kind(x: Tensor) -> str:
+    parts = constituents(x) if is_packed(x) else [x]
+    return ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
 
 
 def _equalize(x: Tensor, world: Axis, device: torch.device) -> None:

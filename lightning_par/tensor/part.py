@@ -13,6 +13,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
 from lightning_par.sharded.nested_padding import pad_as_nested
 from lightning_par.sharded.overlapping_parameters import overlapping
+from lightning_par.sharded.packed_parameters import packed_parameters
 from lightning_par.sharded.patches import SHARDED, Patches
 from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies.part import Part
@@ -82,7 +83,10 @@ class TensorPart(Part):
             return None
         if not first.trains:  # a layer that only training uses stays as it is
             styles = _used(recording, styles)
-        return make_plan(recording, self.groups.tensor.size, styles, overlapping(first.module, first.trainer.callbacks))
+        shared = overlapping(first.module, first.trainer.callbacks)
+        whole = {name: f"it shares memory with {other}" for name, other in shared.items()}
+        whole |= {name: f"it is {what}" for name, what in packed_parameters(first.module).items()}
+        return make_plan(recording, self.groups.tensor.size, styles, whole)
 
 
 def _of_parameters(module: nn.Module) -> Recording:

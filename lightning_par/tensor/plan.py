@@ -123,11 +123,11 @@ def make_plan(
     recording: Recording,
     ranks: int,
     styles: Mapping[str, str] | None = None,
-    shared: Mapping[str, str] | None = None,
+    whole_for: Mapping[str, str] | None = None,
 ) -> TensorPlan:
     """Infer how to split the parameters of ``recording`` over ``ranks``, keeping to ``styles`` (by first name).
 
-    Those that lie in memory of others, too, stay whole; see `lightning_par.sharded.overlapping_parameters`.
+    Those of ``whole_for`` stay whole, for the reasons that it gives.
 
     Raises:
         ValueError: a parameter can't be split as ``styles`` says.
@@ -137,9 +137,8 @@ def make_plan(
     wishes = {key: styles[names[0]] for key, names in by_id.items() if names[0] in styles}
     # vectors go with their layers
     wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
-    stay = {key: names[0] for key, names in by_id.items() if names[0] in (shared or {})}
-    whole_for = {key: f"it shares memory with {(shared or {})[name]}" for key, name in stay.items()}
-    search, units = _searched(recording, ranks, wishes, whole_for)
+    reasons = {key: (whole_for or {})[names[0]] for key, names in by_id.items() if names[0] in (whole_for or {})}
+    search, units = _searched(recording, ranks, wishes, reasons)
     _check_wishes(search, wishes, by_id, ranks, units)
     owner_of_unit: dict[int, int] = {}
     splits, whole = [], []
