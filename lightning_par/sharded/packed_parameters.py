@@ -6,14 +6,18 @@ A part of it means nothing, and neither does its shape: it stays whole, and what
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.base import AbsentTensor
+from lightning_par.private.tensors import no_torch_function
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import ShardedTensor
+
+_PLAIN = (Tensor, nn.Parameter, ShardedTensor, int, float, bool, str, type(None))
 
 
 def is_packed(x: Tensor) -> bool:
@@ -49,6 +53,24 @@ def constituents(x: Tensor) -> list[Tensor]:
         with torch.no_grad():
             inner = [x.detach().as_subclass(Tensor)]
     return [*inner, *(part for found in _meanings(x) for part in _made_of(found))]
+
+
+def has_own_functions(x: Any) -> bool:
+    """Whether ``x`` is of another library's tensor class that says itself what torch functions do with it.
+
+    It may call autograd functions of its own, which rules know nothing of: it is given whole tensors.
+    """
+    kind = type(x)
+    return kind not in _PLAIN and isinstance(x, Tensor) and _says_itself(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _says_itself(kind: type[Tensor]) -> bool:
+    said = kind.__torch_function__
+    plain = (no_torch_function, Tensor.__torch_function__)
+    return getattr(said, "__func__", said) not in [getattr(f, "__func__", f) for f in plain] and not issubclass(
+        kind, ShardedTensor | AbsentTensor
+    )
 
 
 def _made_of(x: Tensor) -> list[Tensor]:

@@ -18,6 +18,7 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import MEMORY_KINDS, METADATA
 from lightning_par.sharded.functions import writes as writes
+from lightning_par.sharded.packed_parameters import has_own_functions
 from lightning_par.sharded.rules import raw_memory, several_axes, stored_weights
 from lightning_par.sharded.rules.alias import kept, shown
 from lightning_par.sharded.rules.gather_report import on_gather as on_gather
@@ -114,7 +115,7 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` by its rule; `NotImplemented` where there is none for these arguments."""
     found = _rules[func]
-    if found is None:
+    if found is None or found is not _metadata and any(map(has_own_functions, (*args, *kwargs.values()))):
         return NotImplemented
     state = RunState.current
     caller, state.running = state.running, func  # a rule may call functions that have rules of their own
