@@ -360,8 +360,8 @@ def _alike(module: nn.Module, path: str) -> list[str]:
 def _refuse_packed(module: nn.Module) -> None:
     for name, what in packed_parameters(module).items():
         raise ValueError(
-            f"{name!r} is {what}, a quantized weight: its class alone knows what it means, so that it can't be placed on "
-            "one rank and brought back. Under a pipeline or a placement load the model without quantization, or write "
+            f"{name!r} is {what}, a quantized weight: its class alone knows what it means, so that it can't be placed "
+            "on one rank and brought back. Under a pipeline or a placement load the model without quantization, or write "
             'HybridParallelStrategy(data_parallel="fsdp"), TensorParallelStrategy or SequenceParallelStrategy, which '
             "keep it whole on each rank."
         )

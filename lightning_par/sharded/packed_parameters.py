@@ -65,7 +65,7 @@ def has_own_functions(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _says_itself(kind: type[Tensor]) -> bool:
+def _says_itself(kind: Any) -> bool:
     said = kind.__torch_function__
     plain = (no_torch_function, Tensor.__torch_function__)
     return getattr(said, "__func__", said) not in [getattr(f, "__func__", f) for f in plain] and not issubclass(

@@ -1,4 +1,4 @@
-"""Quantized base weights stay what they are, whole, under every layout; what is trained beside them is as on one device."""
+"""Quantized base weights stay whole and what they are; what is trained beside them is as on one device."""
 
 from __future__ import annotations
 
