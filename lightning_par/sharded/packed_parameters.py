@@ -6,7 +6,6 @@ A part of it means nothing, and neither does its shape: it stays whole, and what
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_par.absent.base import AbsentTensor
 from lightning_par.private.tensors import no_torch_function
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.memo import Memo
 
 _PLAIN = (Tensor, nn.Parameter, ShardedTensor, int, float, bool, str, type(None))
 
@@ -61,16 +61,18 @@ def has_own_functions(x: Any) -> bool:
     It may call autograd functions of its own, which rules know nothing of: it is given whole tensors.
     """
     kind = type(x)
-    return kind not in _PLAIN and isinstance(x, Tensor) and _says_itself(kind)
+    return kind not in _PLAIN and isinstance(x, Tensor) and _SAYS_ITSELF[kind]
 
 
-@functools.lru_cache(maxsize=256)
-def _says_itself(kind: Any) -> bool:
-    said = kind.__torch_function__
+def _says_itself(kind: type) -> bool:
+    said: Any = kind.__torch_function__  # type: ignore[attr-defined]
     plain = (no_torch_function, Tensor.__torch_function__)
     return getattr(said, "__func__", said) not in [getattr(f, "__func__", f) for f in plain] and not issubclass(
         kind, ShardedTensor | AbsentTensor
     )
+
+
+_SAYS_ITSELF = Memo(_says_itself)
 
 
 def _made_of(x: Tensor) -> list[Tensor]:
