@@ -362,8 +362,8 @@ def _refuse_packed(module: nn.Module) -> None:
         raise ValueError(
             f"{name!r} is {what}, a quantized weight: its class alone knows what it means, so that it can't be placed "
             "on one rank and brought back. Under a pipeline or a placement load the model without quantization, or "
-            'write HybridParallelStrategy(data_parallel="fsdp"), TensorParallelStrategy or SequenceParallelStrategy, which '
-            "keep it whole on each rank."
+            'write HybridParallelStrategy(data_parallel="fsdp"), TensorParallelStrategy or '
+            "SequenceParallelStrategy, which keep it whole on each rank."
         )
 
 
