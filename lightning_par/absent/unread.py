@@ -87,7 +87,7 @@ class Unread(AbsentTensor):
 
     Args:
         source: where to fetch them.
-        like: another one, with which this shares memory.
+        memory: that of another one, with which this shares it.
 
     Example::
 
@@ -98,9 +98,8 @@ class Unread(AbsentTensor):
     _facts: _Memory
 
     @staticmethod
-    def __new__(cls, source: Source, like: Unread | None = None) -> Unread:
-        memory = _Memory(source) if like is None else like._facts
-        return cls._standing(memory, source.shape, source.dtype, _CPU)
+    def __new__(cls, source: Source, memory: Any = None) -> Unread:
+        return cls._standing(_Memory(source) if memory is None else memory, source.shape, source.dtype, _CPU)
 
     @property
     def source(self) -> Source:
@@ -142,7 +141,7 @@ class Unread(AbsentTensor):
     ) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
         if operator_of(func) in SAME_MEMORY_OPERATORS and isinstance(first, Unread):
-            return Unread(first.source, like=first)
+            return Unread(first.source, first.memory)
         if operator_of(func) == "clone" and isinstance(first, Unread) and not first.is_kept:
             return first.read()  # all strides are those of a contiguous tensor
         if operator_of(func) == "copy_" and not isinstance(first, Unread) and not args[1].is_kept:

@@ -83,7 +83,9 @@ def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | No
     found: dict[str, Unread] = {}
 
     def unread(name: str) -> Tensor:
-        found[name] = Unread(StoredCheckpoint(reader, metadata, name, scratch), like=found.get(name))
+        met = found.get(name)
+        memory = None if met is None else met.memory
+        found[name] = Unread(StoredCheckpoint(reader, metadata, name, scratch), memory)
         return found[name]
 
     with reads(name, weights_only, failure=ValueError):

@@ -56,7 +56,7 @@ class WeightReads:
         self._arrived = Scratch()
         self._places: dict[str, Place] = {}
         self._known: tuple[int, dict[int, tuple[str, Tensor]]] = (-1, {})  # of one moment, by their memory
-        self._brought: weakref.WeakValueDictionary[Any, Unread] = weakref.WeakValueDictionary()
+        self._brought: weakref.WeakValueDictionary[Any, object] = weakref.WeakValueDictionary()
         self._weights: list[Tensor] = []  # that hold what was brought
         self._channel = SideChannel(f"weights of {run}", rank, self._answer)
 
@@ -75,11 +75,10 @@ class WeightReads:
         known = vars(x).get(ASKED)
         if known is None or known[0] != when:
             source: Any = _Gathered(x, self) if name is None else _Weight(x, name, self)
-            like = self._brought.get(when) if name is not None else None
-            known = when, Unread(source, like)
+            known = when, Unread(source, self._brought.get(when))
             vars(x)[ASKED] = known
-            if like is None and name is not None:
-                self._brought[when] = known[1]
+            if name is not None:
+                self._brought[when] = known[1].memory
             self._state.shows_memory = True
             if isinstance(x, nn.Parameter):
                 self._weights.append(x)

@@ -124,7 +124,7 @@ def test_the_file_is_byte_for_byte_that_of_plain_tensors_tied_ones_included() ->
     far = Unread(Far(values))
     plain, late = io.BytesIO(), io.BytesIO()
     torch.save({"x": values, "tied": values.detach(), "z": torch.ones(2)}, plain)
-    torch.save({"x": far, "tied": Unread(far.source, like=far), "z": torch.ones(2)}, late)
+    torch.save({"x": far, "tied": Unread(far.source, far.memory), "z": torch.ones(2)}, late)
     assert plain.getvalue() == late.getvalue()
 
 
