@@ -1,6 +1,6 @@
 """Weights of a checkpoint become the folder of safetensors that `transformers` loads, in one process::
 
-    python -m lightning_par.checkpoint.export last.ckpt --output_dir hf/ --config pretrained/
+python -m lightning_par.checkpoint.export last.ckpt --output_dir hf/ --config pretrained/
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _memory(x: Tensor) -> object:
     return x.data_ptr(), x.shape, x.stride() if x.numel() else id(x)
 
 
-# ----------------------------------------------------------------------------------------------------- how it is written
+# --------------------------------------------------------------------------------------------------- how it is written
 
 
 class _ModelClass:
@@ -154,8 +154,8 @@ class _ModelClass:
         (self.name, *more) = self.config.architectures or [None]
         if more or not hasattr(self.transformers, str(self.name)):
             raise ValueError(
-                f"'architectures' of {self.folder}/config.json is {self.config.architectures}: it has to name one class "
-                "of transformers, as [\"LlamaForCausalLM\"]. With code of your own, leave `config` out."
+                f"'architectures' of {self.folder}/config.json is {self.config.architectures}: it has to name one "
+                'class of transformers, as ["LlamaForCausalLM"]. With code of your own, leave `config` out.'
             )
 
     def model_of(self, weights: dict[str, Tensor]) -> Any:
@@ -167,8 +167,8 @@ class _ModelClass:
             model.load_state_dict(shapes, assign=True)
         except RuntimeError as error:
             raise ValueError(
-                f"The weights are not those of {self.folder}/config.json. Adapters are not exported: merge them into the "
-                f"model and save it. {error}"
+                f"The weights are not those of {self.folder}/config.json. Adapters are not exported: merge them into "
+                f"the model and save it. {error}"
             ) from None
         model.tie_weights()
         if model.can_generate() and os.path.isfile(os.path.join(self.folder, "generation_config.json")):
@@ -201,7 +201,9 @@ def _alone(x: Tensor) -> Tensor:
     """Its values, in memory that no other tensor has."""
     if isinstance(x, Unread):
         return x.read()
-    return x.contiguous() if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x.contiguous() if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _refuse_weights_in(folder: str) -> None:
