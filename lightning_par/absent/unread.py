@@ -6,6 +6,7 @@ makes a view of it, keeps them. `torch.save` fetches one after another and keeps
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.functions import SAME_MEMORY_OPERATORS, operator_of
 
 _CPU = torch.device("cpu")
+_PAGES_FROM = 128 * 1024
+"""Bytes, as in malloc before it has freed larger ones. A process may have some 65,000 mappings."""
 
 
 class Source(Protocol):
@@ -58,7 +61,7 @@ class _Memory:
     def room(self) -> Tensor:
         """Where the values will be. Memory that nothing was written to has an address, and takes none of the host's."""
         if self._room is None:
-            self._room = torch.empty(self.source.shape, dtype=self.source.dtype)
+            self._room = _own_pages(self.source.shape, self.source.dtype)
         return self._room
 
     def _written(self) -> torch.UntypedStorage:
@@ -80,6 +83,15 @@ class _Memory:
         if self.kept is None:
             self.kept = self._fetched(self.room())
         return self.kept
+
+
+def _own_pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Uninitialised. Its memory goes back to the system with it: the heap keeps what many tensors were freed of."""
+    size = shape.numel() * dtype.itemsize
+    if size < _PAGES_FROM:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Unread(AbsentTensor):

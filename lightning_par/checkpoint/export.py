@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.unread import Unread
-from lightning_par.checkpoint.buffers import Scratch
+from lightning_par.checkpoint.buffers import GivenUp, Scratch
 from lightning_par.checkpoint.files import make_checkpoint_io
 from lightning_par.checkpoint.reading import is_directory, load
 
@@ -122,11 +122,11 @@ class _Cast:
 
 def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Floating-point ones in ``dtype``; those that share memory share it still."""
-    scratch, made = Scratch(), dict[object, Unread]()
+    scratch, made = Scratch(), dict[object, object]()
     for name, x in weights.items():
         if x.is_floating_point() and x.dtype != dtype:
-            like = made.get(_memory(x))
-            made[_memory(x)] = weights[name] = Unread(_Cast(x, dtype, scratch), like=like)
+            weights[name] = cast = Unread(_Cast(x, dtype, scratch), made.get(_memory(x)))
+            made[_memory(x)] = cast.memory
     return weights
 
 
@@ -188,8 +188,10 @@ def _write(weights: dict[str, Tensor], folder: str, max_shard_size: int | str, s
     alone = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in weights.items()}
     split = hub.split_torch_state_dict_into_shards(alone, max_shard_size=max_shard_size)
     os.makedirs(folder, exist_ok=True)
+    given_up = GivenUp()
     for file, names in split.filename_to_tensors.items():
         save_file({name: _alone(weights[name]) for name in names}, os.path.join(folder, file), {"format": "pt"})
+        given_up.add(sum(weights[name].nbytes for name in names))
     if split.is_sharded:
         metadata = {"total_parameters": numel, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}

@@ -162,7 +162,7 @@ def _share(path: Path, folder: Path, config: Path | None, dtype: Any) -> float:
 def test_values_are_held_for_one_file(with_config: bool, dtype: Any, pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _save_deep, tmp_path / "a.ckpt")
     config = _config(Deep(16).model, tmp_path / "config") if with_config else None
-    # a process of its own, whose heap has no room from before
+    # a process of its own, whose heap has no holes from before
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
         share = fresh.submit(_share, tmp_path / "a.ckpt", tmp_path, config, dtype).result()
     assert share < 0.4, share
