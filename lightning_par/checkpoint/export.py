@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.unread import Unread
-from lightning_par.checkpoint.buffers import GivenUp, Scratch
+from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.files import make_checkpoint_io
 from lightning_par.checkpoint.reading import is_directory, load
+from lightning_par.private.storage import trim_memory
 
 AUTO = "auto"
 
@@ -188,10 +189,9 @@ def _write(weights: dict[str, Tensor], folder: str, max_shard_size: int | str, s
     alone = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in weights.items()}
     split = hub.split_torch_state_dict_into_shards(alone, max_shard_size=max_shard_size)
     os.makedirs(folder, exist_ok=True)
-    given_up = GivenUp()
     for file, names in split.filename_to_tensors.items():
         save_file({name: _alone(weights[name]) for name in names}, os.path.join(folder, file), {"format": "pt"})
-        given_up.add(sum(weights[name].nbytes for name in names))
+        trim_memory()  # the heap would keep the holes
     if split.is_sharded:
         metadata = {"total_parameters": numel, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}

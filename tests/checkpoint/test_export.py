@@ -139,7 +139,7 @@ class Deep(LightningModule):
 def _save_deep(path: Path) -> None:
     with quiet():
         trainer = trainer_for("tp2", path.parent, distributed=True, precision="32-true")
-        trainer.fit(Deep(16))
+        trainer.fit(Deep(32))
         trainer.save_checkpoint(path)
 
 
@@ -161,7 +161,7 @@ def _share(path: Path, folder: Path, config: Path | None, dtype: Any) -> float:
 @pytest.mark.parametrize("with_config", [True, False])
 def test_values_are_held_for_one_file(with_config: bool, dtype: Any, pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _save_deep, tmp_path / "a.ckpt")
-    config = _config(Deep(16).model, tmp_path / "config") if with_config else None
+    config = _config(Deep(32).model, tmp_path / "config") if with_config else None
     # a process of its own, whose heap has no holes from before
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
         share = fresh.submit(_share, tmp_path / "a.ckpt", tmp_path, config, dtype).result()
