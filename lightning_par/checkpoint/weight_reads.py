@@ -51,7 +51,6 @@ class WeightReads:
     def __init__(self, module: nn.Module, rank: int, run: str, standing: Standing) -> None:
         self._module, self._rank, self.standing = module, rank, standing
         self._state = RunState.current
-        self.standing.writes = lambda: self._state.writes
         self.scratch = Scratch()
         self._arrived = Scratch()
         self._places: dict[str, Place] = {}
@@ -89,7 +88,7 @@ class WeightReads:
         """To be called where a step begins: what parameters hold of each other's parts goes."""
         for x in self._weights:
             vars(x).pop(ASKED, None)
-        self._state.shows_memory, self._state.writes = False, 0
+        self._state.shows_memory = False
         self._weights.clear()
 
     def fetch(self, x: Tensor, name: str, out: Tensor) -> None:
@@ -160,7 +159,7 @@ class WeightReads:
         return _Asked(
             self._channel,
             rank,
-            {"name": name, "what": what, "steps": self.standing.steps, "writes": self._state.writes},
+            {"name": name, "what": what, "steps": self.standing.steps, "writes": self.standing.writes},
         )
 
     # ----------------------------------------------------------------------------------------------------- who is asked

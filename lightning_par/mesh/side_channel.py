@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import secrets
 import socket
@@ -22,6 +23,7 @@ from lightning_par.private.process_groups import default_store, host_of_store
 _LENGTH = struct.Struct("!Q")
 _LONGEST = 1 << 26  # bytes of a message: one in JSON may list an index each row of a table of words
 _SILENCE = 60.0  # seconds
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Line:
@@ -83,10 +85,13 @@ class SideChannel:
     def __init__(self, name: str, rank: int, answer: Callable[[Any, Line], None]) -> None:
         self._name, self._answer = name, answer
         self._secret = secrets.token_hex(16)
-        self._server = socket.create_server((_own_address(), 0), backlog=128)
+        store, own = host_of_store()[0], _own_address()
+        # A name of this host may be its loopback address here, by which other hosts don't reach it.
+        everywhere = _is_loopback(own) and store not in _LOOPBACK
+        self._server = socket.create_server(("" if everywhere else own, 0), backlog=128)
         self._known: dict[int, tuple[str, int, str]] = {}
-        host, port = self._server.getsockname()[:2]
-        default_store().set(self._key(rank), json.dumps([host, port, self._secret]))
+        port = self._server.getsockname()[1]
+        default_store().set(self._key(rank), json.dumps([store if everywhere else own, port, self._secret]))
         self._threads = [threading.Thread(target=self._accept, name=f"lightning_par {name}", daemon=True)]
         self._threads[0].start()
 
@@ -148,6 +153,10 @@ class SideChannel:
                 raise
             except Exception as error:  # whatever it is, the rank that asks must hear of it
                 line.say({"failure": f"{type(error).__name__}: {error}"})
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _own_address() -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
+from lightning_par.mesh.handshake import PATIENCE
 from lightning_par.private.threads import frame_of
 
 _WAITS = ("torch.distributed", "lightning_par.mesh")  # modules whose functions wait for other ranks
@@ -35,8 +36,8 @@ class Standing:
         """Steps that ended."""
         self.inside = 0
         """Steps that run, one within the other."""
-        self.writes: Callable[[], int] = lambda: 0
-        """How often code between steps has written to weights since the last one, alike on all ranks."""
+        self.writes = 0
+        """How often code between steps has written to weights since the last one, alike on ranks at one place of it."""
         self._thread = threading.get_ident()
         self._granted = -1
 
@@ -49,6 +50,12 @@ class Standing:
         finally:
             self.inside -= 1
             self.steps += 1
+            self.writes = 0
+
+    def wrote(self) -> None:
+        """To be called where a weight is written to; in steps it does not count."""
+        if not self.inside:
+            self.writes += 1
 
     def rests(self) -> bool:
         """Whether this rank's own code waits for another rank, as far as it can be seen."""
@@ -69,32 +76,37 @@ class Standing:
             writes: as `writes` there.
 
         Raises:
-            RuntimeError: this rank has gone on.
+            RuntimeError: this rank has gone on, or the other has written to weights by itself.
         """
-        since = None
+        before, since = None, time.monotonic()
         while True:
-            now, inside = self.steps, self.inside
-            if now > steps:
-                raise RuntimeError(f"it has gone on, to step {now + 1} of the run, from step {steps + 1}")
-            wrote = self.writes()
-            if now == steps and wrote > writes:
-                raise RuntimeError(
-                    "it has gone on, and has written to weights. Where one rank alone reads them, as to save them, and "
-                    "code behind that writes, let the others wait: `self.trainer.strategy.barrier()` before it writes"
-                )
-            if wrote < writes:
-                since = None
-            elif now == steps and (self._granted == steps or self.rests()) and self.steps == steps:
-                return
-            if now == steps and wrote == writes and not inside:
-                since = since or time.monotonic()
-                if time.monotonic() - since > _PATIENCE:
-                    self._granted = steps
+            now = self.steps, self.writes, self.inside
+            self._refuse_later(steps, writes)
+            if now[:2] == (steps, writes) and (self._granted == steps or self.rests()):
+                if (self.steps, self.writes) == (steps, writes):  # still
                     return
-            else:
-                since = None
+            if now != before or self.steps != steps:
+                before, since = now, time.monotonic()
+            waited = time.monotonic() - since
+            if waited > _PATIENCE and now == (steps, writes, 0):
+                self._granted = steps
+                return
+            if waited > _PATIENCE and self.writes < writes and (waited > PATIENCE.total_seconds() or self.rests()):
+                raise RuntimeError(
+                    "the rank that asks has written to weights which this one has not, in code that it ran alone. "
+                    "Write to them on all ranks: what follows would differ, too"
+                )
             time.sleep(_STILL)
             yield
+
+    def _refuse_later(self, steps: int, writes: int) -> None:
+        if self.steps > steps:
+            raise RuntimeError(f"it has gone on, to step {self.steps + 1} of the run, from step {steps + 1}")
+        if self.steps == steps and self.writes > writes:
+            raise RuntimeError(
+                "it has gone on, and has written to weights. Where one rank alone reads them, as to save them, and "
+                "code behind that writes, let the others wait: `self.trainer.strategy.barrier()` before it writes"
+            )
 
     def _place(self) -> tuple[int, int] | None:
         """The innermost function, and where in it, if it waits for other ranks."""

@@ -44,7 +44,6 @@ class RunState:
         whereabouts: what this rank has come to, for others to see.
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
         reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
-        writes: to weights in parts or elsewhere by user code since the last step, alike on ranks at one place of it.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -72,7 +71,6 @@ class RunState:
         self.gathers: Counter[tuple[str, str]] = Counter()
         self.reads: WeightReads | None = None
         self.shows_memory = False
-        self.writes = 0
         self._outer: RunState | None = None
         self._ended = False
 
@@ -83,6 +81,11 @@ class RunState:
     def memory_of(self, x: Tensor) -> Unread | None:
         """What stands for the memory of ``x``, in parts or elsewhere, between steps; None where there is none."""
         return None if self.reads is None else self.reads.of(x)
+
+    def wrote(self) -> None:
+        """A tensor in parts, or a weight of any stage, is written to."""
+        if self.reads is not None:
+            self.reads.standing.wrote()
 
     def begin(self) -> None:
         """From now on it is the current one, until it ends."""

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_rank_that_has_gone_on_says_so() -> None:
     assert (standing.steps, standing.inside) == (1, 0)
     with pytest.raises(RuntimeError, match="gone on, to step 2 of the run, from step 1"):
         _waits(standing, 0, 0)
-    standing.writes = lambda: 2
+    standing.writes = 2
     with pytest.raises(RuntimeError, match="written to weights"):
         _waits(standing, 1, 1)
 
@@ -90,3 +91,33 @@ def test_who_is_behind_is_waited_for() -> None:
     began = time.monotonic()
     thread.join(30)
     assert came.is_set() and time.monotonic() - began > 0.5  # nor at once in code between steps, unless that waits
+
+
+def test_who_has_written_alone_is_not_waited_for() -> None:
+    standing = Standing()
+    store, told = dist.HashStore(), []
+
+    def ask() -> None:
+        with pytest.raises(RuntimeError, match="written to weights which this one has not, in code that it ran alone"):
+            _waits(standing, 0, 1)
+        told.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:  # this rank waits, as in a collective that the other does not come to
+        with pytest.raises(dist.DistStoreError):
+            dist.distributed_c10d._store_based_barrier(0, store, "a group", 2, timedelta(seconds=4))
+    finally:
+        dist.destroy_process_group()
+        thread.join(30)
+    assert told
+
+
+def test_writes_count_from_one_step_to_the_next_and_not_within() -> None:
+    standing = Standing()
+    standing.wrote()
+    with standing.step():
+        standing.wrote()
+        assert standing.writes == 1
+    assert standing.writes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -249,11 +250,12 @@ def _average(layout: dict[str, Any], folder: str, waits: bool) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(_Averages(Path(folder), waits), torch.utils.data.DataLoader(torch.randint(48, (8, 8)), batch_size=4))
+    batches = torch.randint(48, (16, 8))  # two a replica, at least
+    trainer.fit(_Averages(Path(folder), waits), torch.utils.data.DataLoader(batches, batch_size=4))
 
 
-@slow("pipeline")
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@slow("pipeline", "fsdp")
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "fsdp"])
 def test_weights_that_are_moved_between_steps_are_saved_moved_or_not_at_all(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
@@ -272,6 +274,38 @@ class _Keeps(Saver):
             self.kept = self.model.state_dict()
         else:
             torch.save(self.kept, "/dev/null")
+
+
+class _WritesAlone(Saver):
+    """What one rank alone does to its parts is no weight of the model's."""
+
+    def save(self) -> None:
+        if torch.distributed.get_rank() == 0:
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.mul_(2)
+            torch.save(self.model.state_dict(), "/dev/null")
+
+
+def _write_alone(layout: dict[str, Any], folder: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=HybridParallelStrategy(**layout), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(
+        _WritesAlone("llama", Path(folder)), torch.utils.data.DataLoader(torch.randint(48, (8, 8)), batch_size=2)
+    )
+
+
+@slow("fsdp")
+@pytest.mark.parametrize("layout", ["tensor", "fsdp"])
+def test_weights_that_one_rank_alone_has_written_to_are_not_saved(pool: Pool, tmp_path: Path, layout: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailedError, match="written to weights which this one has not, in code that it ran alone"):
+        pool.run(2, _write_alone, LAYOUTS[layout], str(tmp_path), grace=5)
+    assert time.monotonic() - began < 60
 
 
 def _keep() -> None:

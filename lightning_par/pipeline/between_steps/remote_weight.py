@@ -191,7 +191,7 @@ def _run(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) ->
         if result is not NotImplemented:
             return result
     if targets(func, args, kwargs):
-        RunState.current.writes += 1
+        RunState.current.wrote()
         result = _write(owner, func, name, args, kwargs)
         owner.replicas.refresh()
         return result

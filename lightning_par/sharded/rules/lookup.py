@@ -65,7 +65,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return memory
     if _writers[func]:
         aliases.count_write(args)
-        RunState.current.writes += 1
+        RunState.current.wrote()
     names = RunState.current.names
     if names.on:
         return _named(names, func, args, kwargs)
