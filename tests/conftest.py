@@ -55,6 +55,14 @@ def asked(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]
     return rows
 
 
+@pytest.fixture
+def fresh() -> Iterator[Pool]:
+    """Memory that an earlier run gave up would hide what is taken."""
+    started = Pool()
+    yield started
+    started.close()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Ranks on this host: ``pool.run(2, function, *args)``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -142,14 +141,6 @@ def _measured(layout: str, optimizer: str, width: int, folder: Path, kind: str |
 
 def _ranks(layout: str) -> int:
     return max(SHARES[layout], 2)
-
-
-@pytest.fixture
-def fresh() -> Iterator[Pool]:
-    """Memory that an earlier run gave up would hide what is taken."""
-    started = Pool()
-    yield started
-    started.close()
 
 
 @slow()

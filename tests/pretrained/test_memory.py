@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -67,14 +66,6 @@ def _ratios(folder: Path, layout: str) -> tuple[float, float]:
         with pytest.raises(SystemExit):
             fit(module, "hf_llama", LAYOUTS[layout], seeing=measuring)
     return measuring.ratios
-
-
-@pytest.fixture
-def fresh() -> Iterator[Pool]:
-    """Memory that an earlier run gave up would hide what is taken."""
-    started = Pool()
-    yield started
-    started.close()
 
 
 @slow()
