@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ class Alive(Callback):
         self.counts: list[int] = []
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)  # gloo's threads let go of the last message's tensors some time after it has arrived
         gc.collect()
         self.counts.append(sum(issubclass(type(x), Tensor) for x in gc.get_objects()))
 
