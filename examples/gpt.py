@@ -215,6 +215,12 @@ class StandardLibrary(LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
+        texts = self.texts()
+        self.train = Windows(b"".join(t for i, t in enumerate(texts) if i % 10 != 9), self.hparams.context)
+        self.val = Windows(b"".join(texts[9::10]), self.hparams.context)
+
+    def texts(self) -> list[bytes]:
+        """The files' contents."""
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = sorted(
             path
@@ -229,8 +235,7 @@ class StandardLibrary(LightningDataModule):
                 break
             texts.append(text)
             room -= len(text)
-        self.train = Windows(b"".join(t for i, t in enumerate(texts) if i % 10 != 9), self.hparams.context)
-        self.val = Windows(b"".join(texts[9::10]), self.hparams.context)
+        return texts
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return self._loader(self.train, shuffle=True)

@@ -24,6 +24,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.rules.stored_weights import Gathering
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
 
 PURPOSE = "parameters"
@@ -131,14 +132,17 @@ class Stored(ShardedTensor):
     def unstored(self) -> Tensor:
         """The parameter as it was before; all peers must call it."""
         with torch.no_grad():
-            held = collectives.gather(self._local.detach(), self._dim, self._inner, self._peers, "unshard")
-            own = torch.nn.Parameter(held.clone(), requires_grad=self.requires_grad)
+            own = torch.nn.Parameter(self._kept(self._local.detach()), requires_grad=self.requires_grad)
             if self._local.grad is not None:
-                own.grad = collectives.gather(self._local.grad, self._dim, self._inner, self._peers, "unshard").clone()
+                own.grad = self._kept(self._local.grad)
         used = self.used(own)
         if used is not own:
             mark_parameter(used)
         return used
+
+    def _kept(self, part: Tensor) -> Tensor:
+        held = collectives.gather(part, self._dim, self._inner, self._peers, "unshard")
+        return RunState.current.kept(held, self._peers)
 
     def twin(self, local: Tensor | None = None) -> Stored:
         x = Stored(self._local if local is None else local, self._dim, self._positions, self._axis)

@@ -47,7 +47,7 @@ def send_to_all(x: Tensor | None, kind: Kind, source: int, axis: Axis, purpose: 
         purpose: for the ledger.
     """
     shape, dtype = kind
-    device = _device_of_messages(axis)
+    device = device_of_messages(axis)
     if axis.rank == source:
         assert x is not None
         staged = x.detach().to(device).contiguous()
@@ -96,6 +96,6 @@ def kinds_at(wanted: dict[Any, int], mine: dict[Any, Tensor], axis: Axis, purpos
     return {key: kind for theirs in axis.all_gather_object(told, purpose) for key, kind in theirs.items()}
 
 
-def _device_of_messages(axis: Axis) -> torch.device:
+def device_of_messages(axis: Axis) -> torch.device:
     nccl = axis.group is not None and "nccl" in dist.get_backend(axis.group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

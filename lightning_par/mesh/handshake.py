@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 from lightning_par.mesh.axis import Axis
@@ -128,11 +128,9 @@ class Meeting:
         store, end = default_store(), time.monotonic() + patience.total_seconds()
         while True:
             left = end - time.monotonic()
-            try:
-                store.wait([*others.values()], min(GLANCE, timedelta(seconds=max(left, 0.001))))
+            if _come(others.values(), min(GLANCE.total_seconds(), left)):
                 return
-            except RuntimeError:  # torch's DistStoreError among them
-                missing = [rank for rank, key in others.items() if not store.check([key])]
+            missing = [rank for rank, key in others.items() if not store.check([key])]
             named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             for rank in missing:
                 gone = RunState.current.whereabouts.passed_by(rank)
@@ -149,6 +147,17 @@ class Meeting:
 
     def _key(self, ranks: tuple[int, ...], rank: int, before: int = 0) -> str:
         return f"lightning_par/{ranks}/{self.name}/{self._met[ranks] - before}/{rank}"
+
+
+def _come(keys: Iterable[str], seconds: float) -> bool:
+    """Whether the store has all ``keys`` in time. (Its own `wait` writes to the user's terminal when it has not.)"""
+    store, wanted, end, pause = default_store(), [*keys], time.monotonic() + seconds, 0.0002
+    while not store.check(wanted):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
+    return True
 
 
 def number_of(axis: Axis, name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,3 +17,20 @@ def raw_bytes(x: Tensor) -> Tensor:
     # Not `view(-1)`: a tensor of one element counts as contiguous with any stride, and keeps that.
     flat = x.detach().as_strided((x.numel(),), (1,), x.storage_offset())
     return flat.view(torch.uint8)
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """`raw_bytes` as the system's calls take them, shared with ``x``, which is on the CPU and outlives them.
+
+    Example::
+
+        assert bytes(bytes_of(torch.ones(2, dtype=torch.uint8))) == b"\x01\x01"
+    """
+    return memoryview(np.asarray(_Bytes(raw_bytes(x))))  # type: ignore[arg-type]
+
+
+class _Bytes:
+    """The memory of a flat uint8 tensor as numpy sees it; `Tensor.numpy` would mark it as shared for good."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__array_interface__ = dict(shape=(x.numel(),), typestr="|u1", data=(x.data_ptr(), False), version=3)

@@ -25,6 +25,12 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
         return x.untyped_storage()
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether the memory of the strided ``x`` on the CPU is none that torch allocated, as that of a mapped file."""
+    storage = storage_of(x) if x.device.type == "cpu" else None
+    return storage is not None and not storage.resizable()
+
+
 def is_shared(x: Tensor) -> bool:
     """Whether another tensor, wherever it is, has memory of the strided ``x``, or may have it, as an array of numpy."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_par.absent.unread import Unread
     from lightning_par.checkpoint.weight_reads import WeightReads
     from lightning_par.mesh.axis import Axis
+    from lightning_par.mesh.host_files import HostFiles
 
 
 class RunState:
@@ -44,6 +45,7 @@ class RunState:
         whereabouts: what this rank has come to, for others to see.
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
         reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
+        files: where what becomes whole for good goes to; see `lightning_par.mesh.host_files`.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -70,6 +72,7 @@ class RunState:
         self.copies: dict[int, tuple[Any, list[Any]]] = {}
         self.gathers: Counter[tuple[str, str]] = Counter()
         self.reads: WeightReads | None = None
+        self.files: HostFiles | None = None
         self.shows_memory = False
         self._outer: RunState | None = None
         self._ended = False
@@ -81,6 +84,10 @@ class RunState:
     def memory_of(self, x: Tensor) -> Unread | None:
         """What stands for the memory of ``x``, in parts or elsewhere, between steps; None where there is none."""
         return None if self.reads is None else self.reads.of(x)
+
+    def kept(self, x: Tensor, axis: Axis) -> Tensor:
+        """The plain ``x``, which all ranks along the axis hold from now on; all of them must call it."""
+        return x if self.files is None else self.files.kept(x, axis)
 
     def wrote(self) -> None:
         """A tensor in parts, or a weight of any stage, is written to."""

@@ -134,6 +134,11 @@ class ShardedTensor(torch.Tensor):
             aliases.settle(self._innermost, "full_tensor")
         return collectives.gather(self._local, self._dim, self._positions, self._axis, purpose)
 
+    def kept_whole(self, purpose: str) -> Tensor:
+        """`full_tensor`, to be held by every rank along the axis from now on."""
+        whole = self.full_tensor(purpose)
+        return whole if isinstance(whole, ShardedTensor) else RunState.current.kept(whole, self._axis)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_dispatch or _load_rules())(func, args, kwargs or {})

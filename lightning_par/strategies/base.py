@@ -9,6 +9,7 @@ order of a run.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,6 @@ from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.whole_arguments import hand_metrics_whole_tensors
 from lightning_par.strategies import end_of_run
 from lightning_par.strategies.building import BuildingMixin
-from lightning_par.strategies.host_memory import shortest_room
 from lightning_par.strategies.initial_weights import equalize
 from lightning_par.strategies.logging import gather_metrics_over, restore_metrics
 from lightning_par.strategies.parts import Parts, make_parts
@@ -63,7 +63,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             kind.hold(self)
         for part in self.parts:
             part.check(trainer, self.lightning_module)
-        self._make_left_parts_whole(self.lightning_module)
+        self._make_left_parts_whole(self.lightning_module, trainer.callbacks)
         fitting = trainer.state.fn.value == "fit"
         self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
         self._state.whereabouts.run = self._run
@@ -72,7 +72,6 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
         count_samples_once(trainer.callbacks, self.groups.replica, self.namespace)
-        make_held_whole([self.model, *trainer.callbacks])  # a run that an exception ended left its shards
         equalize(self.model, self.groups.world, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -96,21 +95,24 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             patches.SYNC_ADVICE.hold(self)
         patches.experiments(self.namespace).hold(self)
 
-    def _make_left_parts_whole(self, module: nn.Module) -> None:
+    def _make_left_parts_whole(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         """Called before a run, on all ranks: an earlier one may have left parts, on purpose or by an exception.
 
         Raises:
             RuntimeError: there is no room for the whole.
         """
-        room = shortest_room(module, (), self.root_device, self.groups.world)
-        if not room.suffices:
-            raise RuntimeError(
-                f"An earlier run has left {type(module).__name__} in parts, and the whole does not fit on each rank: "
-                f"{room}. Save a checkpoint, `trainer.save_checkpoint(path)` on all ranks, and go on with a new module "
-                f"that makes its layers in configure_model: `trainer.test({type(module).__name__}(), ckpt_path=path)`."
-            )
-        unstore(module)
-        bring_back(module, self.groups.pipeline)
+        world = self.groups.world
+        with end_of_run.room_for_the_whole(module, (), self.root_device, world) as room:
+            if not room.suffices:
+                name = type(module).__name__
+                raise RuntimeError(
+                    f"An earlier run has left {name} in parts, and the whole does not fit on each rank: {room}. Save a "
+                    "checkpoint, `trainer.save_checkpoint(path)` on all ranks, and go on with a new module that makes "
+                    f"its layers in configure_model: `trainer.test({name}(), ckpt_path=path)`."
+                )
+            unstore(module)
+            bring_back(module, self.groups.pipeline)
+            make_held_whole([module, *callbacks])  # an exception ended it
 
     def _shard_model(self, trainer: Any) -> None:
         """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
@@ -133,19 +135,22 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         if module is None or not self.parts:
             return
         self._come("end of run", "came to the end of the run")
-        room = shortest_room(module, self.optimizers, self.root_device, self.groups.world)
-        if not room.suffices:  # the ranks keep what they hold, as after an exception: a checkpoint can still be saved
-            if self.groups.world.rank == 0:
+        world = self.groups.world
+        with end_of_run.room_for_the_whole(module, self.optimizers, self.root_device, world) as room:
+            if room.suffices:
+                self._make_whole(module)
+            elif world.rank == 0:  # what the ranks hold can still be saved, as after an exception
                 warnings.warn(
                     "The module is left in parts, each rank's own, since the whole does not fit on each rank: "
                     f"{room}. Its weights can't be read here; `trainer.save_checkpoint(path)`, called on all ranks, "
                     "saves all of them.",
                     stacklevel=1,
                 )
-            return
+
+    def _make_whole(self, module: nn.Module) -> None:
         for optimizer in self.optimizers:
             end_of_run.unshard_optimizer_state(optimizer, self.groups.pipeline)
-        trainer: Any = module.trainer
+        trainer: Any = trainer_of(module)
         for part in reversed(self.parts):
             part.undo(module, trainer.callbacks)
         self.parts = Parts()

@@ -4,20 +4,54 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.host_files import LEAST, HostFiles
 from lightning_par.optim.stand_ins import with_inner
 from lightning_par.optim.value_places import unmark
 from lightning_par.pipeline.between_steps.gather_states import collect
 from lightning_par.private.process_groups import default_store
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.tensor import ShardedTensor, full
+from lightning_par.strategies.host_memory import Room, shortest_room
 from lightning_par.tensor.kept_tensors import make_held_whole
+
+
+@contextmanager
+def room_for_the_whole(
+    module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device, world: Axis
+) -> Iterator[Room]:
+    """Within, the whole of ``module`` goes to files that a host's ranks share, where these have room. All ranks must
+    enter it, and leave what does not suffice as it is.
+
+    Args:
+        module: of which this rank may hold parts.
+        optimizers: of its parameters.
+        device: where its parameters are.
+        world: all ranks.
+    """
+    room, state = shortest_room(module, optimizers, device, world), RunState.current
+    if room.needed < LEAST:
+        yield room
+        return
+    files, failed = HostFiles(world), True
+    try:
+        filed = shortest_room(module, optimizers, device, world, files.folder)
+        if filed.suffices:
+            room, state.files = filed, files
+        yield room
+        failed = False
+    finally:
+        state.files = None
+        files.close(failed)
 
 
 @torch.no_grad()
@@ -48,8 +82,7 @@ def unshard_optimizer_state(optimizer: Optimizer, stages: Axis | None = None) ->
 def _whole(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedTensor):
         return x
-    whole = x.full_tensor("state")
-    return whole.cpu() if whole.device.type == "cuda" else whole
+    return RunState.current.kept(full(x).cpu(), x.axis)
 
 
 PATIENCE = timedelta(seconds=10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.host_files import LEAST
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.startup_table import bytes_text
@@ -48,7 +51,13 @@ class Room:
         return f"{self.place} would need {bytes_text(self.needed)} more for it, and has {bytes_text(self.free)} left"
 
 
-def shortest_room(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device, world: Axis) -> Room:
+def shortest_room(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    device: torch.device,
+    world: Axis,
+    folder: str | None = None,
+) -> Room:
     """Where the whole of ``module`` and its optimizers' state fits least on every rank. All ranks must call it.
 
     Args:
@@ -56,10 +65,16 @@ def shortest_room(module: nn.Module, optimizers: Iterable[Optimizer], device: to
         optimizers: of its parameters; their state gets whole on the host.
         device: where its parameters are.
         world: all ranks.
+        folder: where files are to hold what is large of it; else the host's memory holds all.
     """
     host = socket.gethostname()
     weights, states = _growth(module, optimizers)
-    asked = [(host, weights + states, free_on_host())]
+    filed = 0.0
+    if folder is not None:
+        filed = _large(module) * (states + (weights if device.type == "cpu" else 0))
+    asked = [(host, weights + states - filed, free_on_host())]
+    if folder is not None:
+        asked.append((f"{folder} of {host}", filed, free_in(folder)))
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         asked.append((f"{device} of {host}", weights, torch.cuda.mem_get_info(device)[0] + unused))
@@ -88,6 +103,12 @@ def _growth(module: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[float, 
     return whole - held + more * gradients, more * states
 
 
+def _large(module: nn.Module) -> float:
+    """How much of the weights is in tensors that go to files."""
+    sizes = [x.shape.numel() * x.dtype.itemsize for x in module.parameters()]
+    return sum(size for size in sizes if size >= LEAST) / max(1, sum(sizes))
+
+
 def _bytes(x: Any) -> int:
     part: Tensor = leaf(x)
     return part.numel() * part.element_size()
@@ -96,6 +117,23 @@ def _bytes(x: Any) -> int:
 def free_on_host() -> float:
     """Bytes that processes of this host, or of its container, may still take; infinite where that is unknown."""
     return min(_free_of_machine(), *(_free_of_group(*names) for names in _GROUPS))
+
+
+def free_in(folder: str) -> float:
+    """Bytes that files in ``folder`` may still take."""
+    free = float(shutil.disk_usage(folder).free)
+    return min(free, free_on_host()) if _in_memory(folder) else free
+
+
+def _in_memory(folder: str) -> bool:
+    """Whether files there are in memory; False where the system does not say."""
+    number = os.stat(folder).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    try:  # as "36 35 98:0 /root /tmp rw - ext4 /dev/sda rw"
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return False
+    return any(line[2] == wanted and line[line.index("-") + 1] in ("tmpfs", "ramfs") for line in lines)
 
 
 def free_on(device: torch.device) -> float:

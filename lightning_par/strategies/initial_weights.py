@@ -14,6 +14,8 @@ from lightning_par.absent.deferred.adoption import Adoption
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.deferred.materialise import make_real
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.digest import digest
+from lightning_par.private.storage import is_mapped
 from lightning_par.sharded.identity import swappable
 from lightning_par.sharded.packed_parameters import constituents, is_packed
 from lightning_par.sharded.tensor import leaf
@@ -38,7 +40,7 @@ def equalize(module: nn.Module, world: Axis, device: torch.device) -> None:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     _check_alike({name: _kind(x) for name, x in tensors.items()}, world)
-    alike = _computed_alike(tensors, world)
+    alike = _computed_alike(tensors, world) | _mapped_alike(tensors, world)
     with swappable(module.modules()):
         for name, x in tensors.items():
             if name not in alike:
@@ -60,6 +62,13 @@ def _computed_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
     samples = {file: file.sample() for name in sorted(alike) for file in files[name]}
     seen = world.all_gather_object({name: [samples[file] for file in files[name]] for name in alike}, "weights")
     return {name for name in alike if all(theirs[name] == seen[0][name] for theirs in seen)}
+
+
+def _mapped_alike(tensors: dict[str, Tensor], world: Axis) -> set[str]:
+    """The names of tensors that are equal on all ranks, of those in mapped files: a write would take memory."""
+    mine = {name: int(digest(x)) for name, x in tensors.items() if type(x) in (Tensor, nn.Parameter) and is_mapped(x)}
+    first, *others = world.all_gather_object(mine, "weights")
+    return {name for name in first if all(theirs.get(name) == first[name] for theirs in others)}
 
 
 def _kind(x: Tensor) -> str:

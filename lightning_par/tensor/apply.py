@@ -42,9 +42,9 @@ def unshard_module(module: nn.Module) -> None:
         if isinstance(parameter, ShardedTensor):
             grad = parameter.grad
             with torch.no_grad():
-                whole = nn.Parameter(parameter.full_tensor("unshard"), requires_grad=parameter.requires_grad)
+                whole = nn.Parameter(parameter.kept_whole("unshard"), requires_grad=parameter.requires_grad)
                 if isinstance(grad, ShardedTensor):
-                    whole.grad = grad.full_tensor("unshard")
+                    whole.grad = grad.kept_whole("unshard")
             part = parameter.local
             become(parameter, whole, name)
             _hang_on_whole(parameter, part)

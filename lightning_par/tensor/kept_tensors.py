@@ -37,7 +37,7 @@ def _attributes(holder: Any, seen: set[int]) -> None:
 
 def _whole(value: Any, seen: set[int]) -> Any:
     if isinstance(value, ShardedTensor):
-        return value if id(value) in seen else value.full_tensor("unshard")
+        return value if id(value) in seen else value.kept_whole("unshard")
     if not isinstance(value, nn.Module | list | dict | tuple) or id(value) in seen:
         return value
     seen.add(id(value))

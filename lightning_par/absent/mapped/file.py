@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.geometry import Geometry
+from lightning_par.mesh.raw_bytes import bytes_of
 
 _GAP = 512  # bytes between two parts from which on they are read by calls of their own
 _SCRATCH = 16 << 20  # bytes read at once of what is not wanted as it lies in the file
@@ -64,7 +65,7 @@ class File:
         Raises:
             OSError: the file has changed since it was opened, or can't be read.
         """
-        memory, done = memoryview(np.asarray(_Bytes(target))), 0  # type: ignore[arg-type]
+        memory, done = bytes_of(target), 0
         while done < len(memory):
             count = os.preadv(self._fd, [memory[done : done + (1 << 30)]], start + done)
             if not count:
@@ -125,13 +126,6 @@ class File:
             scratch = torch.empty(inner.span[1], dtype=torch.uint8)
             self.read_bytes(scratch, start + there.offset * size)
             target.copy_(scratch.view(there.dtype).as_strided(inner.shape, inner.stride))
-
-
-class _Bytes:
-    """The memory of a flat uint8 tensor as numpy sees it; `Tensor.numpy` would mark it as shared for good."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.__array_interface__ = dict(shape=(x.numel(),), typestr="|u1", data=(x.data_ptr(), False), version=3)
 
 
 def _outer(there: Geometry) -> int:

@@ -14,6 +14,7 @@ from lightning_par.absent.unread import Unread
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import SMALL, Kind, Pickled, kind_of, kinds_at, send_to_all
 from lightning_par.python_state.nested_tensors import map_tensors
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
 
 State = dict[str, Any]
@@ -124,7 +125,8 @@ def _entry(mine: Any, entry: Any, source: int | None, axis: Axis, keep: bool) ->
         whole = full(mine) if mine is not None else None  # always, since ranks of the other axis do it
     if source is not None:
         arrived = send_to_all(whole, entry, source, axis, "state")
-        whole = arrived.cpu() if mine is None else whole
+        arrived = RunState.current.kept(arrived.cpu(), axis)
+        whole = arrived if mine is None else whole
     if mine is not None and not isinstance(mine, ShardedTensor):
         return mine
     if not keep or whole is None:

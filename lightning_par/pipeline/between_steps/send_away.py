@@ -19,6 +19,7 @@ from lightning_par.mesh.broadcast import kind_of, kinds_at, send_to_all, wanted_
 from lightning_par.private.modules import buffers_of, is_persistent, weight_norms
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.identity import become, swappable
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
 
@@ -129,6 +130,7 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     with swappable(modules):
         for path in sorted(kinds):  # in one order on all ranks
             part = send_to_all(parts.get(path), kinds[path], wanted[path], axis, "unshard")
+            part = RunState.current.kept(part, axis)
             x = found.get(path)
             if isinstance(x, Elsewhere):
                 become(x, _here(x, part), x.origin.name)

@@ -1,0 +1,126 @@
+"""Whole tensors that the ranks of a host share: each lies once in a file, of which every rank has a view.
+
+At the end of a run every rank gets the whole model. On a host of 8 ranks that would be 8 models in memory, where each
+rank held an 8th. A file of the temporary folder, mapped privately, takes no memory of a rank's own until it is written
+to, and then by the page; the others don't see what was written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.broadcast import device_of_messages
+from lightning_par.mesh.raw_bytes import bytes_of
+from lightning_par.private.storage import trim_memory
+
+LEAST = 1 << 20  # bytes of a tensor that is worth a file
+_PURPOSE = "unshard"
+_TRIM = 16 << 20  # bytes that were given up since memory was last handed back to the system
+
+
+class HostFiles:
+    """The files of one host's ranks while a run ends. All ranks must make it, and close it.
+
+    Args:
+        world: all ranks.
+
+    Attributes:
+        folder: in which this rank finds the files.
+
+    Example::
+
+        files = HostFiles(groups.world)
+        weight = files.kept(weight, groups.tensor)  # the same numbers, in a file
+        files.close()
+    """
+
+    def __init__(self, world: Axis) -> None:
+        own = tempfile.mkdtemp(prefix="lightning_par-")
+        told = world.all_gather_object((socket.gethostname(), own), _PURPOSE)
+        # Two containers may have one name, and not see each other's files.
+        seen = [rank for rank, (host, path) in enumerate(told) if host == socket.gethostname() and os.path.isdir(path)]
+        self._writers = dict(zip(world.ranks, world.all_gather_object(seen[0], _PURPOSE)))
+        self.folder, self._world = told[seen[0]][1], world
+        self._writer = self._writers[world.ranks[world.rank]]
+        self._done: dict[tuple[int, ...], str] = {}  # by the ranks that have mapped it when they meet again
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._own, self._given_up = own, 0
+        if self.folder != own:
+            os.rmdir(own)
+
+    def kept(self, x: Tensor, axis: Axis) -> Tensor:
+        """The plain, whole ``x`` in a file; ``x`` itself where it is small or not on the CPU, or no file can be made.
+
+        Args:
+            x: the same on all ranks along the axis, which must all call it.
+            axis: the ranks that get it.
+        """
+        if axis.size == 1 or x.device.type != "cpu" or x.nbytes < LEAST or not x.is_contiguous():
+            return x
+        here = [rank for rank in axis.ranks if self._writers[rank] == self._writer]
+        me = axis.ranks[axis.rank]
+        path = os.path.join(self.folder, f"{here[0]}-{axis.name}{axis.size}-{self._counts[axis.ranks]}")
+        self._counts[axis.ranks] += 1
+        self._trim()
+        written = me != here[0] or _write(x, path)
+        flag = torch.tensor([int(written)], device=device_of_messages(axis))
+        all_written = axis.all_reduce_(flag, _PURPOSE, "min").item() == 1
+        self._remove(axis)
+        if me == here[0]:
+            self._done[axis.ranks] = path
+        mapped = _mapped(x, path) if all_written else x
+        self._given_up += x.nbytes
+        return mapped
+
+    def close(self, failed: bool = False) -> None:
+        """No files are to come; all ranks must call it, unless one has ``failed``."""
+        if not failed:
+            self._world.all_reduce_(torch.ones(1, device=device_of_messages(self._world)), _PURPOSE)
+        if self.folder == self._own:  # all have mapped what is in it
+            shutil.rmtree(self.folder, ignore_errors=True)
+        trim_memory()
+
+    def _trim(self) -> None:
+        """The callers hold no more what was kept before."""
+        if self._given_up > _TRIM:
+            trim_memory()
+            self._given_up = 0
+
+    def _remove(self, axis: Axis) -> None:
+        path = self._done.pop(axis.ranks, None)
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+
+
+def _write(x: Tensor, path: str) -> bool:
+    """Whether the disk had room for it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):  # else a disk that is full shows later, as a signal that ends a process
+                os.posix_fallocate(descriptor, 0, x.nbytes)
+            memory, done = bytes_of(x), 0
+            while done < len(memory):
+                done += os.write(descriptor, memory[done : done + (1 << 30)])
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _mapped(x: Tensor, path: str) -> Tensor:
+    try:
+        memory = torch.UntypedStorage.from_file(path, shared=False, nbytes=x.nbytes)
+    except (OSError, RuntimeError):  # a process may have but so many mappings
+        return x
+    return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape, x.stride())  # type: ignore[arg-type]
