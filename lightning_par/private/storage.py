@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 import torch
@@ -40,6 +41,25 @@ def is_shared(x: Tensor) -> bool:
 
     with torch._C.DisableTorchFunction():
         return uses(x) > uses(torch.empty(1)) or not x.untyped_storage().resizable()
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_USUAL = 32 << 20  # what glibc's own grows to on the way
+
+
+def give_back_freed(least: int | None) -> None:
+    """Have glibc hand blocks of ``least`` bytes and more back to the system as they are freed; None: as by default.
+
+    By default it comes to keep blocks of up to 32 MB for use again. In the holes of gathered weights lie small tensors
+    soon, and a process takes half as much memory again as it uses. Does nothing elsewhere, nor where the user has set
+    the threshold by the environment.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    threshold = _USUAL if least is None else least
+    libc.mallopt(_MMAP_THRESHOLD, threshold)  # type: ignore[union-attr]
+    libc.mallopt(_TRIM_THRESHOLD, 2 * threshold)  # type: ignore[union-attr]  # as glibc sets it along with the other
 
 
 def trim_memory() -> None:

@@ -29,6 +29,7 @@ from lightning_par.pipeline.between_steps.send_away import bring_back
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.optimizers import move_optimizers
+from lightning_par.private.storage import give_back_freed
 from lightning_par.private.strategies import layer_sync
 from lightning_par.sharded import patches
 from lightning_par.sharded.patches.installed import release
@@ -44,6 +45,7 @@ from lightning_par.strategies.steps import StepsMixin
 from lightning_par.tensor.kept_tensors import make_held_whole
 from lightning_par.trial.first_step import FirstStep
 
+_LARGE = 4 << 20  # bytes of a block that is worth the system's work for it each time
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -59,6 +61,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._state = RunState()
         self._state.begin()
         self.parts = make_parts(self.groups, self.wanted())
+        if self.parts and self.root_device.type == "cpu":
+            give_back_freed(_LARGE)
         for kind in [kind for part in self.parts for kind in part.patches()]:
             kind.hold(self)
         for part in self.parts:
@@ -224,6 +228,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
                 self._undo_setup()
         finally:
             state.end()
+            give_back_freed(None)
             release(self, patches.all_kinds(self.namespace))
 
     def _undo_setup(self) -> None:
