@@ -43,7 +43,7 @@ def export(
         checkpoint: a file or a directory that any layout or plain Lightning wrote, local or a URL.
         output_dir: a local folder, made if need be, that holds no weights yet.
         config: a folder with the ``config.json`` of a model of `transformers`, or that file. Its ``architectures``
-            names the class.
+            names the class. Where the folder holds weights, files are written as of the model that was loaded from it.
         prefix: what the names of the model's weights begin with, as ``"model."``; it is taken off, and weights with
             other names are left out. ``"auto"`` is the one attribute of the module that has weights.
         dtype: of the floating-point weights written; None leaves them as they are.
@@ -161,9 +161,13 @@ class _ModelClass:
 
     def model_of(self, weights: dict[str, Tensor]) -> Any:
         """A model whose tensors have the names, shapes and dtypes of ``weights``, and no values."""
+        kind: Any = getattr(self.transformers, str(self.name))
         with torch.device("meta"):
-            model = getattr(self.transformers, str(self.name))(self.config)
             shapes = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in weights.items()}
+            model = None if _weights_in(self.folder) else kind(self.config)
+        if model is None:  # what was loaded is written in another order, and by the names of the files it came from
+            options: dict[str, Any] = dict(config=self.config, trust_remote_code=False, ignore_mismatched_sizes=True)
+            model = kind.from_pretrained(self.folder, device_map="meta", **options)
         try:
             model.load_state_dict(shapes, assign=True)
         except RuntimeError as error:
@@ -209,13 +213,17 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _refuse_weights_in(folder: str) -> None:
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    names = [name for name in names if name.endswith((".safetensors", ".bin", ".index.json"))]
+    names = _weights_in(folder)
     if names:
         raise FileExistsError(
             f"{folder} holds weights already, which may be read in place of these: remove {_listed(names)}, or name "
             "another folder."
         )
+
+
+def _weights_in(folder: str) -> list[str]:
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [name for name in names if name.endswith((".safetensors", ".bin", ".index.json"))]
 
 
 def _listed(names: list[str]) -> str:
