@@ -66,14 +66,15 @@ class WeightReads:
         """
         if self.standing.inside:
             return None
-        name = self._name_of(x)
+        name, weight = self._weight_of(x)
         if name is None and not isinstance(x, ShardedTensor):
             return None
         version = write_count(x._innermost) if isinstance(x, ShardedTensor) else 0
         when = name or id(x), self.standing.steps, version
         known = vars(x).get(ASKED)
         if known is None or known[0] != when:
-            source: Any = _Gathered(x, self) if name is None else _Weight(x, name, self)
+            # not of ``x``, which holds what is made here: the two would wait for the garbage collector
+            source: Any = _Gathered(weight, self) if name is None else _Weight(weight, name, self)
             known = when, Unread(source, self._brought.get(when))
             vars(x)[ASKED] = known
             if name is not None:
@@ -118,15 +119,17 @@ class WeightReads:
 
     # -------------------------------------------------------------------------------------------------------- who asks
 
-    def _name_of(self, x: Tensor) -> str | None:
-        """The name of the weight that ``x`` is, or of which it is another object."""
+    def _weight_of(self, x: Tensor) -> tuple[str | None, Any]:
+        """The name of the weight that ``x`` is, or of which it is another object, and the weight; else a twin of it."""
         steps, weights = self._known
         if steps != self.standing.steps:
             laid_out: list[tuple[str, Tensor]]
             laid_out = [(name, y) for name, y in _tensors(self._module) if isinstance(y, ShardedTensor | Elsewhere)]
             self._known = steps, weights = self.standing.steps, {_memory(y): (name, y) for name, y in laid_out}
         name, weight = weights.get(_memory(x), (None, x))
-        return name if _is_same(x, weight) else None
+        if name is not None and _is_same(x, weight):
+            return name, weight
+        return None, x.twin() if isinstance(x, ShardedTensor) else x
 
     def _place_of(self, x: Tensor, name: str) -> Place:
         if isinstance(x, ShardedTensor):
