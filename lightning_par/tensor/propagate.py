@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +48,13 @@ class Propagation:
         self.undo: list[tuple[int, Any]] = []
         self.marks: dict[int, int] = {}  # how many constraints there were before an event
         self.tainted = {id(x) for x in self.recording.batch}  # what depends on the batch
+        self.made_at: dict[int, int] = {}  # the event that made a tensor
 
-    def _taint(self, event: Event) -> None:
+    def numel(self, parameters: Iterable[int]) -> int:
+        return sum(self.parameters[key].numel() for key in parameters)
+
+    def _taint(self, position: int, event: Event) -> None:
+        self.made_at.update((id(x), position) for x in event.outputs)
         if any(id(x) in self.tainted for x in event.inputs):
             self.tainted.update(id(x) for x in event.outputs)
 
@@ -62,6 +68,7 @@ class Propagation:
 
     def _replay(self, position: int, event: Event, opening: int | None) -> Any:
         """Run the event by its rules, with labels for what is split."""
+        self.axis.cuts.clear()
 
         def value(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -135,7 +142,7 @@ class Propagation:
                 self.undo.append((position, ("made", id(out))))
 
     def _store(self, position: int, event: Event, result: Any) -> None:
-        sources = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+        sources = frozenset().union(*(self.sources_of(x) for x in event.inputs))
         new = tree_leaves(result)
         for out, value in zip(event.outputs, [x for x in new if isinstance(x, Tensor)], strict=False):
             self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
@@ -144,7 +151,7 @@ class Propagation:
                 self.values[id(out)] = value
                 self.sources[id(out)] = sources
 
-    def _sources_of(self, x: Tensor) -> frozenset[int]:
+    def sources_of(self, x: Tensor) -> frozenset[int]:
         if id(x) in self.values:
             return self.sources.get(id(x), frozenset())
         root = self._root(x)

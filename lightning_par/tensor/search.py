@@ -18,6 +18,7 @@ from lightning_par.mesh.positions import Array
 from lightning_par.sharded.functions import STATISTICS, WEIGHTED
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.tensor.bottleneck import giving_way
 from lightning_par.tensor.propagate import Found, Propagation
 from lightning_par.tensor.symbolic_ranks import NeedsGather, count_units
 from lightning_par.trial.recording import Event
@@ -103,14 +104,25 @@ class Search(Propagation):
             try:
                 self._visit(position, event, option)
                 option = None
-                position += 1
+                position = self._next(position, event)
             except NeedsGather as stop:
                 position, option = self._back(position, event, stop)
+
+    def _next(self, position: int, event: Event) -> int:
+        """The event after this one, or where an island opened that is better not there."""
+        weights = giving_way(self, position, event)
+        if not weights or weights & self.styles.keys():
+            return position + 1
+        start = min(self.found[key].event for key in weights)
+        self._rewind(start)
+        self.whole.update(dict.fromkeys(weights, f"a small layer beside what it is added to at {event.place}"))
+        return start
 
     # One event
 
     def _visit(self, position: int, event: Event, option: int | None) -> None:
-        self._taint(event)
+        self._taint(position, event)
+        self.axis.cuts.clear()
         sharded = any(self._is_split(x) for x in event.inputs)
         operand = self._parameter_operand(event)
         self.book.options, self.book.option = 1, 0
@@ -215,7 +227,7 @@ class Search(Propagation):
 
     def _back(self, position: int, event: Event, stop: NeedsGather) -> tuple[int, int | None]:
         """Where to go on after a function that can't run in the island: the last choice, or its opening."""
-        culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+        culprits = frozenset().union(*(self.sources_of(x) for x in event.inputs))
         kept = {self.found[key].event for key in culprits if key in self.styles}  # with their biases
         free = [key for key in culprits if self.found[key].event not in kept]
         if not free or position in self.cheap:
@@ -272,7 +284,7 @@ class Search(Propagation):
             reason = (
                 f"its {heads[0]} head{'s' * (heads[0] != 1)} of {heads[-1]} features can't be split in {event.place}"
             )
-            culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+            culprits = frozenset().union(*(self.sources_of(x) for x in event.inputs))
             self.torn[position] = dict.fromkeys(culprits, reason)
         for out in event.outputs:
             self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
