@@ -18,7 +18,7 @@ from lightning_par.tensor.propagate import Propagation
 from lightning_par.trial.recording import Event
 
 FEW = 2  # weights that are this many times fewer than others give way to them
-KEEPS_PLACES = BY_ENTRY | RESHAPES | DRAWS_EACH
+KEEPS_PLACES = BY_ENTRY | RESHAPES | DRAWS_EACH | {"detach"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.positions import Array
-from lightning_par.sharded.functions import STATISTICS, WEIGHTED
+from lightning_par.sharded.functions import MATRIX_PRODUCTS, STATISTICS, WEIGHTED
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.bottleneck import giving_way
@@ -62,6 +62,8 @@ class Search(Propagation):
         super().__post_init__()
         self.choices: list[Choice] = []
         self.torn: dict[int, dict[int, str]] = {}  # attention that the user's plan would tear, by event
+        self.first_use: dict[int, int] = {}  # the first product that a parameter is in
+        self.turned: set[int] = set()  # parameters whose first product does not tell how they are split
         self.tries: dict[int, int] = {}
         self.first_stop: dict[int, int] = {}  # where an island stopped first, if a gather there would be cheap
         self.cheap: set[int] = set()  # events that gather
@@ -127,6 +129,8 @@ class Search(Propagation):
         operand = self._parameter_operand(event)
         self.book.options, self.book.option = 1, 0
         self.marks[position] = len(self.book.constraints)
+        if operand is not None:
+            self.first_use.setdefault(operand, position)
         if operand is not None and not sharded and (site := self._site(position, operand)) in self.hopeless:
             self.whole.setdefault(operand, self.hopeless[site])
         if operand is not None and operand not in self.found and operand not in self.whole:
@@ -218,7 +222,7 @@ class Search(Propagation):
         if event.name == "embedding":
             wanted = self.styles.get(parameter, "rowwise")
         else:
-            wanted = self.styles.get(parameter, "rowwise" if sharded else "colwise")
+            wanted = self.styles.get(parameter, "rowwise" if sharded or parameter in self.turned else "colwise")
             if sharded and parameter not in self.styles and style == "colwise":
                 return True  # split along a dim that the island keeps
         return style == wanted
@@ -227,6 +231,8 @@ class Search(Propagation):
 
     def _back(self, position: int, event: Event, stop: NeedsGather) -> tuple[int, int | None]:
         """Where to go on after a function that can't run in the island: the last choice, or its opening."""
+        if (first := self._turned_at(position, event)) is not None:
+            return first, None
         culprits = frozenset().union(*(self.sources_of(x) for x in event.inputs))
         kept = {self.found[key].event for key in culprits if key in self.styles}  # with their biases
         free = [key for key in culprits if self.found[key].event not in kept]
@@ -257,6 +263,22 @@ class Search(Propagation):
             if self.tries[start] > 4:
                 self.hopeless[self._site(start, key)] = reason  # other layers at this line need not try
         return start, None
+
+    def _turned_at(self, position: int, event: Event) -> int | None:
+        """Where a weight was met with a whole tensor that is now applied to a split one: that tells its dim."""
+        operand = self._parameter_operand(event)
+        first = position if operand is None else self.first_use.get(operand, position)
+        if operand is None or first >= position or operand in self.turned or operand in self.styles:
+            return None
+        split = [x for x in event.inputs if id(x) in self.values]
+        if not split or any(operand in self.sources_of(x) for x in split):
+            return None
+        if not {event.name, self.recording.events[first].name} <= MATRIX_PRODUCTS:
+            return None
+        self.turned.add(operand)
+        self.whole.pop(operand, None)
+        self._rewind(first)
+        return first
 
     def _gather_at_first_stop(self, start: int) -> bool:
         """Where no reading of an island does, one that gathers little may."""
