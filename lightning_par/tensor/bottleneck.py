@@ -49,7 +49,9 @@ def giving_way(walk: Propagation, position: int, event: Event) -> frozenset[int]
 
 
 def _openings(walk: Propagation, weights: Iterable[int]) -> frozenset[int]:
-    return frozenset(key for key in weights if walk.found[key].style == "colwise" and walk.parameters[key].ndim > 1)
+    """Those of ``weights`` that opened an island, without the vectors that were split with them."""
+    products = {key for key in weights if walk.recording.events[walk.found[key].event].name in WEIGHTED}
+    return frozenset(k for k in products if walk.found[k].style == "colwise" and walk.parameters[k].ndim > 1)
 
 
 def _closed_into(walk: Propagation, position: int, x: Tensor) -> Closed | None:

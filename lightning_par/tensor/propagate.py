@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.sharded.functions import PICKS, RESHAPES
+from lightning_par.sharded.functions import BY_ENTRY, PICKS, RESHAPES, writes
 from lightning_par.sharded.rules import dispatch
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.symbolic_ranks import Book, Labels, NeedsGather, PlanAxis
@@ -110,6 +111,25 @@ class Propagation:
         self.undo.append((position, ("found", root)))
         return tree_map(lambda x: self._reshaped(bias, root) if x is bias else x, (args, kwargs))
 
+    def _split_cut(self, position: int, event: Event, result: Any, but: Container[int]) -> Any:
+        """Split the vectors that an entry by entry function cuts, like what they meet; the result of that."""
+        roots = dict.fromkeys(self._root(x) for x in self.axis.cuts) if event.name in BY_ENTRY else {}
+        for root in roots:
+            if root is None or root in self.found or root in self.whole or root in but:
+                continue
+            fake, cuts, mark = self.parameters[root], self.axis.cuts.copy(), len(self.book.constraints)
+            for dim in [d for d in range(fake.ndim) if fake.shape[d] == fake.numel()]:
+                self.found[root] = Found(dim, self.book.fresh(fake.shape[dim]), position, "colwise")
+                with contextlib.suppress(NeedsGather):
+                    again = self._replay(position, event, None)
+                    if all(self._root(x) != root for x in self.axis.cuts):
+                        self.undo.append((position, ("found", root)))
+                        result = again
+                        break
+                del self.found[root], self.book.constraints[mark:]
+                self.axis.cuts[:] = cuts
+        return result
+
     def _reshaped(self, x: Tensor, root: int) -> ShardedTensor:
         """The split parameter ``root`` as it stands after the reshapes that made ``x`` of it."""
         found = self.found[root]
@@ -125,10 +145,11 @@ class Propagation:
         return result
 
     def _note_reshape(self, position: int, event: Event) -> None:
-        """Keep what a plain event made of a parameter by reshaping alone, or by picking entries of it."""
+        """Keep what a plain event made of a parameter alone, entry by entry, or by picking entries of it."""
         roots = {root for x in event.inputs if (root := self._root(x)) is not None}
         picks = event.name in PICKS and len(event.inputs) > 1
-        if event.name not in RESHAPES or len(roots) != 1 or (len(event.inputs) != 1 and not picks):
+        kept = event.name in RESHAPES or event.name in BY_ENTRY and not writes(event.name)
+        if not kept or len(roots) != 1 or (len(event.inputs) != 1 and not picks):
             return
         source = event.inputs[0]
         if self._root(source) is None:

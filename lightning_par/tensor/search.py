@@ -142,7 +142,7 @@ class Search(Propagation):
         elif sharded:
             reading = self.known.get((event.name, event.place), 0)
             self.book.option = reading if option is None else option
-            result = self._replay(position, event, None)
+            result = self._split_cut(position, event, self._replay(position, event, None), self.styles)
             if not self.norms and event.name in STATISTICS and not isinstance(result, ShardedTensor):
                 if event.outputs and event.outputs[0].ndim:
                     self.stopped_at_norm = True

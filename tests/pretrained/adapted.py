@@ -28,6 +28,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "tensor": (2, lambda: TensorParallelStrategy(2)),
+    "residual": (2, lambda: TensorParallelStrategy(2, shard_residual=True)),
     "pipeline": (2, lambda: PipelineParallelStrategy(2, microbatches=2)),
     "sequence": (2, lambda: SequenceParallelStrategy(2)),
     "placement": (2, lambda: LayerPlacementStrategy("balanced")),
