@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ def _no_float32(plain: Any, use: Use) -> Any:
     def wide(given: Any) -> Any:
         return torch.float64 if use.on and given is torch.float32 else given
 
+    @functools.wraps(plain)  # modes and subclasses are told of it by the name of what it replaces
     def cast(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         return plain(self, *map(wide, args), **{name: wide(given) for name, given in kwargs.items()})
 
