@@ -1,9 +1,9 @@
 """Which of two islands gives way where a tensor that is split meets one that another island has closed.
 
-What closes an island is whole. A split tensor that it is added to has it cut again, so that an all-gather backward comes
-to the all-reduce forward. Where one of the two has few weights beside the other, as a low-rank update beside the layer
-that it is added to, these are better whole: an opening weight that stays whole makes the island's closing one split by
-its outer dim, as the tensor that waits for it is, and all that moves is the gradient of the few features between them.
+What closes an island is whole. A split tensor that it is added to has it cut again: an all-gather backward comes to the
+all-reduce forward. Where one of the two has few weights beside the other, as a low-rank update beside the layer that it
+is added to, these are better whole: an opening weight that stays whole makes the island's closing one split by its
+outer dim, as the tensor that waits for it is, and all that moves is the gradient of the few features between them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from lightning_par.sharded.functions import BY_ENTRY, DRAWS_EACH, RESHAPES, WEIG
 from lightning_par.tensor.propagate import Propagation
 from lightning_par.trial.recording import Event
 
-FEW = 2  # weights that are this many times fewer than others give way to them
+FEW = 4  # weights that are this many times fewer than others give way to them
 KEEPS_PLACES = BY_ENTRY | RESHAPES | DRAWS_EACH | {"detach"}
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The split weights that a whole tensor was computed with, and the elements that the last of them summed over."""
+    """What a whole tensor was summed from: the island's weights, the last of them, and the elements that it took."""
 
     weights: frozenset[int]
-    between: int
+    last: frozenset[int]
+    taken: int
 
 
 def giving_way(walk: Propagation, position: int, event: Event) -> frozenset[int]:
@@ -39,11 +40,11 @@ def giving_way(walk: Propagation, position: int, event: Event) -> frozenset[int]
         closed = _closed_into(walk, position, x)
         if closed is None or not split or split & closed.weights:
             continue
-        if FEW * walk.numel(split) <= walk.numel(closed.weights):
+        if FEW * walk.numel(split) <= walk.numel(closed.last):
             return _openings(walk, split)
         opening = _openings(walk, closed.weights)
-        # An all-reduce sends twice what an all-gather does.
-        if FEW * walk.numel(opening) <= walk.numel(split) and 2 * closed.between < 3 * x.numel():
+        # An all-reduce of what is taken, in place of one of what is cut and an all-gather, which sends half as much.
+        if FEW * walk.numel(opening) <= walk.numel(split) and 2 * closed.taken < 3 * x.numel():
             return opening
     return frozenset()
 
@@ -61,9 +62,10 @@ def _closed_into(walk: Propagation, position: int, x: Tensor) -> Closed | None:
         return None
     event = walk.recording.events[at]
     if event.name in WEIGHTED:
+        split = [y for y in event.inputs if id(y) in walk.values]
         weights = frozenset().union(*(walk.sources_of(y) for y in event.inputs))
-        between = max((y.numel() for y in event.inputs if id(y) in walk.values), default=0)
-        return Closed(weights, between) if weights else None
+        last = weights.difference(*(walk.sources_of(y) for y in split))
+        return Closed(weights, last, max((y.numel() for y in split), default=0)) if weights else None
     if event.name not in KEEPS_PLACES:
         return None
     others = [y for y in event.inputs if y.ndim and id(y) not in walk.parameters]

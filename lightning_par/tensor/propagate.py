@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.sharded.functions import BY_ENTRY, PICKS, RESHAPES, writes
+from lightning_par.sharded.functions import BY_ENTRY, PICKS, RESHAPES, WEIGHTED, writes
 from lightning_par.sharded.rules import dispatch
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.symbolic_ranks import Book, Labels, NeedsGather, PlanAxis
@@ -66,6 +66,18 @@ class Propagation:
         if id(x) in self.parameters:
             return id(x)
         return self.made[id(x)][0] if id(x) in self.made else None
+
+    def _parameter_operand(self, event: Event) -> int | None:
+        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way, and one
+        that a layer is applied to."""
+        if event.name not in WEIGHTED:
+            return None
+        if event.name == "linear" and len(event.inputs) > 1 and (weight := self._root(event.inputs[1])) is not None:
+            return weight
+        found = [x for x in event.inputs if x.ndim > 1 and self._root(x) is not None]
+        whole = [x for x in found if id(x) not in self.picked]
+        roots = [self._root(x) for x in whole or found]
+        return roots[0] if len(roots) == 1 else None
 
     def _replay(self, position: int, event: Event, opening: int | None) -> Any:
         """Run the event by its rules, with labels for what is split."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.positions import Array
-from lightning_par.sharded.functions import MATRIX_PRODUCTS, STATISTICS, WEIGHTED
+from lightning_par.sharded.functions import MATRIX_PRODUCTS, STATISTICS
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.bottleneck import giving_way
@@ -152,18 +152,6 @@ class Search(Propagation):
             self._store(position, event, result)
         else:
             self._note_reshape(position, event)
-
-    def _parameter_operand(self, event: Event) -> int | None:
-        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way, and one
-        that a layer is applied to."""
-        if event.name not in WEIGHTED:
-            return None
-        if event.name == "linear" and len(event.inputs) > 1 and (weight := self._root(event.inputs[1])) is not None:
-            return weight
-        found = [x for x in event.inputs if x.ndim > 1 and self._root(x) is not None]
-        whole = [x for x in found if id(x) not in self.picked]
-        roots = [self._root(x) for x in whole or found]
-        return roots[0] if len(roots) == 1 else None
 
     def _openings(self, event: Event, parameter: int, sharded: bool) -> list[int | None]:
         """The dims to split a parameter along, in the order to try them; None leaves it whole."""

@@ -21,8 +21,8 @@ from lightning_par import (
     TensorParallelStrategy,
     ledger,
 )
-from lightning_par.sharded.tensor import leaf
 from lightning_par.sharded.patches.float_casts import all_in_float64
+from lightning_par.sharded.tensor import leaf
 
 BATCH, LENGTH, WORDS, STEPS = 4, 8, 96, 3
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

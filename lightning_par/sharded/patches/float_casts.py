@@ -15,8 +15,8 @@ from lightning_par.sharded.patches.replacement import Use, replaced
 
 @contextlib.contextmanager
 def all_in_float64(wanted: bool = True) -> Iterator[None]:
-    """Hugging Face takes the loss of ``logits.float()``, DeepSeek's router computes in ``x.type(torch.float32)``, Llama's
-    norms in ``x.to(torch.float32)``: wrong arithmetic could hide behind float32's rounding."""
+    """Hugging Face takes the loss of ``logits.float()``, DeepSeek's router computes in ``x.type(torch.float32)``, norms
+    of Llama in ``x.to(torch.float32)``: wrong arithmetic could hide behind float32's rounding."""
     if not wanted:
         yield
         return
