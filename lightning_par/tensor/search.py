@@ -219,8 +219,8 @@ class Search(Propagation):
 
     def _back(self, position: int, event: Event, stop: NeedsGather) -> tuple[int, int | None]:
         """Where to go on after a function that can't run in the island: the last choice, or its opening."""
-        if (first := self._turned_at(position, event)) is not None:
-            return first, None
+        if (turned := self._turned_at(position, event)) is not None:
+            return turned, None
         culprits = frozenset().union(*(self.sources_of(x) for x in event.inputs))
         kept = {self.found[key].event for key in culprits if key in self.styles}  # with their biases
         free = [key for key in culprits if self.found[key].event not in kept]
