@@ -179,9 +179,9 @@ def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: 
 
 def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
     """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
+    axis.about_to_cut(x)
     if axis.size == 1:
         return x
-    axis.about_to_cut(x)
     if not _plain(x):
         return _part_of_rank(x, dim, positions, axis.rank)  # torch's own gradient of it is among zeros
     if x.requires_grad and torch.is_grad_enabled() and not axis.by_sample:  # there the gradient's shares are padded

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.sharded.functions import PICKS, RESHAPES
+from lightning_par.sharded.functions import BY_ENTRY, PICKS, RESHAPES, WEIGHTED, writes
 from lightning_par.sharded.rules import dispatch
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.symbolic_ranks import Book, Labels, NeedsGather, PlanAxis
@@ -47,8 +49,13 @@ class Propagation:
         self.undo: list[tuple[int, Any]] = []
         self.marks: dict[int, int] = {}  # how many constraints there were before an event
         self.tainted = {id(x) for x in self.recording.batch}  # what depends on the batch
+        self.made_at: dict[int, int] = {}  # the event that made a tensor
 
-    def _taint(self, event: Event) -> None:
+    def numel(self, parameters: Iterable[int]) -> int:
+        return sum(self.parameters[key].numel() for key in parameters)
+
+    def _taint(self, position: int, event: Event) -> None:
+        self.made_at.update((id(x), position) for x in event.outputs)
         if any(id(x) in self.tainted for x in event.inputs):
             self.tainted.update(id(x) for x in event.outputs)
 
@@ -60,8 +67,21 @@ class Propagation:
             return id(x)
         return self.made[id(x)][0] if id(x) in self.made else None
 
+    def _parameter_operand(self, event: Event) -> int | None:
+        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way, and one
+        that a layer is applied to."""
+        if event.name not in WEIGHTED:
+            return None
+        if event.name == "linear" and len(event.inputs) > 1 and (weight := self._root(event.inputs[1])) is not None:
+            return weight
+        found = [x for x in event.inputs if x.ndim > 1 and self._root(x) is not None]
+        whole = [x for x in found if id(x) not in self.picked]
+        roots = [self._root(x) for x in whole or found]
+        return roots[0] if len(roots) == 1 else None
+
     def _replay(self, position: int, event: Event, opening: int | None) -> Any:
         """Run the event by its rules, with labels for what is split."""
+        self.axis.cuts.clear()
 
         def value(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -103,6 +123,25 @@ class Propagation:
         self.undo.append((position, ("found", root)))
         return tree_map(lambda x: self._reshaped(bias, root) if x is bias else x, (args, kwargs))
 
+    def _split_cut(self, position: int, event: Event, result: Any, but: Container[int]) -> Any:
+        """Split the vectors that an entry by entry function cuts, like what they meet; the result of that."""
+        roots = dict.fromkeys(self._root(x) for x in self.axis.cuts) if event.name in BY_ENTRY else {}
+        for root in roots:
+            if root is None or root in self.found or root in self.whole or root in but:
+                continue
+            fake, cuts, mark = self.parameters[root], self.axis.cuts.copy(), len(self.book.constraints)
+            for dim in [d for d in range(fake.ndim) if fake.shape[d] == fake.numel()]:
+                self.found[root] = Found(dim, self.book.fresh(fake.shape[dim]), position, "colwise")
+                with contextlib.suppress(NeedsGather):
+                    again = self._replay(position, event, None)
+                    if all(self._root(x) != root for x in self.axis.cuts):
+                        self.undo.append((position, ("found", root)))
+                        result = again
+                        break
+                del self.found[root], self.book.constraints[mark:]
+                self.axis.cuts[:] = cuts
+        return result
+
     def _reshaped(self, x: Tensor, root: int) -> ShardedTensor:
         """The split parameter ``root`` as it stands after the reshapes that made ``x`` of it."""
         found = self.found[root]
@@ -118,10 +157,11 @@ class Propagation:
         return result
 
     def _note_reshape(self, position: int, event: Event) -> None:
-        """Keep what a plain event made of a parameter by reshaping alone, or by picking entries of it."""
+        """Keep what a plain event made of a parameter alone, entry by entry, or by picking entries of it."""
         roots = {root for x in event.inputs if (root := self._root(x)) is not None}
         picks = event.name in PICKS and len(event.inputs) > 1
-        if event.name not in RESHAPES or len(roots) != 1 or (len(event.inputs) != 1 and not picks):
+        kept = event.name in RESHAPES or event.name in BY_ENTRY and not writes(event.name)
+        if not kept or len(roots) != 1 or (len(event.inputs) != 1 and not picks):
             return
         source = event.inputs[0]
         if self._root(source) is None:
@@ -135,7 +175,7 @@ class Propagation:
                 self.undo.append((position, ("made", id(out))))
 
     def _store(self, position: int, event: Event, result: Any) -> None:
-        sources = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+        sources = frozenset().union(*(self.sources_of(x) for x in event.inputs))
         new = tree_leaves(result)
         for out, value in zip(event.outputs, [x for x in new if isinstance(x, Tensor)], strict=False):
             self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))
@@ -144,7 +184,7 @@ class Propagation:
                 self.values[id(out)] = value
                 self.sources[id(out)] = sources
 
-    def _sources_of(self, x: Tensor) -> frozenset[int]:
+    def sources_of(self, x: Tensor) -> frozenset[int]:
         if id(x) in self.values:
             return self.sources.get(id(x), frozenset())
         root = self._root(x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.mesh import collectives
@@ -49,14 +50,15 @@ class ResidualAxis(SequenceAxis):
         local = x._local
         version = write_count(local), aliases.writes_into(aliases.innermost(local))
         known = self._opened.get(id(local))
+        differentiable = local.requires_grad and torch.is_grad_enabled()
         if known is not None and known[0]() is local and known[1] == version:
-            return known[2]
+            if known[2].requires_grad or not differentiable:
+                return known[2]
         sharded = type(x) is ShardedTensor
         whole = collectives.gather(local, x._dim, x._positions, self, "enter") if sharded else x.full_tensor()
-        if whole.requires_grad:  # else it was asked for under no_grad, and what comes later needs the gradient
-            key = id(local)
-            reference = weakref.ref(local, lambda _: self._opened.pop(key, None))  # the id may soon be another's
-            self._opened[key] = reference, version, whole
+        key = id(local)
+        reference = weakref.ref(local, lambda _: self._opened.pop(key, None))  # the id may soon be another's
+        self._opened[key] = reference, version, whole
         return whole
 
     def closed(self, partial: Tensor, purpose: str) -> Any:

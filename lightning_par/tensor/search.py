@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.positions import Array
-from lightning_par.sharded.functions import STATISTICS, WEIGHTED
+from lightning_par.sharded.functions import MATRIX_PRODUCTS, STATISTICS
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.tensor.bottleneck import giving_way
 from lightning_par.tensor.propagate import Found, Propagation
 from lightning_par.tensor.symbolic_ranks import NeedsGather, count_units
 from lightning_par.trial.recording import Event
@@ -61,6 +62,8 @@ class Search(Propagation):
         super().__post_init__()
         self.choices: list[Choice] = []
         self.torn: dict[int, dict[int, str]] = {}  # attention that the user's plan would tear, by event
+        self.first_use: dict[int, int] = {}  # the first product that a parameter is in
+        self.turned: set[int] = set()  # parameters whose first product does not tell how they are split
         self.tries: dict[int, int] = {}
         self.first_stop: dict[int, int] = {}  # where an island stopped first, if a gather there would be cheap
         self.cheap: set[int] = set()  # events that gather
@@ -103,18 +106,31 @@ class Search(Propagation):
             try:
                 self._visit(position, event, option)
                 option = None
-                position += 1
+                position = self._next(position, event)
             except NeedsGather as stop:
                 position, option = self._back(position, event, stop)
+
+    def _next(self, position: int, event: Event) -> int:
+        """The event after this one, or where an island opened that is better not there."""
+        weights = giving_way(self, position, event)
+        if not weights or weights & self.styles.keys():
+            return position + 1
+        start = min(self.found[key].event for key in weights)
+        self._rewind(start)
+        self.whole.update(dict.fromkeys(weights, f"a small layer beside what it is added to at {event.place}"))
+        return start
 
     # One event
 
     def _visit(self, position: int, event: Event, option: int | None) -> None:
-        self._taint(event)
+        self._taint(position, event)
+        self.axis.cuts.clear()
         sharded = any(self._is_split(x) for x in event.inputs)
         operand = self._parameter_operand(event)
         self.book.options, self.book.option = 1, 0
         self.marks[position] = len(self.book.constraints)
+        if operand is not None:
+            self.first_use.setdefault(operand, position)
         if operand is not None and not sharded and (site := self._site(position, operand)) in self.hopeless:
             self.whole.setdefault(operand, self.hopeless[site])
         if operand is not None and operand not in self.found and operand not in self.whole:
@@ -126,7 +142,7 @@ class Search(Propagation):
         elif sharded:
             reading = self.known.get((event.name, event.place), 0)
             self.book.option = reading if option is None else option
-            result = self._replay(position, event, None)
+            result = self._split_cut(position, event, self._replay(position, event, None), self.styles)
             if not self.norms and event.name in STATISTICS and not isinstance(result, ShardedTensor):
                 if event.outputs and event.outputs[0].ndim:
                     self.stopped_at_norm = True
@@ -136,18 +152,6 @@ class Search(Propagation):
             self._store(position, event, result)
         else:
             self._note_reshape(position, event)
-
-    def _parameter_operand(self, event: Event) -> int | None:
-        """The parameter of a product, itself or reshaped; one of which some are picked by an index gives way, and one
-        that a layer is applied to."""
-        if event.name not in WEIGHTED:
-            return None
-        if event.name == "linear" and len(event.inputs) > 1 and (weight := self._root(event.inputs[1])) is not None:
-            return weight
-        found = [x for x in event.inputs if x.ndim > 1 and self._root(x) is not None]
-        whole = [x for x in found if id(x) not in self.picked]
-        roots = [self._root(x) for x in whole or found]
-        return roots[0] if len(roots) == 1 else None
 
     def _openings(self, event: Event, parameter: int, sharded: bool) -> list[int | None]:
         """The dims to split a parameter along, in the order to try them; None leaves it whole."""
@@ -206,7 +210,7 @@ class Search(Propagation):
         if event.name == "embedding":
             wanted = self.styles.get(parameter, "rowwise")
         else:
-            wanted = self.styles.get(parameter, "rowwise" if sharded else "colwise")
+            wanted = self.styles.get(parameter, "rowwise" if sharded or parameter in self.turned else "colwise")
             if sharded and parameter not in self.styles and style == "colwise":
                 return True  # split along a dim that the island keeps
         return style == wanted
@@ -215,7 +219,9 @@ class Search(Propagation):
 
     def _back(self, position: int, event: Event, stop: NeedsGather) -> tuple[int, int | None]:
         """Where to go on after a function that can't run in the island: the last choice, or its opening."""
-        culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+        if (turned := self._turned_at(position, event)) is not None:
+            return turned, None
+        culprits = frozenset().union(*(self.sources_of(x) for x in event.inputs))
         kept = {self.found[key].event for key in culprits if key in self.styles}  # with their biases
         free = [key for key in culprits if self.found[key].event not in kept]
         if not free or position in self.cheap:
@@ -246,6 +252,22 @@ class Search(Propagation):
                 self.hopeless[self._site(start, key)] = reason  # other layers at this line need not try
         return start, None
 
+    def _turned_at(self, position: int, event: Event) -> int | None:
+        """Where a weight was met with a whole tensor that is now applied to a split one: that tells its dim."""
+        operand = self._parameter_operand(event)
+        first = position if operand is None else self.first_use.get(operand, position)
+        if operand is None or first >= position or operand in self.turned or operand in self.styles:
+            return None
+        split = [x for x in event.inputs if id(x) in self.values]
+        if not split or any(operand in self.sources_of(x) for x in split):
+            return None
+        if not {event.name, self.recording.events[first].name} <= MATRIX_PRODUCTS:
+            return None
+        self.turned.add(operand)
+        self.whole.pop(operand, None)
+        self._rewind(first)
+        return first
+
     def _gather_at_first_stop(self, start: int) -> bool:
         """Where no reading of an island does, one that gathers little may."""
         if start not in self.first_stop:
@@ -272,7 +294,7 @@ class Search(Propagation):
             reason = (
                 f"its {heads[0]} head{'s' * (heads[0] != 1)} of {heads[-1]} features can't be split in {event.place}"
             )
-            culprits = frozenset().union(*(self._sources_of(x) for x in event.inputs))
+            culprits = frozenset().union(*(self.sources_of(x) for x in event.inputs))
             self.torn[position] = dict.fromkeys(culprits, reason)
         for out in event.outputs:
             self.undo.append((position, ("value", id(out), self.values.get(id(out)), self.sources.get(id(out)))))

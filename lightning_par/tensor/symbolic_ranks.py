@@ -105,10 +105,18 @@ class NeedsGather(Exception):  # noqa: N818 (a signal to the search, not an erro
 
 
 class PlanAxis(Axis):
-    """An axis on which nothing moves, and a gather is an exception."""
+    """An axis on which nothing moves, and a gather is an exception.
+
+    Attributes:
+        cuts: whole tensors that the event being tried cuts.
+    """
 
     def __init__(self) -> None:
         super().__init__("tensor", ranks=(0,), rank=0, group=None)
+        self.cuts: list[Tensor] = []
+
+    def about_to_cut(self, x: Tensor) -> None:
+        self.cuts.append(x)
 
     def about_to_gather(self, func: Any, x: Tensor) -> None:
         raise NeedsGather(func)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
 import transformers
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -22,12 +24,14 @@ from lightning_par import (
     ledger,
 )
 from lightning_par.sharded.patches.float_casts import all_in_float64
+from lightning_par.sharded.tensor import leaf
 
 BATCH, LENGTH, WORDS, STEPS = 4, 8, 96, 3
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "tensor": (2, lambda: TensorParallelStrategy(2)),
+    "residual": (2, lambda: TensorParallelStrategy(2, shard_residual=True)),
     "pipeline": (2, lambda: PipelineParallelStrategy(2, microbatches=2)),
     "sequence": (2, lambda: SequenceParallelStrategy(2)),
     "placement": (2, lambda: LayerPlacementStrategy("balanced")),
@@ -113,6 +117,24 @@ class Tuned(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class LastStep(Callback):
+    """What moves in the last step, behind all that comes once, and what this rank then holds."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.num_training_batches - 1:
+            self.context = ledger()
+            self.moved = self.context.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.num_training_batches - 1:
+            self.context.__exit__(None, None, None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        optimizer: Any = trainer.optimizers[0]
+        self.trained = sum(leaf(p).numel() for p in pl_module.parameters() if p.requires_grad)
+        self.states = sum(leaf(x).numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
+
+
 class Asking(Tuned):
     """Runs the base model in a hook."""
 
@@ -121,6 +143,17 @@ class Asking(Tuned):
         tokens = torch.arange(3, 3 + LENGTH)[None]
         with torch.no_grad(), self.model.disable_adapter():
             self.without = self.model(input_ids=tokens, use_cache=False).logits.clone()
+
+
+def norms_in_float64() -> Any:
+    """Llama's compute in ``x.to(torch.float32)``, whose rounding is larger than what is compared."""
+    plain = Tensor.to
+
+    @functools.wraps(plain)  # what is told of functions knows them by their names
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(self, *(torch.float64 if x is torch.float32 else x for x in args), **kwargs)
+
+    return mock.patch.object(Tensor, "to", to)
 
 
 def same(x: Tensor, y: Tensor) -> bool:
@@ -143,18 +176,23 @@ def trained(adapter: str, layout: str | None, asking: bool = False, replicas: in
     mine = tokens
     if layout and replicas > 1:
         mine = tokens.unflatten(0, (STEPS, replicas))[:, int(os.environ["RANK"]) % replicas]
+    last = LastStep()
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy=strategy(), precision="64-true", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=1 if layout else replicas, gradient_clip_val=1.0, use_distributed_sampler=False,
+        callbacks=[last],
     )  # fmt: skip
-    with all_in_float64(True), ledger() as moved:  # the model computes norms in float32
+    with norms_in_float64(), all_in_float64(True), ledger() as moved:
         trainer.fit(module, DataLoader(mine, batch_size=None))
     found = {
         "moved": moved.counts(),
+        "transfers": last.moved.transfers,
         "losses": module.losses,
         "frozen_gradients": module.frozen_gradients,
         "states": module.states,
+        "trained_elements": last.trained,
+        "state_elements": last.states,
         "changed": [name for name, p in module.named_parameters() if name in before and not same(p, before[name])],
         "without": module.without,
     }

@@ -61,7 +61,7 @@ class MicrobatchAxis(Axis):
         return x  # its gradient's shares are summed as each microbatch's backward accumulates them
 
     def about_to_cut(self, x: Tensor) -> None:
-        self.cuts += 1
+        self.cuts += self.size > 1
 
     def about_to_gather(self, func: Any, x: Tensor) -> NoReturn:
         name = func if isinstance(func, str) else getattr(func, "__name__", str(func))
