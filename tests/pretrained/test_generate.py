@@ -196,8 +196,8 @@ def test_text_that_a_validation_step_generates_is_one_devices(pool: Pool, layout
     assert _differences(pool, name, layout, 6, ("validation",)) == []
 
 
-@slow()
-@pytest.mark.parametrize("layout", ["tensor", "1f1b", "zbv", "placement", "product"])
+@slow(but=["ring"])
+@pytest.mark.parametrize("layout", SPLIT)
 def test_text_that_a_predict_step_generates_is_one_devices(pool: Pool, layout: str) -> None:
     assert _differences(pool, "gpt2", layout, 6, ("predict",)) == []
 
