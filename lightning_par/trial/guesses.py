@@ -226,7 +226,7 @@ def _asking() -> tuple[Key, Key]:
 
 @functools.lru_cache(maxsize=10_000)
 def _piece(code: CodeType, instruction: int) -> int:
-    """Where the instructions of the same piece of source start: Python exchanges those that have run often for others."""
+    """Where the instructions for a piece of source start: Python exchanges those that have run often for others."""
     start = instruction // 2
     if sys.version_info >= (3, 11):
         pieces = [*itertools.islice(code.co_positions(), start + 1)]

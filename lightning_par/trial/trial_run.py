@@ -112,7 +112,7 @@ def record_step(
         return best
 
     best = explored(False)
-    if not best.done and best.value.stopped is not None and has_start_hooks(module):  # it may lack what `on_train_epoch_start` sets
+    if best.value.stopped is not None and not best.done and has_start_hooks(module):  # it may lack what these set
         best = max(best, explored(True), key=lambda found: found.worth)
     return best.value
 
