@@ -119,8 +119,11 @@ class Callback(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.write("callback", PROMPT)
 
-    def on_predict_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        pl_module.write("predict callback", PROMPT)
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:  # replicas share out the others
+            pl_module.write("predict callback", PROMPT)
 
 
 def _trainer(layout: dict[str, Any], devices: int, epochs: int = 2) -> L.Trainer:
