@@ -72,10 +72,10 @@ class Recorder(TorchFunctionMode):
 
     def noted(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The result of a function, which is an event."""
-        self.guesses.work += 1
         if self._written:
             args, kwargs = tree_map(self.followed, (args, kwargs))
         fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_fake(x)]
+        self.guesses.ran(fakes)
         if fakes and name in READS:
             self.keep_read(func, args, kwargs)
             return self.guesses.read(name, fakes[0], args)

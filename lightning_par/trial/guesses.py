@@ -8,24 +8,28 @@ that values alone would end is stopped after some turns; shuffled guesses end it
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from binascii import crc32
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.sharded.functions import TRUTHS, WHOLE_NUMBERS
 from lightning_par.trial.guessed_number import guessed
 
 TRIES = 16  # trials in all
 _IN_VAIN = 6  # trials in a row that came to no more
-_TURNS, _WORK = 100, 1_000  # asked more often, with so many functions meanwhile, a question is one of an endless loop
-_MANY_TURNS = 300  # and asked so often
-_PATIENCE = 4  # times as many turns, with any work, where no answers end the loop: it may be none
+# Asked more often, with so many functions meanwhile and no parameter that was not met before, a question is one of an
+# endless loop. A turn of one that generates text is a run of the whole model: few tell.
+_ENDLESS = ((8, 2_000), (100, 1_000), (300, 0))
+_PATIENT = ((1_200, 0),)  # where no answers end the loop: it may be none
 _CALLERS = 12  # frames that tell one use of a helper from another
 
 Pattern = Literal["first", "other", "shuffled", "patient"]
@@ -55,7 +59,7 @@ class Guesses:
     Attributes:
         asked: the questions, with how often they were asked; the latest last.
         endless: the question of an endless loop, once there is one.
-        work: how many torch functions have run; whoever runs them counts.
+        work: how many torch functions have run.
 
     Example::
 
@@ -70,10 +74,16 @@ class Guesses:
         self.endless: Key | None = None
         self.work = 0
         self._callers: dict[Key, dict[Key, None]] = {}  # of each question, the latest last
-        self._since: dict[Key, int] = {}
+        self._met: set[int] = set()  # parameters, by id
+        self._repeats: dict[Key, _Repeats] = {}
         self._decisions: set[Key] = set()
         self.answers: list[bool] = []  # to decisions, in order
         self.ended = False  # whether the run came to its end; whoever runs it says so
+
+    def ran(self, given: Iterable[Any]) -> None:
+        """Whoever runs a torch function says so, and what that is ``given``."""
+        self.work += 1
+        self._met.update(id(x) for x in given if isinstance(x, nn.Parameter))
 
     def read(self, name: str, x: Tensor, args: tuple[Any, ...] = ()) -> Any:
         """What the function ``name`` of `lightning_par.sharded.functions.READS`, which reads ``x``, returns.
@@ -148,7 +158,7 @@ class Guesses:
             self._decisions.add(place)
         pattern = self.patterns.get(caller) or self.patterns.get(place)
         if self.bounded:
-            self._bound(place, count)
+            self._bound(place)
         answer = options[1 if pattern == "other" else 0]
         if pattern == "shuffled" and count:  # ends what loop there may be, after a turn or more
             # the same in all processes, wherever the file lies
@@ -159,12 +169,30 @@ class Guesses:
         self.answers.append(answer)
         return answer
 
-    def _bound(self, place: Key, count: int) -> None:
-        work = self.work - self._since.setdefault(place, self.work)
-        patient = _ALL in self.patterns
-        if count > _MANY_TURNS * (_PATIENCE if patient else 1) or (count > _TURNS and work > _WORK and not patient):
+    def _bound(self, place: Key) -> None:
+        repeats = self._repeats.get(place)
+        if repeats is None or repeats.met < len(self._met):
+            repeats = self._repeats[place] = _Repeats(len(self._met), self.work)
+        repeats.turns += 1
+        bounds = _PATIENT if _ALL in self.patterns else _ENDLESS
+        if any(repeats.turns > turns and self.work - repeats.since >= work for turns, work in bounds):
             self.endless = place
             raise EndlessError(f"{place[0]}:{place[1]} asks for a value of the model again and again")
+
+
+@dataclass
+class _Repeats:
+    """How often a question was asked while nothing new was met.
+
+    Attributes:
+        met: parameters so far.
+        since: the work when it was asked first.
+        turns: how often it was.
+    """
+
+    met: int
+    since: int
+    turns: int = 0
 
 
 class RepeatedGuesses(Guesses):
@@ -191,9 +219,20 @@ def _asking() -> tuple[Key, Key]:
     places: list[Key] = []
     while frame is not None and len(places) < _CALLERS:
         if not frame.f_globals.get("__name__", "").startswith(_PLUMBING):
-            places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
+            places.append((frame.f_code.co_filename, frame.f_lineno, _piece(frame.f_code, frame.f_lasti)))
         frame = frame.f_back  # type: ignore[assignment]
     return places[0], ("by", *places)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _piece(code: CodeType, instruction: int) -> int:
+    """Where the instructions for a piece of source start: Python exchanges those that have run often for others."""
+    start = instruction // 2
+    if sys.version_info >= (3, 11):
+        pieces = [*itertools.islice(code.co_positions(), start + 1)]
+        while start and pieces[start - 1] == pieces[-1]:
+            start -= 1
+    return start
 
 
 @dataclass

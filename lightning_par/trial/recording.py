@@ -69,9 +69,14 @@ class Recording:
         return sum(x.numel() for x in self.parameters.values() if id(x) in met)
 
     @cached_property
+    def met_all(self) -> bool:
+        """Whether the step came to every parameter."""
+        return self.met == sum(x.numel() for x in self.parameters.values())
+
+    @property
     def is_whole(self) -> bool:
         """Whether the step came to its end, and to every parameter."""
-        return self.stopped is None and self.met == sum(x.numel() for x in self.parameters.values())
+        return self.stopped is None and self.met_all
 
 
 def returned(result: Any) -> Any:

@@ -30,6 +30,7 @@ from lightning_par.python_state.snapshot import kept
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.sharded.tensor import OutOfSightError
 from lightning_par.strategies.entry_points import (
+    STEPS,
     Repeated,
     call_start_hooks,
     fetches_itself,
@@ -98,7 +99,9 @@ def record_step(
                 recording = copy_context().run(run)
             turns = guesses.endless is not None  # of a loop, which come to nothing
             worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
-            return Trial(recording, guesses, worth, recording.is_whole)
+            # A loop in an evaluation that generates text is mostly all that there is of it.
+            done = recording.is_whole or (turns and step != STEPS["fit"] and recording.met_all)
+            return Trial(recording, guesses, worth, done)
 
         with torch.set_grad_enabled(grad):
             best = explore(trial, patterns)
@@ -109,7 +112,7 @@ def record_step(
         return best
 
     best = explored(False)
-    if best.value.stopped is not None and has_start_hooks(module):  # it may lack what `on_train_epoch_start` sets
+    if best.value.stopped is not None and not best.done and has_start_hooks(module):  # it may lack what these set
         best = max(best, explored(True), key=lambda found: found.worth)
     return best.value
 

@@ -74,10 +74,10 @@ def _model(name: str) -> nn.Module:
 class Writer(L.LightningModule):
     """Keeps its losses, and what it generates, by where and how."""
 
-    def __init__(self, name: str, length: int, where: tuple[str, ...]) -> None:
+    def __init__(self, name: str, length: int, where: tuple[str, ...], **how: Any) -> None:
         super().__init__()
         self.model = _model(name)
-        self.length, self.where = length, where
+        self.length, self.where, self.how = length, where, how
         self.texts: dict[str, list[Any]] = {}
         self.losses: list[float] = []
 
@@ -95,7 +95,7 @@ class Writer(L.LightningModule):
         for sampled in (False, True) if where in self.where else ():
             torch.manual_seed(7)
             made = self.model.generate(  # type: ignore[operator]
-                prompt, max_new_tokens=self.length, min_new_tokens=self.length, do_sample=sampled
+                prompt, max_new_tokens=self.length, min_new_tokens=self.length, do_sample=sampled, **self.how
             )
             assert made.shape[1] >= self.length
             self.texts.setdefault(f"{where} {'sampled' if sampled else 'greedy'}", []).append(made.tolist())
@@ -107,8 +107,9 @@ class Writer(L.LightningModule):
     def validation_step(self, batch: Tensor) -> None:
         self.write("validation", batch[:, :3])
 
-    def predict_step(self, batch: Tensor) -> None:
+    def predict_step(self, batch: Tensor) -> Tensor | None:
         self.write("predict", batch[:, :3])
+        return None if "predict" in self.where else self.training_step(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -117,6 +118,12 @@ class Writer(L.LightningModule):
 class Callback(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.write("callback", PROMPT)
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:  # replicas share out the others
+            pl_module.write("predict callback", PROMPT)
 
 
 def _trainer(layout: dict[str, Any], devices: int, epochs: int = 2) -> L.Trainer:
@@ -132,14 +139,15 @@ def _trainer(layout: dict[str, Any], devices: int, epochs: int = 2) -> L.Trainer
 
 
 def write(
-    name: str, layout: dict[str, Any], devices: int, length: int, where: tuple[str, ...]
+    name: str, layout: dict[str, Any], devices: int, length: int, where: tuple[str, ...], how: dict[str, Any]
 ) -> tuple[dict[str, list[Any]], list[float]]:
     L.seed_everything(0, verbose=False)
-    module = Writer(name, length, where)
+    module = Writer(name, length, where, **how)
     loader = torch.utils.data.DataLoader(torch.randint(3, VOCABULARY, (4, 8)), batch_size=2)
     trainer = _trainer(layout, devices)
-    trainer.fit(module, loader, loader if "validation" in where else None)
-    if "predict" in where:
+    if where != ("predict callback",):
+        trainer.fit(module, loader, loader if "validation" in where else None)
+    if any("predict" in name for name in where):
         trainer.predict(module, loader)
     return module.texts, module.losses
 
@@ -159,11 +167,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MODELS = ("llama", "gpt2", "t5", "by hand")
 
 
-def _differences(pool: Pool, name: str, layout: str, length: int, where: tuple[str, ...]) -> list[str]:
+def _differences(pool: Pool, name: str, layout: str, length: int, where: tuple[str, ...], **how: Any) -> list[str]:
     devices, arguments = LAYOUTS[layout]
-    texts, losses = pool.run(1, write, name, arguments, 1, length, where)[0]
+    texts, losses = pool.run(1, write, name, arguments, 1, length, where, how)[0]
     found = []
-    for rank, (others, theirs) in enumerate(pool.run(devices, write, name, arguments, devices, length, where)):
+    for rank, (others, theirs) in enumerate(pool.run(devices, write, name, arguments, devices, length, where, how)):
         found += [f"rank {rank}: {key}" for key in texts if texts[key] != others.get(key)]
         if arguments.get("data_parallel_size", 1) == 1:  # else each replica has losses of its own
             assert theirs == pytest.approx(
@@ -186,6 +194,18 @@ def test_64_tokens_are_one_devices(pool: Pool, layout: str) -> None:
     assert _differences(pool, "gpt2", layout, 64, ("epoch",)) == []
 
 
+@slow(but=["1f1b"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beams_are_one_devices(pool: Pool, layout: str) -> None:
+    assert _differences(pool, "gpt2", layout, 8, ("epoch",), num_beams=2) == []
+
+
+@slow(but=["tensor"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_that_a_callback_generates_while_predicting_is_one_devices(pool: Pool, layout: str) -> None:
+    assert _differences(pool, "gpt2", layout, 8, ("predict callback",)) == []
+
+
 SPLIT = [layout for layout in LAYOUTS if layout not in ("data", "fsdp")]  # else each replica has batches of its own
 
 
@@ -196,8 +216,8 @@ def test_text_that_a_validation_step_generates_is_one_devices(pool: Pool, layout
     assert _differences(pool, name, layout, 6, ("validation",)) == []
 
 
-@slow()
-@pytest.mark.parametrize("layout", ["tensor", "1f1b", "zbv", "placement", "product"])
+@slow(but=["ring"])
+@pytest.mark.parametrize("layout", SPLIT)
 def test_text_that_a_predict_step_generates_is_one_devices(pool: Pool, layout: str) -> None:
     assert _differences(pool, "gpt2", layout, 6, ("predict",)) == []
 

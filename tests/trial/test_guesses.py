@@ -284,7 +284,7 @@ def test_a_pipeline_leaves_a_module_whole_that_decides_by_values(ask: Callable[[
 
 
 def test_a_loop_that_no_answer_ends_stops_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guesses, "_MANY_TURNS", 30)
+    monkeypatch.setattr(guesses, "_ENDLESS", ((30, 0),))
 
     def forever(m: Model, x: Tensor) -> Tensor:
         h = m.a(x)
@@ -303,6 +303,58 @@ def test_what_a_trial_guessed_serves_the_next_one(monkeypatch: pytest.MonkeyPatc
     searched = len(runs)
     assert record_step(model, "training_step", batch, patterns=patterns).is_whole
     assert searched > 1 and len(runs) == searched + 1
+
+
+def test_a_question_asked_often_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Guesses] = []
+    monkeypatch.setattr(guesses, "Guesses", lambda patterns=None: runs.append(Guesses(patterns)) or runs[-1])
+
+    def asks(m: Model, x: Tensor) -> Tensor:
+        for _ in range(40):  # by now Python runs what it made of this code
+            bool(m.a(x).max() == 0)
+        return m.b(m.a(x)).sum()
+
+    assert record_step(Model(asks), "training_step", torch.randn(4, 8)).is_whole
+    assert [*runs[0].asked.values()] == [40] and len(runs[0].decided) == 1
+
+
+class Writes(Model):
+    validation_step = Model.training_step
+
+
+def test_a_loop_that_generates_is_known_by_a_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Guesses] = []
+    monkeypatch.setattr(guesses, "Guesses", lambda patterns=None: runs.append(Guesses(patterns)) or runs[-1])
+
+    def writes(m: Model, x: Tensor) -> Tensor:
+        tokens = x
+        while not bool((tokens == 0).any()):
+            y = x
+            for _ in range(200):
+                y = m.b(m.a(y)).repeat(1, 2)
+            tokens = torch.cat([tokens, y], 1)
+        assert tokens.shape[1] > 800
+        return tokens
+
+    found = record_step(Writes(writes), "validation_step", torch.randn(4, 8))
+    assert found.met_all and "again and again" in str(found.stopped)
+    assert len(runs) == 1 and [*runs[0].asked.values()] == [9]
+
+
+def test_a_question_of_each_layer_is_no_loop() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(40))
+
+        def validation_step(self, x: Tensor, batch_idx: int) -> Tensor:
+            for layer in self.layers:
+                for _ in range(60):
+                    x = layer(x)
+                x = x.nan_to_num() if x.isnan().any() else x
+            return x
+
+    assert record_step(Deep(), "validation_step", torch.randn(2, 4)).is_whole
 
 
 def test_a_question_is_answered_by_its_place() -> None:

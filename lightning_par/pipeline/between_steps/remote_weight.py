@@ -51,6 +51,7 @@ _BETWEEN = (
     __name__,
     *(Elsewhere.__module__, "lightning_par.pipeline.between_steps.remote_gradient"),
     "lightning_par.pipeline.between_steps.optimizer_state",
+    *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
 )
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.
@@ -82,6 +83,8 @@ class Weight:
         shows = not known and cls._owner.shows and not in_backward()
         user = user_of(sys._getframe(1)) if shows else None
         if user is None:
+            if any(issubclass(kind, ShardedTensor) and not issubclass(kind, Weight) for kind in types):
+                return NotImplemented  # which those answer, as where a layer adds this bias to what is split
             return _as_it_is(func, args, kwargs)
         if (name == "detach" or name in COPIES) and user not in _LOG or name == "data":
             return _stays(cls._owner, func, name, args, kwargs)
