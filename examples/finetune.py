@@ -73,7 +73,8 @@ class Pretrained(Llama):
             self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens, max_position_embeddings=2 * CONTEXT))
 
     def on_train_end(self) -> None:
-        self.model.save_pretrained(self.folder)  # type: ignore[operator]
+        if self.trainer.is_global_zero:
+            self.model.save_pretrained(self.folder)  # type: ignore[operator]
 
 
 class Tuned(Llama):
@@ -91,7 +92,8 @@ class Tuned(Llama):
             self.model = get_peft_model(LlamaForCausalLM.from_pretrained(self.folder), lora)
 
     def on_train_end(self) -> None:
-        self.model.save_pretrained(self.adapter)  # type: ignore[operator]
+        if self.trainer.is_global_zero:
+            self.model.save_pretrained(self.adapter)  # type: ignore[operator]
 
 
 class Writing(Callback):

@@ -31,3 +31,21 @@ def test_a_long_context_takes_less_memory_a_rank(tmp_path: Path) -> None:
     bars = [each for each in ElementTree.parse(tmp_path / "plot.svg").iter() if each.tag.endswith("rect")]
     first, second = (float(bar.get("width", 0)) for bar in bars)
     assert second / first == pytest.approx(part / one, abs=0.01)
+
+
+@slow()
+@pytest.mark.timeout(900)
+def test_a_model_is_pretrained_tuned_and_exported(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "finetune.py", "--steps", "24", "--output", tmp_path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = map(float, re.findall(r"([\d.]+) bits per byte, and ([\d.]+) after 24 steps", done.stdout)[0])
+    (loaded,) = map(float, re.findall(r"transformers loads .*/merged: ([\d.]+);", done.stdout))
+    assert after < before and loaded == pytest.approx(after, abs=2e-3)
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.safetensors")}
+    assert files == {
+        "pretrained/model.safetensors",
+        "adapter/adapter_model.safetensors",
+        "merged/model.safetensors",
+    }
