@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -162,12 +163,10 @@ class _ModelClass:
     def model_of(self, weights: dict[str, Tensor]) -> Any:
         """A model whose tensors have the names, shapes and dtypes of ``weights``, and no values."""
         kind: Any = getattr(self.transformers, str(self.name))
+        model = self._loaded(kind) if _weights_in(self.folder) else None
         with torch.device("meta"):
             shapes = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in weights.items()}
-            model = None if _weights_in(self.folder) else kind(self.config)
-        if model is None:  # what was loaded is written in another order, and by the names of the files it came from
-            options: dict[str, Any] = dict(config=self.config, trust_remote_code=False, ignore_mismatched_sizes=True)
-            model = kind.from_pretrained(self.folder, device_map="meta", **options)
+            model = kind(self.config) if model is None else model
         try:
             model.load_state_dict(shapes, assign=True)
         except RuntimeError as error:
@@ -179,6 +178,20 @@ class _ModelClass:
         if model.can_generate() and os.path.isfile(os.path.join(self.folder, "generation_config.json")):
             model.generation_config = self.transformers.GenerationConfig.from_pretrained(self.folder)
         return model
+
+    def _loaded(self, kind: Any) -> Any:
+        """A model as loaded from the folder, which is written in another order than one that is made of its config, and
+        by the names of the files it came from; None, and a warning, where what the folder holds is not loaded."""
+        options: dict[str, Any] = dict(config=self.config, trust_remote_code=False, ignore_mismatched_sizes=True)
+        try:
+            return kind.from_pretrained(self.folder, device_map="meta", **options)
+        except Exception as error:  # there is no `accelerate`, or it is an adapter, or stands for a file elsewhere
+            warnings.warn(
+                f"What {self.folder} holds can't be loaded: {error}. The order and the names in the files are those of "
+                "a model that is made of its config.json.",
+                stacklevel=2,
+            )
+            return None
 
 
 def _write(weights: dict[str, Tensor], folder: str, max_shard_size: int | str, save_file: Any) -> None:

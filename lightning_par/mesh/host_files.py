@@ -12,14 +12,14 @@ import shutil
 import socket
 import tempfile
 from collections import Counter
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import device_of_messages
-from lightning_par.mesh.raw_bytes import bytes_of
+from lightning_par.mesh.raw_bytes import bytes_of, on_bytes
 from lightning_par.private.storage import trim_memory
 
 LEAST = 1 << 20  # bytes of a tensor that is worth a file
@@ -34,7 +34,7 @@ class HostFiles:
         world: all ranks.
 
     Attributes:
-        folder: in which this rank finds the files.
+        folder: in which this rank finds the files; None on all ranks where one of them finds none.
 
     Example::
 
@@ -44,18 +44,19 @@ class HostFiles:
     """
 
     def __init__(self, world: Axis) -> None:
-        own = tempfile.mkdtemp(prefix="lightning_par-")
-        told = world.all_gather_object((socket.gethostname(), own), _PURPOSE)
+        own, host = _made(), socket.gethostname()
+        told = world.all_gather_object((host, own), _PURPOSE)
         # Two containers may have one name, and not see each other's files.
-        seen = [rank for rank, (host, path) in enumerate(told) if host == socket.gethostname() and os.path.isdir(path)]
-        self._writers = dict(zip(world.ranks, world.all_gather_object(seen[0], _PURPOSE)))
-        self.folder, self._world = told[seen[0]][1], world
-        self._writer = self._writers[world.ranks[world.rank]]
+        seen = [rank for rank, (name, path) in enumerate(told) if name == host and path and os.path.isdir(path)]
+        chosen = world.all_gather_object(seen[0] if seen else None, _PURPOSE)
+        self.folder: str | None = None if None in chosen else told[seen[0]][1]
+        self._writers, self._world = dict(zip(world.ranks, chosen)), world
+        self._writer = chosen[world.rank]
         self._done: dict[tuple[int, ...], str] = {}  # by the ranks that have mapped it when they meet again
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._own, self._given_up = own, 0
-        if self.folder != own:
-            os.rmdir(own)
+        if self.folder is None or world.rank not in chosen:
+            self._remove_own()
 
     def kept(self, x: Tensor, axis: Axis) -> Tensor:
         """The plain, whole ``x`` in a file; ``x`` itself where it is small or not on the CPU, or no file can be made.
@@ -64,7 +65,9 @@ class HostFiles:
             x: the same on all ranks along the axis, which must all call it.
             axis: the ranks that get it.
         """
-        if axis.size == 1 or x.device.type != "cpu" or x.nbytes < LEAST or not x.is_contiguous():
+        if self.folder is None or axis.size == 1:
+            return x
+        if x.device.type != "cpu" or x.nbytes < LEAST or not x.is_contiguous():
             return x
         here = [rank for rank in axis.ranks if self._writers[rank] == self._writer]
         me = axis.ranks[axis.rank]
@@ -83,11 +86,17 @@ class HostFiles:
 
     def close(self, failed: bool = False) -> None:
         """No files are to come; all ranks must call it, unless one has ``failed``."""
-        if not failed:
-            self._world.all_reduce_(torch.ones(1, device=device_of_messages(self._world)), _PURPOSE)
-        if self.folder == self._own:  # all have mapped what is in it
-            shutil.rmtree(self.folder, ignore_errors=True)
-        trim_memory()
+        try:
+            if not failed:
+                self._world.all_reduce_(torch.ones(1, device=device_of_messages(self._world)), _PURPOSE)
+        finally:
+            self._remove_own()  # all have mapped what is in it
+            trim_memory()
+
+    def _remove_own(self) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
 
     def _trim(self) -> None:
         """The callers hold no more what was kept before."""
@@ -98,7 +107,16 @@ class HostFiles:
     def _remove(self, axis: Axis) -> None:
         path = self._done.pop(axis.ranks, None)
         if path is not None:
-            Path(path).unlink(missing_ok=True)
+            with suppress(OSError):  # not written, or in the way of no one
+                os.unlink(path)
+
+
+def _made() -> str | None:
+    """A new folder; None where this rank can't write to any, as in a container whose disk is read only."""
+    try:
+        return tempfile.mkdtemp(prefix="lightning_par-")
+    except OSError:
+        return None
 
 
 def _write(x: Tensor, path: str) -> bool:
@@ -123,4 +141,6 @@ def _mapped(x: Tensor, path: str) -> Tensor:
         memory = torch.UntypedStorage.from_file(path, shared=False, nbytes=x.nbytes)
     except (OSError, RuntimeError):  # a process may have but so many mappings
         return x
-    return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape, x.stride())  # type: ignore[arg-type]
+    # Not that memory itself: torch takes all that it has mapped for shared with other processes.
+    lent = on_bytes(torch.empty(0, dtype=torch.uint8).set_(memory)).untyped_storage()  # type: ignore[arg-type]
+    return torch.empty(0, dtype=x.dtype).set_(lent, 0, x.shape, x.stride())

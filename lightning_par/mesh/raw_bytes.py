@@ -20,7 +20,7 @@ def raw_bytes(x: Tensor) -> Tensor:
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """`raw_bytes` as the system's calls take them, shared with ``x``, which is on the CPU and outlives them.
+    """`raw_bytes` as the system's calls take them, shared with ``x``, which is on the CPU.
 
     Example::
 
@@ -29,8 +29,19 @@ def bytes_of(x: Tensor) -> memoryview:
     return memoryview(np.asarray(_Bytes(raw_bytes(x))))  # type: ignore[arg-type]
 
 
+def on_bytes(x: Tensor) -> Tensor:
+    """`raw_bytes` as memory that torch did not allocate and knows nothing of, shared with ``x``, which is on the CPU.
+
+    Example::
+
+        assert not on_bytes(torch.ones(2)).untyped_storage().resizable()
+    """
+    return torch.frombuffer(bytes_of(x), dtype=torch.uint8)
+
+
 class _Bytes:
     """The memory of a flat uint8 tensor as numpy sees it; `Tensor.numpy` would mark it as shared for good."""
 
     def __init__(self, x: Tensor) -> None:
+        self._x = x  # lives as long as what is made of it
         self.__array_interface__ = dict(shape=(x.numel(),), typestr="|u1", data=(x.data_ptr(), False), version=3)

@@ -44,9 +44,10 @@ def room_for_the_whole(
         return
     files, failed = HostFiles(world), True
     try:
-        filed = shortest_room(module, optimizers, device, world, files.folder)
-        if filed.suffices:
-            room, state.files = filed, files
+        if files.folder is not None:
+            filed = shortest_room(module, optimizers, device, world, files.folder)
+            if filed.suffices:
+                room, state.files = filed, files
         yield room
         failed = False
     finally:

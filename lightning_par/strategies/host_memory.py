@@ -74,7 +74,8 @@ def shortest_room(
         filed = _large(module) * (states + (weights if device.type == "cpu" else 0))
     asked = [(host, weights + states - filed, free_on_host())]
     if folder is not None:
-        asked.append((f"{folder} of {host}", filed, free_in(folder)))
+        place = host if _in_memory(folder) else f"{folder} of {host}"
+        asked.append((place, filed, free_in(folder)))
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         asked.append((f"{device} of {host}", weights, torch.cuda.mem_get_info(device)[0] + unused))
@@ -121,15 +122,17 @@ def free_on_host() -> float:
 
 def free_in(folder: str) -> float:
     """Bytes that files in ``folder`` may still take."""
-    free = float(shutil.disk_usage(folder).free)
-    return min(free, free_on_host()) if _in_memory(folder) else free
+    try:
+        return float(shutil.disk_usage(folder).free)
+    except OSError:
+        return 0.0
 
 
 def _in_memory(folder: str) -> bool:
     """Whether files there are in memory; False where the system does not say."""
-    number = os.stat(folder).st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
     try:  # as "36 35 98:0 /root /tmp rw - ext4 /dev/sda rw"
+        number = os.stat(folder).st_dev
+        wanted = f"{os.major(number)}:{os.minor(number)}"
         lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError:
         return False

@@ -196,6 +196,16 @@ def test_the_prefix_is_the_one_attribute_or_said(tmp_path: Path) -> None:
         assert found.keys() == names and {x.dtype for x in found.values()} == {torch.float16}
 
 
+def test_where_the_weights_beside_the_config_are_no_weights_it_is_enough(tmp_path: Path) -> None:
+    model = _model("llama")
+    path, config = _file(model, tmp_path / "a.ckpt"), _config(model, tmp_path / "config")
+    (config / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.warns(UserWarning, match="What .*config holds can't be loaded"):
+        export(path, tmp_path / "hf", config=config)
+    model.save_pretrained(tmp_path / "want")
+    assert _contents(tmp_path / "hf") == _contents(tmp_path / "want")
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, config = _file(_model("llama"), tmp_path / "a.ckpt"), _config(_model("gpt2"), tmp_path / "config")
     with pytest.raises(ValueError, match="not those of .*config.json.*\n.*transformer.wte.weight"):

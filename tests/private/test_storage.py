@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_par.private.storage import is_shared, memory_of, storage_of, trim_memory
+from lightning_par.private.storage import is_mapped, is_shared, memory_of, storage_of, trim_memory
 
 
 def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
@@ -45,6 +47,35 @@ def test_memory_is_handed_back() -> None:
     trim_memory()
     assert kept(given_up) == 0
     assert all(torch.equal(block, torch.ones(1 << 14)) for block in blocks)
+
+
+_FREED = """
+import torch
+from lightning_par.private.storage import give_back_freed
+
+def stays() -> bool:
+    address = torch.ones(2 << 20).data_ptr()  # given up at once
+    spans = [line.split()[0].split("-") for line in open("/proc/self/maps").read().splitlines()]
+    return any(int(first, 16) <= address < int(last, 16) for first, last in spans)
+
+give_back_freed(4 << 20)
+print(stays())
+give_back_freed(None)
+print(stays())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")
+def test_large_blocks_are_handed_back_as_they_are_freed_where_asked() -> None:
+    run = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True)  # no holes of other tests
+    assert run.stdout.split() == ["False", "True"], run.stderr
+
+
+def test_memory_of_a_mapped_file_is_known(tmp_path: Path) -> None:
+    torch.save(torch.ones(4), tmp_path / "x.pt")
+    mapped = torch.load(tmp_path / "x.pt", mmap=True)
+    assert is_mapped(mapped) and is_mapped(mapped[1:]) and not is_mapped(mapped.clone())
+    assert not is_mapped(torch.empty(4, device="meta")) and not is_mapped(torch.eye(2).to_sparse())
 
 
 def test_memory_that_others_have_is_known() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +60,23 @@ def _trainer(layout: dict[str, Any]) -> Trainer:
     )  # fmt: skip
 
 
+@contextmanager
+def _files(least: int, folder: str, full: bool = False) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (host_files, host_memory, end_of_run):
+            patch.setattr(place, "LEAST", least)
+        patch.setattr(tempfile, "tempdir", folder)
+        if full:
+            patch.setattr(os, "posix_fallocate", _is_full)
+        yield
+
+
 def _fit_twice(layout: dict[str, Any], least: int, folder: str, full: bool = False) -> tuple[Any, ...]:
     """Which weights and states are in files after a fit; the weights, states, and losses of another; what is left."""
     torch.manual_seed(0)
     module, world, rank = Net(), os.environ["WORLD_SIZE"], int(os.environ["RANK"])
-    before = host_files.LEAST, tempfile.tempdir, getattr(os, "posix_fallocate", None)
-    host_files.LEAST = host_memory.LEAST = end_of_run.LEAST = least  # type: ignore[attr-defined]
-    tempfile.tempdir = folder
-    if full and rank == 0:
-        os.posix_fallocate = _is_full
     data = DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
-    try:
+    with _files(least, folder, full and rank == 0):
         trainer = _trainer(layout)
         trainer.fit(module, data)
         state = [x for x in tensors_in([*trainer.optimizers[0].state.values()]) if x.ndim]
@@ -81,9 +89,6 @@ def _fit_twice(layout: dict[str, Any], least: int, folder: str, full: bool = Fal
         seen = [module.down.bias.detach().clone(), module.up.weight.detach().clone()]
         os.environ["WORLD_SIZE"] = world
         _trainer(layout).fit(module, data)
-    finally:
-        host_files.LEAST = host_memory.LEAST = end_of_run.LEAST = before[0]  # type: ignore[attr-defined]
-        tempfile.tempdir, os.posix_fallocate = before[1], before[2]
     return filed, left, values, seen, module.losses
 
 
@@ -115,3 +120,21 @@ def test_a_full_disk_leaves_it_all_in_memory(pool: Pool, tmp_path: Path) -> None
     for found, right in zip(pool.run(2, _fit_twice, LAYOUTS["tensor"], 1, str(tmp_path), True), expected):
         assert not any(found[0][0].values()) and found[1] == []
         torch.testing.assert_close(found[2:], right[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_write_nowhere_has_what_the_other_wrote(rank: int, pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, _fit_without_a_folder, rank, str(tmp_path)):
+        assert found == (True, [], True)
+
+
+def _fit_without_a_folder(rank: int, folder: str) -> tuple[bool, list[str], bool]:
+    """Whether weights are in a file; what is left; whether they are copied into memory that other processes get."""
+    module = Net()
+    own = os.path.join(folder, "absent") if int(os.environ["RANK"]) == rank else folder
+    with _files(1, own):
+        _trainer(LAYOUTS["tensor"]).fit(module, DataLoader(torch.randn(8, 8), batch_size=4))  # type: ignore[arg-type]
+        torch.distributed.barrier()
+        filed, left = is_mapped(module.up.weight), os.listdir(folder)
+    shared = not module.up.weight.is_shared() and module.share_memory().up.weight.is_shared()
+    return filed, left, shared
