@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -110,7 +111,7 @@ def fit(module: LightningModule, case: str, layout: dict[str, Any] | None, seein
     module.configure_model = configure_and_count  # type: ignore[method-assign]
     where: dict[str, Any] = dict(devices=1)
     if layout is not None:
-        count = 4 if "tensor_parallel_size" in layout and "pipeline_parallel_size" in layout else 2
+        count = math.prod(size for name, size in layout.items() if name.endswith("_parallel_size"))
         where = dict(devices=count, strategy=lightning_par.HybridParallelStrategy(**layout))
     batch_size = MODELS[case].batch_size
     if layout is not None and layout.get("data_parallel_size") == 2:
