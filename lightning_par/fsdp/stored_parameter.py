@@ -141,8 +141,7 @@ class Stored(ShardedTensor):
         return used
 
     def _kept(self, part: Tensor) -> Tensor:
-        held = collectives.gather(part, self._dim, self._inner, self._peers, "unshard")
-        return RunState.current.kept(held, self._peers)
+        return RunState.current.gathered(part, self._dim, self._inner, self._peers, "unshard")
 
     def twin(self, local: Tensor | None = None) -> Stored:
         x = Stored(self._local if local is None else local, self._dim, self._positions, self._axis)

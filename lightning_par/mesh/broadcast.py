@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.raw_bytes import raw_bytes
 
@@ -56,26 +55,6 @@ def send_to_all(x: Tensor | None, kind: Kind, source: int, axis: Axis, purpose: 
     if staged.numel():
         axis.broadcast_(raw_bytes(staged), purpose, source)  # backends lack some dtypes
     return staged
-
-
-def lacking_buffers(module: nn.Module, axis: Axis) -> dict[int, Tensor]:
-    """The buffers that other ranks hold, by the id of what stands for them here. All ranks must call it."""
-    here = dict(module.named_buffers())
-    held = {name: kind_of(x) for name, x in here.items() if type(x) is Tensor and _is_there(x)}
-    lacking = [name for name, x in here.items() if is_elsewhere(x)]
-    told = axis.all_gather_object((held, lacking), "buffers")
-    found: dict[int, Tensor] = {}
-    for name in dict.fromkeys(name for _, theirs in told for name in theirs):
-        source = next((rank for rank, (theirs, _) in enumerate(told) if name in theirs), None)
-        if source is not None:  # else in parts
-            value = send_to_all(here.get(name), told[source][0][name], source, axis, "buffers")
-            if name in lacking:
-                found[id(here[name])] = value.to(here[name].device)
-    return found
-
-
-def _is_there(x: Tensor) -> bool:
-    return not x.is_meta and x.layout is torch.strided
 
 
 def wanted_of(asked: Iterable[tuple[Any, int]], axis: Axis, purpose: str) -> dict[Any, int]:

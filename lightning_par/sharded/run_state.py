@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_par.mesh import collectives
+from lightning_par.mesh.broadcast import Kind, send_to_all
 from lightning_par.mesh.whereabouts import Whereabouts
 from lightning_par.sharded.random_streams import Streams
 from lightning_par.sharded.tensor_names import TensorNames
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_par.checkpoint.weight_reads import WeightReads
     from lightning_par.mesh.axis import Axis
     from lightning_par.mesh.host_files import HostFiles
+    from lightning_par.mesh.positions import Positions
 
 
 class RunState:
@@ -85,9 +88,28 @@ class RunState:
         """What stands for the memory of ``x``, in parts or elsewhere, between steps; None where there is none."""
         return None if self.reads is None else self.reads.of(x)
 
-    def kept(self, x: Tensor, axis: Axis) -> Tensor:
-        """The plain ``x``, which all ranks along the axis hold from now on; all of them must call it."""
-        return x if self.files is None else self.files.kept(x, axis)
+    def gathered(
+        self, part: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str, to_cpu: bool = False
+    ) -> Tensor:
+        """`collectives.gather`, to be held by all ranks along the axis from now on; all of them must call it."""
+        found = None if self.files is None else self.files.gathered(part, dim, positions, axis, to_cpu)
+        return (
+            self._kept(collectives.gather(part, dim, positions, axis, purpose), axis, to_cpu)
+            if found is None
+            else found
+        )
+
+    def handed_on(
+        self, x: Tensor | None, kind: Kind, source: int, axis: Axis, purpose: str, to_cpu: bool = False
+    ) -> Tensor:
+        """`send_to_all`, to be held by all ranks along the axis from now on; all of them must call it."""
+        mine = x if axis.rank == source else None
+        found = None if self.files is None else self.files.handed_on(mine, kind, axis, to_cpu)
+        return self._kept(send_to_all(x, kind, source, axis, purpose), axis, to_cpu) if found is None else found
+
+    def _kept(self, whole: Tensor, axis: Axis, to_cpu: bool) -> Tensor:
+        whole = whole.cpu() if to_cpu else whole
+        return whole if self.files is None else self.files.kept(whole, axis)
 
     def wrote(self) -> None:
         """A tensor in parts, or a weight of any stage, is written to."""

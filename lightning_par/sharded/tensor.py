@@ -126,18 +126,23 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self, purpose: str = "gather") -> Tensor:
         """The whole tensor, plain, on every rank along the axis. All of them must call it."""
+        self._about_to_gather()
+        return collectives.gather(self._local, self._dim, self._positions, self._axis, purpose)
+
+    def kept_whole(self, purpose: str, to_cpu: bool = False) -> Tensor:
+        """`full_tensor`, to be held by every rank along the axis from now on, on its device or the CPU."""
+        if isinstance(self._local, ShardedTensor):
+            return self.full_tensor(purpose)
+        self._about_to_gather()
+        return RunState.current.gathered(self._local, self._dim, self._positions, self._axis, purpose, to_cpu)
+
+    def _about_to_gather(self) -> None:
         self._axis.about_to_gather("full_tensor", self)
         names = RunState.current.names
         if names.on:
             names.current = self._name or names.current
         if aliases.is_any():
             aliases.settle(self._innermost, "full_tensor")
-        return collectives.gather(self._local, self._dim, self._positions, self._axis, purpose)
-
-    def kept_whole(self, purpose: str) -> Tensor:
-        """`full_tensor`, to be held by every rank along the axis from now on."""
-        whole = self.full_tensor(purpose)
-        return whole if isinstance(whole, ShardedTensor) else RunState.current.kept(whole, self._axis)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from lightning_par.pipeline.between_steps.gather_states import collect
 from lightning_par.private.process_groups import default_store
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import ShardedTensor, full
+from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.strategies.host_memory import Room, shortest_room
 from lightning_par.tensor.kept_tensors import make_held_whole
 
@@ -81,9 +81,9 @@ def unshard_optimizer_state(optimizer: Optimizer, stages: Axis | None = None) ->
 
 
 def _whole(x: Tensor) -> Tensor:
-    if not isinstance(x, ShardedTensor):
-        return x
-    return RunState.current.kept(full(x).cpu(), x.axis)
+    while isinstance(x, ShardedTensor):
+        x = x.kept_whole("unshard", to_cpu=True)
+    return x
 
 
 PATIENCE = timedelta(seconds=10)

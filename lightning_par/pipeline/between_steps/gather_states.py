@@ -124,8 +124,7 @@ def _entry(mine: Any, entry: Any, source: int | None, axis: Axis, keep: bool) ->
     with torch.no_grad():
         whole = full(mine) if mine is not None else None  # always, since ranks of the other axis do it
     if source is not None:
-        arrived = send_to_all(whole, entry, source, axis, "state")
-        arrived = RunState.current.kept(arrived.cpu(), axis)
+        arrived = RunState.current.handed_on(whole, entry, source, axis, "state", to_cpu=True)
         whole = arrived if mine is None else whole
     if mine is not None and not isinstance(mine, ShardedTensor):
         return mine

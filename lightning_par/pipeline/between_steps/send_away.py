@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin, sharding_of
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.broadcast import kind_of, kinds_at, send_to_all, wanted_of
+from lightning_par.mesh.broadcast import kind_of, kinds_at, wanted_of
 from lightning_par.private.modules import buffers_of, is_persistent, weight_norms
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.identity import become, swappable
@@ -129,8 +129,7 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
     kinds = kinds_at(wanted, parts, axis, "unshard")
     with swappable(modules):
         for path in sorted(kinds):  # in one order on all ranks
-            part = send_to_all(parts.get(path), kinds[path], wanted[path], axis, "unshard")
-            part = RunState.current.kept(part, axis)
+            part = RunState.current.handed_on(parts.get(path), kinds[path], wanted[path], axis, "unshard")
             x = found.get(path)
             if isinstance(x, Elsewhere):
                 become(x, _here(x, part), x.origin.name)

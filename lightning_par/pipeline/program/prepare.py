@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.mesh.broadcast import lacking_buffers
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.random_draws import is_standing
 from lightning_par.pipeline.effects.user_hooks import Hooks
@@ -19,6 +18,7 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.dry_run import DryRun
+from lightning_par.pipeline.program.lent_buffers import lacking_buffers
 from lightning_par.pipeline.program.microbatch_values import share_of
 from lightning_par.pipeline.run.located import ChangedError, Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
