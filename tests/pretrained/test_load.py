@@ -226,11 +226,36 @@ def _scaled(folder: Path) -> nn.Module:
     return model
 
 
+def _assigned(folder: Path) -> nn.Module:
+    """Of a model that was made without values, as users do to save memory; its weights are tied again."""
+    import transformers
+    from safetensors.torch import load_file
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
+def _mapped(folder: Path) -> nn.Module:
+    """A file of torch's own, whose values are in double."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
+    model.load_state_dict(torch.load(folder / "weights.pt", mmap=True))
+    return model
+
+
 LOADS: dict[str, Callable[[Path], nn.Module]] = {
     "resized": _resized,
     "with_a_head": _with_a_head,
     "copied": _copied,
     "scaled": _scaled,
+    "assigned": _assigned,
+    "mapped": _mapped,
 }
 
 
@@ -244,7 +269,11 @@ def _first_weights(name: str, folder: Path, layout: dict[str, Any] | None) -> An
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
 def test_what_else_users_do_to_load(pool: Pool, layout: str, name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
     save("hf_llama", tmp_path, "one", torch.float32)
+    in_double = {key: x.double() for key, x in load_file(tmp_path / "model.safetensors").items()}
+    torch.save(in_double, tmp_path / "weights.pt")
     (expected, _), *_ = pool.run(1, _first_weights, name, tmp_path, None)
     (found, deferred), *_ = pool.run(2, _first_weights, name, tmp_path, LAYOUTS[layout])
     assert deferred == len(expected) and found.keys() == expected.keys()
