@@ -107,9 +107,10 @@ class Writing(Callback):
 
 
 def write(model: Any, length: int = 48) -> str:
-    """What ``model`` takes to be most likely after the prompt."""
+    """What ``model`` goes on with after the prompt; all ranks draw the same."""
     prompt = torch.tensor([list(PROMPT)], device=model.device)
-    made = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length)
+    drawn: dict[str, Any] = dict(do_sample=True, temperature=0.6)
+    made = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, **drawn)
     return bytes(made[0].tolist()).decode(errors="replace")
 
 
