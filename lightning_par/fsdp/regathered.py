@@ -1,8 +1,8 @@
 """Weights that backward needs, gathered again: once, and with those that were gathered beside them.
 
 Every rank must do the same, in the same order. Forward gathers a weight where it is first used, which is alike; but how
-often backward comes to it, and to which weight of a module first, goes by values where these say what is computed:
-each replica's tokens go to other experts. So what forward gathered between two ends of modules' calls, mostly the weights
+often backward comes to it, and to which weight of a module first, goes by values where these say what is computed, as
+to which experts a replica's tokens go. So what forward gathered between two ends of modules' calls, mostly the weights
 of one module, is gathered again as soon as backward comes to anything of it, in forward's order.
 """
 
@@ -30,7 +30,7 @@ class Together:
 
     def gather(self) -> None:
         """Gather those that backward needs, unless it was done; all ranks that use them must call it."""
-        # from here on they live as long as what needs them
+        # from here on a weight lives as long as what stands for it in the graph
         weights, self._weights = self._weights, []
         for x in weights:
             if x.is_needed:
@@ -38,7 +38,7 @@ class Together:
 
 
 class Regathered:
-    """A weight that is let go after forward, and whole again from where backward first needs it to where it last does."""
+    """A weight that is let go after forward, and whole again as long as backward needs it."""
 
     def __init__(self, together: Together, weight: Stored, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype

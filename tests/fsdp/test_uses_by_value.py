@@ -1,4 +1,4 @@
-"""Weights in parts that backward uses as often as values say, which differs between replicas: experts, early exits."""
+"""Weights in parts that backward uses as often as values say, which differs between replicas: stacked experts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _train(kind: str, ranks: int, options: dict[str, Any]) -> tuple[list[float],
 @pytest.mark.parametrize("kind", ["trained", "frozen", "module inside"])
 def test_weights_that_each_replica_uses_as_often_as_its_values_say(pool: Pool, kind: str) -> None:
     (losses, expected), *_ = pool.run(1, _train, kind, 1, {})
-    found = pool.run(2, _train, kind, 2, {}, timeout=20)
+    found = pool.run(2, _train, kind, 2, {}, timeout=60)
     for rank, (theirs, state) in enumerate(found):
         assert theirs == pytest.approx(losses[rank::2], rel=1e-9)
         for name, x in expected.items():
