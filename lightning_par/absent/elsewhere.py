@@ -62,6 +62,7 @@ class Elsewhere(AbsentTensor):
         device: where it would be on this rank.
         origin: who holds it.
         requires_grad: as of any tensor.
+        stride: as of any tensor; without it, that of a contiguous one.
 
     Example::
 
@@ -82,8 +83,9 @@ class Elsewhere(AbsentTensor):
         device: torch.device,
         origin: Origin,
         requires_grad: bool = False,
+        stride: tuple[int, ...] | None = None,
     ) -> Elsewhere:
-        return cls._standing(origin, shape, dtype, device, requires_grad=requires_grad)
+        return cls._standing(origin, shape, dtype, device, strides=stride, requires_grad=requires_grad)
 
     @property
     def origin(self) -> Origin:
@@ -97,12 +99,13 @@ class Elsewhere(AbsentTensor):
         kwargs, name = kwargs or {}, operator_of(func)
         x = args[0] if args else None
         if isinstance(x, Elsewhere) and name in SAME_MEMORY_OPERATORS:
-            same = Elsewhere(x.shape, x.dtype, x.device, x.origin)
+            same = Elsewhere(x.shape, x.dtype, x.device, x.origin, stride=x.stride())
             same.is_whole = x.is_whole
             return same
         if isinstance(x, Elsewhere) and name in COPY_OPERATORS:
             dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
-            return Elsewhere(x.shape, dtype, device, replace(x.origin))  # another origin: no memory is shared
+            origin = replace(x.origin)  # another one: no memory is shared
+            return Elsewhere(x.shape, dtype, device, origin, stride=_copy_stride(x, kwargs))
         if name.startswith("_foreach_") and name.endswith("_"):
             return _write_those_here(func, args, kwargs)
         if isinstance(x, Elsewhere) and _writes_to_first_alone(func):
@@ -157,7 +160,7 @@ class Elsewhere(AbsentTensor):
         raise ElsewhereError(_message(self, function))
 
     def _made_anew(self, memo: dict[int, Any]) -> Elsewhere:
-        return Elsewhere(self.shape, self.dtype, self.device, replace(self.origin), self.requires_grad)
+        return Elsewhere(self.shape, self.dtype, self.device, replace(self.origin), self.requires_grad, self.stride())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         asked = RunState.current.memory_of(self)
@@ -228,6 +231,13 @@ def _flat(value: Any) -> Iterable[Any]:
         yield value
 
 
+def _copy_stride(x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """How a copy of ``x`` lies."""
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    memory_format = kwargs.get("memory_format") or torch.preserve_format
+    return like.clone(memory_format=memory_format).stride()
+
+
 def _is_by_entry(func: Any) -> bool:
     """Whether a function makes each entry of a new tensor of the same entries of its arguments."""
     returns = [str(value.type) for value in schema_of(func).returns]
@@ -239,12 +249,12 @@ def _computed(func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
 
     def meta(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return type(value)(map(meta, value)) if type(value) in (list, tuple) else value
 
     result = func(*map(meta, args), **{key: meta(value) for key, value in kwargs.items()})
     device = next(y.device for y in _flat((args, kwargs)) if isinstance(y, Elsewhere))
-    return Elsewhere(result.shape, result.dtype, device, replace(origin))
+    return Elsewhere(result.shape, result.dtype, device, replace(origin), stride=result.stride())
 
 
 def _writes_to_first_alone(func: Any) -> bool:

@@ -38,6 +38,16 @@ class Geometry:
         return True
 
     @property
+    def apart(self) -> bool:
+        """Whether each entry has a place of its own, but for those that are repeated along a dim."""
+        reach, dims = 0, zip(self.stride, self.shape)
+        for stride, size in sorted((stride, size) for stride, size in dims if size > 1 and stride):
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+
+    @property
     def nbytes(self) -> int:
         """How much memory the tensor reaches into."""
         return self.span[1]

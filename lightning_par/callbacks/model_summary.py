@@ -13,6 +13,8 @@ from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import kept
 from lightning_par.strategies.namespace import Namespace
+from lightning_par.sharded.packed_parameters import is_packed
+from lightning_par.trial.module_copy import give_meaning
 from lightning_par.trial.trial_run import fake_stands, quiet
 
 
@@ -56,6 +58,8 @@ def _on_fakes(module: nn.Module) -> Iterator[None]:
     before = [dict(one) for one in held]
     with generators.kept(), kept(module, as_is={id(p) for p in module.parameters()}, is_copy=False), quiet():
         stand = fake_stands(module, mode, {})
+        for parameter in filter(is_packed, module.parameters()):
+            give_meaning(stand(parameter), parameter, stand, {id(m): m for m in module.modules()})
         try:
             for one in held:
                 one.update({name: stand(x) for name, x in one.items() if x is not None})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.fsdp.regathered import Again, Regathered, Together, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.module_hooks import drop_forward_hooks
 from lightning_par.private.modules import parameters_of
@@ -48,8 +49,8 @@ class Prefetch(Gathering):
         super().__init__()
         self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
         self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
-        # By the memory of what was gathered: whose it is, at which version.
-        self._memories: dict[int, tuple[Stored, int, torch.dtype]] = {}
+        self._memories: dict[int, Regathered] = {}  # by the memory of what was gathered
+        self._together = Together()  # what is gathered now
 
     def gathered(self, x: ShardedTensor, dtype: torch.dtype | None = None) -> Tensor:
         """The whole weight that is stored in parts, as it is used; all ranks that use it must call it.
@@ -73,8 +74,9 @@ class Prefetch(Gathering):
                 _refuse_write()
             if known is not None:
                 self.let_go([x])
-            known = self._keep(x, use, x.gathered(dtype))
-            self._memories[memory_of(leaf(known.used))] = x, known.version, dtype
+            again = self._together.noted(x, dtype)
+            known = self._keep(x, use, x.gathered(dtype, self._together.gather))
+            self._memories[memory_of(leaf(known.used))] = again
         return known.used
 
     def _keep(self, x: Stored, use: Use, used: Tensor) -> _Kept:
@@ -117,6 +119,7 @@ class Prefetch(Gathering):
 
     def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
         """Forget what was gathered of ``weights``, or of all."""
+        self._together = Together()
         if weights is None:
             self._throughout.clear()
             self._kept.clear()
@@ -134,14 +137,14 @@ class Prefetch(Gathering):
                 yield
             else:
                 # weights that backward needs are noted, not kept
-                with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
+                with torch.autograd.graph.saved_tensors_hooks(self._packed, unpacked):
                     yield
         finally:
             self.let_go()
 
-    def _packed(self, x: Tensor) -> Tensor | _Again:
+    def _packed(self, x: Tensor) -> Tensor | Again:
         known = self._memories.get(memory_of(x))
-        return x if known is None else _Again(*known, tuple(x.shape), x.stride(), int(x.storage_offset()))
+        return x if known is None else known.view_like(x)
 
 
 def in_use(x: Tensor) -> Tensor:
@@ -177,28 +180,6 @@ def _refuse_write() -> None:
         f"A weight is written to at {user_line()}, within a step whose microbatches share what data_parallel='fsdp' "
         "has gathered. Do it in on_train_batch_end, or write data_parallel='ddp'."
     )
-
-
-@dataclass(frozen=True)
-class _Again:
-    """A gathered weight that backward needs, or a view of it, to be gathered again."""
-
-    weight: Stored
-    version: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def get(self) -> Tensor:
-        x = self.weight
-        if write_count(x._local) != self.version:
-            raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
-        return x.held(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
-def _unpacked(x: Tensor | _Again) -> Tensor:
-    return x.get() if isinstance(x, _Again) else x
 
 
 class _LetGo:

@@ -85,13 +85,19 @@ class Stored(ShardedTensor):
         mark_parameter(self)  # what `isinstance(x, nn.Parameter)` asks of a subclass
         return self
 
-    def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
+    def gathered(self, dtype: torch.dtype | None = None, before_sum: Callable[[], None] = lambda: None) -> Tensor:
         """The whole weight, or all of what the tensor axis leaves this rank; all peers must call it.
 
         Args:
             dtype: to be gathered in, and used; its own by default. Gradients are summed in the weight's own.
+            before_sum: called in backward before its gradient is summed.
         """
-        return self.used(_Gathered.apply(self._local, partial(self.held, dtype or self._local.dtype), self.part_of_sum))
+
+        def part(gradient: Tensor) -> Tensor:
+            before_sum()
+            return self.part_of_sum(gradient)
+
+        return self.used(_Gathered.apply(self._local, partial(self.held, dtype or self._local.dtype), part))
 
     def held(self, dtype: torch.dtype) -> Tensor:
         """What all peers hold of it, of no graph; all of them must call it."""

@@ -16,6 +16,7 @@ from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
 from lightning_par.private.modes import no_modes
 from lightning_par.private.modules import buffers_of, parameters_of
+from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
@@ -44,6 +45,9 @@ def stand_in(
     own_copy = [m for m in module.modules() if m is module or not _copies_itself(m)]
     for submodule in own_copy:
         memo[id(submodule)] = object.__new__(type(submodule))  # empty at first: modules may hold one another
+    for parameter in module.parameters():
+        if is_packed(parameter):
+            give_meaning(memo[id(parameter)], parameter, tensor, memo)
     for submodule in own_copy:
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
@@ -59,6 +63,21 @@ def stand_in(
         if callable(getattr(submodule, "compute", None)) and callable(getattr(submodule, "update", None)):
             _silence_metric(submodule, took)
     return top
+
+
+def give_meaning(stand: Tensor, packed: Tensor, tensor: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
+    """Let ``stand`` say what ``packed`` means, in objects of its own: a layer may pack anew, and note it there.
+
+    Args:
+        stand: of the packed parameter.
+        packed: a parameter.
+        tensor: makes what stands for a tensor.
+        memo: of a deep copy: what stands for other objects, by their ids.
+    """
+    if stand is packed:
+        return
+    memo.update({id(value): tensor(value) for value in vars(packed).values() if isinstance(value, Tensor)})
+    vars(stand).update({name: _copied(value, memo) for name, value in vars(packed).items()})
 
 
 def copied(value: Any) -> Any:

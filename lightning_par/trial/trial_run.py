@@ -27,7 +27,6 @@ from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import kept
-from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.sharded.tensor import OutOfSightError
 from lightning_par.strategies.entry_points import (
     STEPS,
@@ -187,8 +186,6 @@ def fake_stands(module: nn.Module, mode: FakeTensorMode, fakes: dict[int, Tensor
     for parameter in module.parameters():
         fakes[id(parameter)] = _fake(parameter, mode)
         mark_parameter(fakes[id(parameter)])  # what `isinstance` asks
-        if is_packed(parameter):
-            vars(fakes[id(parameter)]).update(vars(parameter))  # its layer asks it what it means
 
     def stand(x: Tensor) -> Tensor:
         if id(x) not in fakes:

@@ -111,19 +111,44 @@ class _WrappedLinear(torch.autograd.Function):
         return grads[0] @ ctx.weight.plain(), None
 
 
+class Meaning:
+    """What codes mean, in an object that their layer writes to, as bitsandbytes' ``QuantState``."""
+
+    def __init__(self, scale: Tensor, shape: torch.Size) -> None:
+        self.scale, self.shape, self.inverted = scale, shape, False
+
+
+def repacked(weight: Any) -> tuple[Tensor, torch.Size]:
+    """Lay the codes out otherwise at their first use, in other memory, as bitsandbytes does on some CPUs."""
+    meaning = weight.state
+    if not meaning.inverted:
+        weight.data = 16 - weight.data  # both digits of a byte, from 1 to 15, about 8
+        meaning.scale = -meaning.scale
+        meaning.inverted = True
+    return meaning.scale, meaning.shape
+
+
 class Adapted(nn.Module):
     """A frozen quantized product, and a trained one of low rank beside it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         x = torch.randn(WIDTH, WIDTH, dtype=torch.float64) / WIDTH**0.5
-        self.weight = Packed.of(x) if kind == "packed" else nn.Parameter(Wrapped.of(x), requires_grad=False)
+        self.weight = (
+            Packed.of(x) if kind in ("packed", "repacked") else nn.Parameter(Wrapped.of(x), requires_grad=False)
+        )
+        if kind == "repacked":
+            self.weight.state = Meaning(*self.weight.state)  # type: ignore[assignment, misc]
         self.down = nn.Linear(WIDTH, RANK, bias=False, dtype=torch.float64)
         self.up = nn.Linear(RANK, WIDTH, bias=False, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        base = _PackedLinear.apply(x, weight, weight.state) if hasattr(weight, "state") else F.linear(x, weight)
+        if hasattr(weight, "state"):
+            state = repacked(weight) if isinstance(weight.state, Meaning) else weight.state
+            base = _PackedLinear.apply(x, weight, state)
+        else:
+            base = F.linear(x, weight)
         return torch.tanh(base + self.up(self.down(x)))
 
 
@@ -159,7 +184,10 @@ class Unseeded(Quantized):
 
 def bytes_of(weight: Any) -> list[Tensor]:
     """What a quantized weight is made of."""
-    parts = [weight.data, weight.state[0]] if hasattr(weight, "state") else [weight.codes, weight.scale]
+    if hasattr(weight, "state"):
+        parts = [weight.data, weight.state.scale if isinstance(weight.state, Meaning) else weight.state[0]]
+    else:
+        parts = [weight.codes, weight.scale]
     return [x.detach().as_subclass(Tensor).clone() for x in parts]
 
 

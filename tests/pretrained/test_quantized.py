@@ -15,9 +15,9 @@ from tests.pretrained.adapted import LAYOUTS, REPLICAS
 from tests.pretrained.quantized import STEPS, Packed, Unseeded, Wrapped, trained
 
 TOLERANCE = 1e-9
-FAST = ["wrapped-tensor", "packed-fsdp"]
+FAST = ["wrapped-tensor", "packed-fsdp", "repacked-tensor"]
 PLACED = ["pipeline", "placement", "pipeline-tensor"]
-ROWS = [f"{kind}-{layout}" for kind in ("packed", "wrapped") for layout in LAYOUTS if layout not in PLACED]
+ROWS = [f"{kind}-{layout}" for kind in ("packed", "repacked", "wrapped") for layout in LAYOUTS if layout not in PLACED]
 
 
 @slow(but=FAST)
@@ -31,7 +31,8 @@ def test_what_is_beside_quantized_weights_trains_as_on_one_device(pool: Pool, ro
         expected = sum(one["losses"][step * replicas : (step + 1) * replicas]) / replicas
         assert sum(rank["losses"][step] for rank in told) / len(told) == pytest.approx(expected, rel=TOLERANCE)
     for rank in told:
-        assert rank["unchanged"] and rank["kinds"] == one["kinds"]
+        assert rank["unchanged"] == (kind != "repacked") and rank["kinds"] == one["kinds"]
+        assert all(torch.equal(x, y) for x, y in zip(rank["quantized"], one["quantized"], strict=True))
         torch.testing.assert_close(rank["weights"], one["weights"], rtol=TOLERANCE, atol=TOLERANCE)
 
 

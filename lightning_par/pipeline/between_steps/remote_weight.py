@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import Elsewhere, ElsewhereError, is_elsewhere
+from lightning_par.absent.geometry import Geometry
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
@@ -265,8 +266,10 @@ def _holders(owner: JointGradients, name: str, written: Any, weights: list[Any])
 
 def _is_new(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what ``func`` makes is another tensor than its argument, as ``x.to(y)`` is of another kind."""
+    if name_of(func) == "contiguous":
+        return not args[0].is_contiguous(*args[1:], **kwargs)
     like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-    return not args[0].is_contiguous() or func(like, *args[1:], **kwargs) is not like
+    return func(like, *args[1:], **kwargs) is not like
 
 
 def _alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -304,7 +307,7 @@ def _lies(x: Tensor) -> tuple[Any, ...]:
 
 def _away(owner: JointGradients, like: Tensor, base: Any, is_whole: bool) -> Any:
     """What stands here for a view of the kind of ``like`` of a weight that is elsewhere."""
-    view = Elsewhere(like.shape, like.dtype, base.device, base.origin)
+    view = Elsewhere(like.shape, like.dtype, base.device, base.origin, stride=like.stride())
     view.is_whole = is_whole and base.is_whole
     return owner.show(view, owner.name_of(base), copied(base))
 
@@ -377,7 +380,16 @@ def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
     owner.meet(f"called `{name}` on the weight {of!r} between two steps")
     here = None if is_elsewhere(x) else _plain(x)
     values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
-    return values.to(x.device, copy=here is not None)
+    return _laid_as(x, values.to(x.device, copy=here is not None))
+
+
+def _laid_as(x: Any, values: Tensor) -> Tensor:
+    """``values`` in memory where they lie as those of ``x`` do: what is a view of it, and what a copy, goes by that."""
+    stride = x.stride()
+    if values.stride() == stride or not Geometry(tuple(x.shape), stride, 0, x.dtype).apart:
+        return values
+    once = values[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
+    return torch.empty_strided(once.shape, stride, dtype=x.dtype, device=x.device).copy_(once).expand(x.shape)
 
 
 def _refuse_parts(owner: JointGradients, name: str, of: str) -> None:

@@ -165,7 +165,8 @@ def _described(module: nn.Module, name: str, x: Tensor) -> tuple[Any, ...]:
 def away_of(x: Tensor, origin: Origin, like: Tensor | None = None) -> Elsewhere:
     """What ``x`` is on ranks that don't hold it; ``like`` has its shape, dtype and device, if not ``x``."""
     like = x if like is None else like
-    away = Elsewhere(like.shape, like.dtype, like.device, origin, x.requires_grad)
+    stride = like.stride() if like.layout is torch.strided else None
+    away = Elsewhere(like.shape, like.dtype, like.device, origin, x.requires_grad, stride)
     if isinstance(x, nn.Parameter):
         mark_parameter(away)  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
     return away

@@ -129,6 +129,20 @@ class Weights(Model):
                 row.clamp_(-0.3, 0.3)
 
 
+class Turned(Model):
+    """Views that do not lie as a new tensor of their shape would."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, p in self.named_parameters():
+            turned = p.detach().t()
+            wide = p.detach().flatten()[:, None].expand(-1, 3)
+            for kind, x in {"turned": turned, "wide": wide, "sliced": p.detach()[..., ::2]}.items():
+                views = [x, x.clone(), x.contiguous(), x.to(p.dtype)]
+                self.see(f"{name} {kind} lies", [(y.stride(), y.is_contiguous()) for y in views])
+                self.see(f"{name} {kind} is same", [x.to(p.dtype) is x, x.double() is x])
+                self.see(f"{name} {kind} flat", [x.reshape(-1) + 1, x.flatten() + 1, x.to(p.dtype) + 1])
+
+
 class WeightsOfParts(Model):
     """Of weights that are sharded, too, each stage tries to see the other's."""
 
@@ -280,7 +294,7 @@ class Joint(Model):
         return Global(p for name, p in self.named_parameters() if "unused" not in name)
 
 
-_KINDS = (Reads, ReadsParts, Weights, WeightsOfParts, Overwrites, Counts, Thaws, Calls, Wrong, Alone, Joint)
+_KINDS = (Reads, ReadsParts, Weights, Turned, WeightsOfParts, Overwrites, Counts, Thaws, Calls, Wrong, Alone, Joint)
 KINDS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -313,7 +327,7 @@ def agree(a: Any, b: Any) -> bool:
 
 
 @slow("Weights", "Reads", "Counts")
-@pytest.mark.parametrize("name", ["Reads", "Weights", "Overwrites", "Counts", "Thaws", "Calls", "Joint"])
+@pytest.mark.parametrize("name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Joint"])
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)
     assert len(expected) > (1 if name in ("Overwrites", "Counts", "Thaws", "Joint") else 8)
