@@ -22,7 +22,7 @@ numpy scipy transformers tokenizers
 )
 # Parts of the standard library whose objects are plain containers of what a user puts in.
 _CONTAINERS = frozenset("collections types argparse queue functools itertools _thread".split())
-# Objects of libraries whose attributes move in a step.
+# Objects of libraries whose attributes move in a step, and what derives from them, wherever it is written.
 _WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp", "torch.amp", "torch.autograd",
             "transformers.cache_utils", "transformers.modeling_outputs", "transformers.utils.generic")  # fmt: skip
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
@@ -61,7 +61,8 @@ def has_attributes(value: Any) -> bool:
         return False
     module = kind.__module__
     if is_library(module):
-        return module.partition(".")[0] in _CONTAINERS or module.startswith(_WATCHED)
+        watched = any(base.__module__.startswith(_WATCHED) for base in kind.__mro__)
+        return module.partition(".")[0] in _CONTAINERS or watched
     return hasattr(value, "__dict__") or bool(slots_of(kind))
 
 

@@ -78,6 +78,13 @@ CASES = [
         local=False,
     ),
     Case(
+        "several of each row",
+        lambda x: (x[torch.arange(N)[:, None], torch.tensor([[3, 0, 3]])], x[torch.tensor(1), torch.tensor([2, 0])]),
+        [line],
+        [(1,)],
+        local=None,
+    ),
+    Case(
         "picked beside",
         lambda x: (
             x[torch.tensor([2, 0, 2])],

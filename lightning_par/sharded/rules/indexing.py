@@ -48,14 +48,14 @@ def one_index_a_row(x: ShardedTensor, key: Any) -> Any:
         return NotImplemented
     if not all(_integers(item) for item in key) or x.dtype == torch.bool or x.is_complex():
         return NotImplemented
-    rows, tokens = (full(torch.as_tensor(item, device=x.device)) for item in key)
+    rows, tokens = torch.broadcast_tensors(*(full(torch.as_tensor(item, device=x.device)) for item in key))
     place = x._positions.local_index(x._axis.rank, x.device)[tokens]  # -1 elsewhere
     elsewhere = place < 0
     if x._local.shape[1] == 0:
-        picked = x._local.sum(1)[rows.expand(place.shape)]
+        picked = x._local.sum(1)[rows]
     else:
         picked = x._local[rows, place.masked_fill(elsewhere, 0)]
-    hidden = elsewhere.view(*picked.shape[: place.ndim], *[1] * (picked.ndim - place.ndim))
+    hidden = elsewhere.view(*place.shape, *[1] * (picked.ndim - place.ndim))
     return collectives.leave(picked.masked_fill(hidden, 0), x._axis)
 
 

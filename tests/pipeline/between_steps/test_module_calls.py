@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lightning_par import HybridParallelStrategy, PipelineParallelStrategy
 from lightning_par.absent.elsewhere import is_elsewhere
@@ -40,8 +43,25 @@ class Block(nn.Module):
             with torch.no_grad():
                 self.linear.weight.clamp_(-0.3, 0.3)
             self.linear.bias.data.mul_(0.9)
+        if isinstance(how, DynamicCache):
+            how.layers.append(Layer())  # type: ignore[attr-defined]
+            how.layers[0].keys = how.last = x
         x = self.norm(self.linear(x))
         return torch.tanh(x if how in ("train", "clamp") else self.dropout(x))
+
+
+class Layer(DynamicLayer):
+    """A layer of a cache, of a class in a library."""
+
+
+class Cache(DynamicCache):
+    """A cache, of a class in a library."""
+
+
+LIBRARY = sys.modules.setdefault("transformers.models.own", types.ModuleType("transformers.models.own"))
+for made in (Layer, Cache):
+    made.__module__ = LIBRARY.__name__
+    setattr(LIBRARY, made.__name__, made)
 
 
 class Model(L.LightningModule):
@@ -267,6 +287,18 @@ class Calls(Model):
         self.see("statistics", self(X).detach())
 
 
+class Fills(Model):
+    """Layers fill the caches of a library."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for kind in (DynamicCache, Cache):
+            cache, x = kind(), X
+            for block in self.blocks:
+                x = block(x, cache)
+            self.see(f"{kind.__name__} layers", [len(cache.layers), cache.layers[0].keys.detach()])
+            self.see(f"{kind.__name__} last", cache.last.detach())
+
+
 class Wrong(Model):
     def on_train_batch_end(self, *_: Any) -> None:
         for name, call in {
@@ -294,7 +326,9 @@ class Joint(Model):
         return Global(p for name, p in self.named_parameters() if "unused" not in name)
 
 
-_KINDS = (Reads, ReadsParts, Weights, Turned, WeightsOfParts, Overwrites, Counts, Thaws, Calls, Wrong, Alone, Joint)
+_KINDS = (
+    *(Reads, ReadsParts, Weights, Turned, WeightsOfParts, Overwrites, Counts, Thaws, Calls, Fills, Wrong, Alone, Joint),
+)
 KINDS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -327,7 +361,7 @@ def agree(a: Any, b: Any) -> bool:
 
 
 @slow("Weights", "Reads", "Counts")
-@pytest.mark.parametrize("name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Joint"])
+@pytest.mark.parametrize("name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Fills", "Joint"])
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)
     assert len(expected) > (1 if name in ("Overwrites", "Counts", "Thaws", "Joint") else 8)
