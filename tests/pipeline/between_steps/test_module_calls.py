@@ -361,7 +361,9 @@ def agree(a: Any, b: Any) -> bool:
 
 
 @slow("Weights", "Reads", "Counts")
-@pytest.mark.parametrize("name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Fills", "Joint"])
+@pytest.mark.parametrize(
+    "name", ["Reads", "Weights", "Turned", "Overwrites", "Counts", "Thaws", "Calls", "Fills", "Joint"]
+)
 def test_gradients_and_calls_between_steps_are_one_devices(pool: Pool, name: str) -> None:
     (expected,) = pool.run(1, fit, name)
     assert len(expected) > (1 if name in ("Overwrites", "Counts", "Thaws", "Joint") else 8)
