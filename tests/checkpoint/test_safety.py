@@ -392,6 +392,9 @@ def test_generators_do_not_stand_outside_their_state() -> None:
 def test_metadata_of_other_pythons_is_read(true: Path) -> None:
     """3.11.0 to 3.11.3 write an enum's member as an attribute of its class, 3.13 has paths in a module of its own."""
     content = (true / "folder.ckpt" / ".metadata").read_bytes()
+    if b"getattr" in content:
+        assert parsed(content).state_dict_metadata.keys() == pickle.loads(content).state_dict_metadata.keys()
+        return  # this Python is one of them
     at = content.index(pickle.BININT1 + b"\x00" + pickle.TUPLE1, content.index(b"_MEM_FORMAT_ENCODING"))
     enum = content.rindex(pickle.BINGET, 0, at)
     other = hostile.found_late("builtins", "getattr") + content[enum:at]
