@@ -22,11 +22,12 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import Kind, device_of_messages
 from lightning_par.mesh.positions import Positions
-from lightning_par.mesh.raw_bytes import bytes_of, on_bytes
+from lightning_par.mesh.raw_bytes import on_bytes
 from lightning_par.private.storage import trim_memory
 
 LEAST = 1 << 20  # bytes of a tensor that is worth a file
 _PURPOSE = "unshard"
+_PIECE = 1 << 20  # bytes that are written at once
 _TRIM = 16 << 20  # bytes that were given up since memory was last handed back to the system
 
 
@@ -82,6 +83,8 @@ class HostFiles:
             else:
                 whole.index_copy_(1, own, mine)
 
+        if not self._is_on_one_host(axis):
+            return None
         fits = part.is_contiguous() and _fits(part, to_cpu)
         return self._filled((shape, part.dtype), axis, write, fits, to_cpu)
 
@@ -99,42 +102,43 @@ class HostFiles:
             if x is not None:
                 whole.copy_(x.detach())
 
+        if not self._is_on_one_host(axis):
+            return None
         return self._filled(kind, axis, write, x is None or _fits(x, to_cpu), to_cpu)
 
     def kept(self, x: Tensor, axis: Axis) -> Tensor:
-        """The plain, whole ``x`` in a file; ``x`` itself where it is small or not on the CPU, or no file can be made.
+        """The plain, whole ``x`` in a file of each host; ``x`` itself where it is small or on a GPU, or no file can be
+        made.
 
         Args:
             x: the same on all ranks along the axis, which must all call it.
             axis: the ranks that get it.
         """
-        if not self._is_worth_it(x.nbytes, axis) or x.device.type != "cpu" or not x.is_contiguous():
+
+        def write(whole: Tensor) -> None:
+            if self._is_first(axis):
+                whole.copy_(x.detach())
+
+        if x.device.type != "cpu":
             return x
-        path, is_first = self._next(axis)
         self._trim()
-        written = self._agreed(not is_first or _write(x, path), axis)
-        self._replaces_last(path, axis)
-        mapped = _mapped(path, x.shape, x.dtype) if written else None
+        found = self._filled((x.shape, x.dtype), axis, write, x.is_contiguous() and _fits(x, False), to_cpu=True)
         self._given_up += x.nbytes
-        return x if mapped is None else mapped
+        return x if found is None else found
 
     # --------------------------------------------------------------------------------------------------- how it is done
-
-    def _is_worth_it(self, nbytes: int, axis: Axis) -> bool:
-        return self.folder is not None and axis.size > 1 and nbytes >= LEAST
 
     def _filled(
         self, kind: Kind, axis: Axis, write: Callable[[Tensor], None], fits: bool, to_cpu: bool
     ) -> Tensor | None:
         shape, dtype = torch.Size(kind[0]), kind[1]
-        if not self._is_worth_it(nbytes := shape.numel() * dtype.itemsize, axis):
+        nbytes = shape.numel() * dtype.itemsize
+        if self.folder is None or axis.size == 1 or nbytes < LEAST:
             return None
-        if len({self._writers[rank] for rank in axis.ranks}) > 1:
+        if not to_cpu and device_of_messages(axis).type != "cpu":
             return None
-        if not hasattr(os, "posix_fallocate") or (not to_cpu and device_of_messages(axis).type != "cpu"):
-            return None  # where nothing is reserved, a full disk would show as a signal
-        path, is_first = self._next(axis)
-        ready = self._agreed(fits and (not is_first or _reserve(path, nbytes)), axis)
+        path = self._next(axis)
+        ready = self._agreed(fits and (not self._is_first(axis) or _reserve(path, nbytes)), axis)
         self._replaces_last(path, axis)
         common = _mapped(path, shape, dtype, shared=True) if ready else None
         if common is not None:
@@ -144,13 +148,22 @@ class HostFiles:
         mapped = _mapped(path, shape, dtype)
         return common.clone() if mapped is None and common is not None else mapped
 
-    def _next(self, axis: Axis) -> tuple[str, bool]:
-        """The path of the next file, and whether this rank makes it."""
+    def _is_on_one_host(self, axis: Axis) -> bool:
+        return len({self._writers[rank] for rank in axis.ranks}) == 1
+
+    def _first(self, axis: Axis) -> int:
+        """The first rank along the axis on this host; it makes the files."""
+        return next(rank for rank in axis.ranks if self._writers[rank] == self._writer)
+
+    def _is_first(self, axis: Axis) -> bool:
+        return self._first(axis) == axis.ranks[axis.rank]
+
+    def _next(self, axis: Axis) -> str:
+        """The path of the next file."""
         assert self.folder is not None
-        first = next(rank for rank in axis.ranks if self._writers[rank] == self._writer)
         count = self._counts[axis.ranks]
         self._counts[axis.ranks] += 1
-        return os.path.join(self.folder, f"{first}-{axis.name}{axis.size}-{count}"), axis.ranks[axis.rank] == first
+        return os.path.join(self.folder, f"{self._first(axis)}-{axis.name}{axis.size}-{count}")
 
     def _agreed(self, well: bool, axis: Axis) -> bool:
         flag = torch.tensor([int(well)], device=device_of_messages(axis))
@@ -204,29 +217,14 @@ def _folded(x: Tensor, dim: int) -> Tensor:
 
 
 def _reserve(path: str, nbytes: int) -> bool:
-    """Whether the disk had room for so much."""
+    """Whether the disk had room for so much. Else it would show later that it is full, as a signal."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(descriptor, nbytes)
+        with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, nbytes)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def _write(x: Tensor, path: str) -> bool:
-    """Whether the disk had room for it."""
-    if not _reserve(path, x.nbytes):
-        return False
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            memory, done = bytes_of(x), 0
-            while done < len(memory):
-                done += file.write(memory[done : done + (1 << 30)])
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                for start in range(0, nbytes, _PIECE):
+                    file.write(bytes(min(_PIECE, nbytes - start)))
     except OSError:
         return False
     return True

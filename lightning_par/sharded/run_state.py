@@ -93,11 +93,9 @@ class RunState:
     ) -> Tensor:
         """`collectives.gather`, to be held by all ranks along the axis from now on; all of them must call it."""
         found = None if self.files is None else self.files.gathered(part, dim, positions, axis, to_cpu)
-        return (
-            self._kept(collectives.gather(part, dim, positions, axis, purpose), axis, to_cpu)
-            if found is None
-            else found
-        )
+        if found is None:
+            found = self._kept(collectives.gather(part, dim, positions, axis, purpose), axis, to_cpu)
+        return found
 
     def handed_on(
         self, x: Tensor | None, kind: Kind, source: int, axis: Axis, purpose: str, to_cpu: bool = False
@@ -105,7 +103,9 @@ class RunState:
         """`send_to_all`, to be held by all ranks along the axis from now on; all of them must call it."""
         mine = x if axis.rank == source else None
         found = None if self.files is None else self.files.handed_on(mine, kind, axis, to_cpu)
-        return self._kept(send_to_all(x, kind, source, axis, purpose), axis, to_cpu) if found is None else found
+        if found is None:
+            found = self._kept(send_to_all(x, kind, source, axis, purpose), axis, to_cpu)
+        return found
 
     def _kept(self, whole: Tensor, axis: Axis, to_cpu: bool) -> Tensor:
         whole = whole.cpu() if to_cpu else whole

@@ -83,7 +83,7 @@ def _refused(folder: str, case: str) -> tuple[list[bool], list[str]]:
         if case == "mapping":
             none.append(files.handed_on(part, (part.shape, part.dtype), axis) is None)
             kept = files.kept(part.contiguous(), axis)
-            none.append(torch.equal(kept, part) and is_mapped(kept) == (axis.rank == 0))
+            none.append(torch.equal(kept, part) and not is_mapped(kept))
         files.close()
         dist.barrier()
         return none, os.listdir(folder)
