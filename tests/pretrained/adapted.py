@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import peft
 import torch
@@ -23,8 +21,8 @@ from lightning_par import (
     TensorParallelStrategy,
     ledger,
 )
-from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.sharded.tensor import leaf
+from tests.pretrained.in_float64 import in_float64
 
 BATCH, LENGTH, WORDS, STEPS = 4, 8, 96, 3
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -145,17 +143,6 @@ class Asking(Tuned):
             self.without = self.model(input_ids=tokens, use_cache=False).logits.clone()
 
 
-def norms_in_float64() -> Any:
-    """Llama's compute in ``x.to(torch.float32)``, whose rounding is larger than what is compared."""
-    plain = Tensor.to
-
-    @functools.wraps(plain)  # what is told of functions knows them by their names
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return plain(self, *(torch.float64 if x is torch.float32 else x for x in args), **kwargs)
-
-    return mock.patch.object(Tensor, "to", to)
-
-
 def same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.double(), y.double())
 
@@ -183,7 +170,7 @@ def trained(adapter: str, layout: str | None, asking: bool = False, replicas: in
         accumulate_grad_batches=1 if layout else replicas, gradient_clip_val=1.0, use_distributed_sampler=False,
         callbacks=[last],
     )  # fmt: skip
-    with norms_in_float64(), all_in_float64(True), ledger() as moved:
+    with in_float64(), ledger() as moved:
         trainer.fit(module, DataLoader(mine, batch_size=None))
     found = {
         "moved": moved.counts(),
