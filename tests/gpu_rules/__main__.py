@@ -59,7 +59,8 @@ def _try(pool: StrictPool, layout: str, case: str, one: Trained, each_wait: bool
 
 
 def _last_lines(error: RanksFailedError) -> str:
-    return "\n".join(f"rank {rank}: {text.strip()[-1500:]}" for rank, text in sorted(error.reports.items()))
+    tails = ((rank, text.strip().splitlines()[-8:]) for rank, text in sorted(error.reports.items()))
+    return "\n".join(f"rank {rank}: {line[:600]}" for rank, lines in tails for line in lines)
 
 
 def _indented(text: str) -> str:
