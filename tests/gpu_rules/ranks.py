@@ -35,6 +35,7 @@ class StrictPool(Pool):
         super().__init__(("tests.gpu_rules.template", device))
         self.rules = rules or Rules()
         self.reports: list[Report] = []
+        self._broken: list[str] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         own = {name: kwargs.pop(name) for name in ("timeout", "grace", "until") if name in kwargs}
@@ -45,12 +46,18 @@ class StrictPool(Pool):
             self.restart()  # what hangs in a queue would hang in the next run
             raise
         self.reports = [made for _, made in answers]
+        self._broken += self.broken()
         return [result for result, _ in answers]
 
     def broken(self) -> list[str]:
         """The violations of the last run, and the opposite orders, one line each."""
         orders = [f"{count} x in opposite orders: {' and '.join(pair)}" for pair, count in self.opposite().items()]
         return [line for each in self.reports for line in each.lines()] + orders
+
+    def broken_since(self) -> list[str]:
+        """Those of all runs since the last call."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def opposite(self) -> Counter[tuple[str, str]]:
         return opposite_orders(self.reports)
