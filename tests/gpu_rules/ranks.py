@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
+
+import torch
 
 from tests.gpu_rules import report
 from tests.gpu_rules.orders import opposite_orders
@@ -47,7 +51,7 @@ class StrictPool(Pool):
             raise
         self.reports = [made for _, made in answers]
         self._broken += self.broken()
-        return [result for result, _ in answers]
+        return [pickle.loads(result) for result, _ in answers]
 
     def broken(self) -> list[str]:
         """The violations of the last run, and the opposite orders, one line each."""
@@ -63,9 +67,23 @@ class StrictPool(Pool):
         return opposite_orders(self.reports)
 
 
-def _under(rules: Rules, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Report]:
-    import torch
+class _ToHost(pickle.Pickler):
+    """Who asked has no fake device: tensors come to it on the CPU."""
 
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) is not torch.Tensor or not x.is_cuda:
+            return NotImplemented
+        return x.detach().cpu().requires_grad_(x.requires_grad).__reduce_ex__(2)
+
+
+def _on_host(result: Any) -> bytes:
+    file = io.BytesIO()
+    _ToHost(file).dump(result)
+    return file.getvalue()
+
+
+def _under(rules: Rules, module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Report]:
+    """A job of `StrictPool`, on a rank."""
     rules.to_environment()
     torch.cuda.is_available() and (torch.cuda.set_device(0), torch.cuda.manual_seed_all(0))
     made = report.begin()
@@ -74,7 +92,7 @@ def _under(rules: Rules, module: str, name: str, args: tuple[Any, ...], kwargs: 
     for part in name.split("."):
         function = getattr(function, part)
     try:
-        return function(*args, **kwargs), made
+        return _on_host(function(*args, **kwargs)), made
     except BaseException as error:
         if not made.violations:
             raise
