@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all test-strangers docs package clean
+.PHONY: help demo test test-all test-gpu-rules test-strangers docs package clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a GPT on two CPU processes with strategy=tensor_parallel"
 	@echo "make test       ruff, mypy and the tests"
 	@echo "make test-all   all tests, those that take minutes or gigabytes included"
+	@echo "make test-gpu-rules  tests on fake CUDA devices and under NCCL's rules; needs g++"
 	@echo "make test-strangers  models of public packages, unedited, in a virtual environment of their own"
 	@echo "make docs       the documentation, into site/"
 	@echo "make package    sdist and wheel in dist/; the wheel is installed alone, and trained with"
@@ -28,6 +29,14 @@ test: $(VENV)/test-$(TORCH).stamp
 
 test-all: $(VENV)/test-$(TORCH).stamp
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# A GPU's rules without a GPU, once for each kind of queue; see docs/contributing/gpu_rules.md.
+GPU_RULES := tests/law/test_equality.py tests/law/test_hybrid_equality.py tests/law/test_features.py tests/pipeline/test_surface.py
+
+test-gpu-rules: $(VENV)/test-$(TORCH).stamp
+	$(BIN)/python -m pytest -m "slow or not slow" tests/gpu_rules
+	$(BIN)/python -m pytest -m "slow or not slow" --gpu-rules=communicator $(GPU_RULES)
+	$(BIN)/python -m pytest -m "slow or not slow" --gpu-rules=rank $(GPU_RULES)
 
 # Public packages, which ask for much: they have an environment of their own. None may pull in another torch.
 STRANGERS := .venv-strangers

@@ -22,7 +22,7 @@ from tests.helpers.pool import Pool
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["pytester", "tests.helpers.slow"]
+pytest_plugins = ["pytester", "tests.helpers.slow", "tests.gpu_rules.plugin"]
 
 
 def pytest_collection_finish() -> None:
@@ -64,8 +64,10 @@ def fresh() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """Ranks on this host: ``pool.run(2, function, *args)``."""
-    started = Pool()
+    from tests.gpu_rules.plugin import strict_pool  # pytest wants to load a plugin before others import it
+
+    started = strict_pool(pytestconfig) or Pool()
     yield started
     started.close()

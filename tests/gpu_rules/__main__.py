@@ -25,20 +25,21 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that each entry of a queue takes")
     parser.add_argument("--case", default="gpt_tied", help="of tests.helpers.models")
     parser.add_argument("--waits", action="store_true", help="each host wait of a step with its line")
+    parser.add_argument("--sync", action="store_true", help="each block first waits for the device")
     options = parser.parse_args()
     pool = StrictPool(options.device, Rules(queue=options.queue, delay=options.delay))
     try:
         (one,) = pool.run(1, train, None, options.case)
         for layout in options.layouts or LAYOUTS:
-            _try(pool, layout, options.case, one, options.waits)
+            _try(pool, layout, one, options)
     finally:
         pool.close()
 
 
-def _try(pool: StrictPool, layout: str, case: str, one: Trained, each_wait: bool) -> None:
+def _try(pool: StrictPool, layout: str, one: Trained, options: argparse.Namespace) -> None:
     began = time.monotonic()
     try:
-        trained = pool.run(ranks(layout), train, layout, case, grace=15.0)
+        trained = pool.run(ranks(layout), train, layout, options.case, options.sync, grace=15.0)
     except RanksFailedError as error:
         print(f"{layout:16} FAILED in {time.monotonic() - began:.0f} s\n{_indented(_last_lines(error))}", flush=True)
         return
@@ -52,14 +53,15 @@ def _try(pool: StrictPool, layout: str, case: str, one: Trained, each_wait: bool
         flush=True,
     )
     print(_indented("\n".join(pool.broken())), end="", flush=True)
-    if each_wait:
+    if options.waits:
         lines = {(key, rank): n for rank, each in enumerate(trained) for key, n in blocking(each.waits).items()}
         told = "\n".join(f"rank {rank}: {n} x {' '.join(key)}" for (key, rank), n in sorted(lines.items()))
         print(_indented(told), end="", flush=True)
 
 
 def _last_lines(error: RanksFailedError) -> str:
-    return "\n".join(f"rank {rank}: {text.strip()[-1500:]}" for rank, text in sorted(error.reports.items()))
+    tails = ((rank, text.strip().splitlines()[-8:]) for rank, text in sorted(error.reports.items()))
+    return "\n".join(f"rank {rank}: {line[:600]}" for rank, lines in tails for line in lines)
 
 
 def _indented(text: str) -> str:

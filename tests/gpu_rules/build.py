@@ -85,6 +85,10 @@ def _built() -> Path:
     return file
 
 
+def _errors(told: str) -> str:
+    return "\n".join(line for line in told.splitlines() if "error" in line)[:2000]
+
+
 def _build(file: Path) -> None:
     include, library = _folder() / "include", _folder() / "lib"
     folders = include, include / "torch/csrc/api/include", sysconfig.get_paths()["include"]
@@ -97,5 +101,5 @@ def _build(file: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise NoFakeDeviceError(f"g++ could not build {SOURCE.name}: {done.stderr[:3000]}")
+        raise NoFakeDeviceError(f"g++ could not build {SOURCE.name}: {_errors(done.stderr)}")
     unfinished.rename(file)

@@ -54,8 +54,9 @@ def _fail(entry: Entry, told: dict[int, dict[str, Any]]) -> None:
         + "; ".join(f"{name}: {', then '.join(entries)}" for name, entries in each["queues"].items())
         for rank, each in sorted(told.items())
     )
-    entry.violate("deadlock", str(entry))
-    raise DeadlockError(f"deadlock under NCCL's rules (queues by {entry.rules.queue}):\n{ranks}")
+    found = f"deadlock under NCCL's rules (a queue for each {entry.rules.queue}):\n{ranks}"
+    entry.violate("deadlock", found)  # what raises may be caught and told as something else
+    raise DeadlockError(found)
 
 
 def _own(entry: Entry) -> dict[str, Any]:

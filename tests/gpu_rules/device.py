@@ -7,7 +7,6 @@ torch's private names are used, as this stands in for a part of torch.
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -28,16 +27,17 @@ _PROPERTIES = types.SimpleNamespace(
 )  # fmt: skip
 
 
-class Stream:
-    """A stream of a fake device."""
+class Stream(torch.Stream):
+    """A stream of a fake device; which is current is known to autograd, as that of CUDA is."""
 
-    made = 0
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
+        if known:
+            return super().__new__(cls, **known)
+        return super().__new__(cls, torch.device("cuda", _index(device)), priority=priority)
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device = torch.device("cuda", _index(device))
-        self.device_index, self.device_type, self.priority = self.device.index, 1, priority
-        self.stream_id = self.cuda_stream = Stream.made
-        Stream.made += 1
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
 
     def synchronize(self) -> None:
         waits.tell("wait", "stream.synchronize")
@@ -55,20 +55,6 @@ class Stream:
 
     def query(self) -> bool:
         return True
-
-    def __enter__(self) -> Stream:
-        self._outer = _current_stream()
-        _set_stream(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _set_stream(self._outer)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and (self.device, self.stream_id) == (other.device, other.stream_id)
-
-    def __hash__(self) -> int:
-        return hash((self.device, self.stream_id))
 
 
 class Event:
@@ -92,10 +78,6 @@ class Event:
         waits.tell("wait", "event.synchronize")
 
 
-_of_thread = threading.local()
-_defaults: dict[int, Stream] = {}
-
-
 def _index(device: Any) -> int:
     if isinstance(device, int):
         return device
@@ -103,30 +85,32 @@ def _index(device: Any) -> int:
     return extension().get_device() if index is None else index
 
 
-def _default_stream(device: Any = None) -> Stream:
-    index = _index(device)
-    if index not in _defaults:
-        _defaults[index] = Stream(index)
-    return _defaults[index]
+def _numbered(device: Any, number: int) -> Stream:
+    return Stream(stream_id=number, device_index=_index(device), device_type=1)
 
 
 def _current_stream(device: Any = None) -> Stream:
-    streams = getattr(_of_thread, "streams", {})
-    return streams.get(_index(device)) or _default_stream(device)
+    return _numbered(device, extension().get_stream(_index(device)))
 
 
-def _set_stream(stream: Stream | None) -> None:
+def _set_stream(stream: Any) -> None:
     if stream is not None:
-        _of_thread.streams = {**getattr(_of_thread, "streams", {}), stream.device.index: stream}
+        extension().set_stream(stream.device_index, stream.stream_id)
 
 
 @contextlib.contextmanager
-def _stream(stream: Stream | None) -> Iterator[None]:
+def _stream(stream: Any) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with stream:
+    device, outer = extension().get_device(), _current_stream(stream.device)
+    extension().set_device(stream.device_index)
+    _set_stream(stream)
+    try:
         yield
+    finally:
+        _set_stream(outer)
+        extension().set_device(device)
 
 
 def install() -> None:
@@ -141,7 +125,7 @@ def install() -> None:
     torch.backends.cuda.is_built = lambda: True
     fake.listen(waits.tell)
     attention.install()
-    _install_loading()
+    _install_storages(fake)
 
 
 def _synchronize(device: Any = None) -> None:
@@ -181,7 +165,7 @@ def _functions(fake: Any) -> dict[str, Any]:
         current_device=fake.get_device,
         current_stream=_current_stream,
         default_generators=tuple(fake.generator(i) for i in range(count)),
-        default_stream=_default_stream,
+        default_stream=lambda device=None: _numbered(device, 0),
         device_count=lambda: count,
         empty_cache=lambda: None,
         Event=Event,
@@ -208,14 +192,25 @@ def _functions(fake: Any) -> dict[str, Any]:
     return found
 
 
-def _install_loading() -> None:
-    """``torch.load`` moves storages to CUDA by a constructor that a CPU build lacks."""
+def _install_storages(fake: Any) -> None:
+    """What a CPU build lacks: storages made on CUDA, as ``torch.load`` does, and resized there."""
+    storage: Any = torch.UntypedStorage
+    resize, new = storage.resize_, storage.__new__
 
-    def to_cuda(storage: Any, location: str) -> Any:
-        if not location.startswith("cuda"):
-            return None
-        there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=location)
-        there.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-        return there.untyped_storage()
+    def resize_(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        fake.resize_storage(self, size)
+        return self
 
-    torch.serialization.register_package(15, lambda storage: None, to_cuda)  # before torch's own for CUDA, at 20
+    def made(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        there = None if device is None else torch.device(device)
+        if there is None or there.type != "cuda":
+            return new(cls, *args, **kwargs, **({} if device is None else {"device": device}))
+        size, content = (args[0], None) if args and isinstance(args[0], int) else (len(args[0]) if args else 0, args)
+        x = torch.empty(size, dtype=torch.uint8, device=there)
+        if content:
+            x.copy_(torch.tensor(list(content[0]), dtype=torch.uint8))
+        return x.untyped_storage()
+
+    storage.resize_, storage.__new__ = resize_, made

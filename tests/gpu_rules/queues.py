@@ -44,8 +44,10 @@ class Operation:
         return sum(x.numel() for x in self.reads or self.writes)
 
     def __str__(self) -> str:
-        peer = "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} {self.peer}"
-        return f"{self.kind}{peer}"
+        if self.peer is None:
+            return self.kind
+        sender, receiver = self.part.ranks
+        return f"send to rank {receiver}" if self.kind == "send" else f"recv from rank {sender}"
 
 
 class Entry(dist.Work):

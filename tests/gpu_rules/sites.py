@@ -19,7 +19,7 @@ def site(depth: int = 3) -> str:
         file = frame.f_code.co_filename
         if _in_package(file):
             ours.append(f"{file.rpartition(_PACKAGE)[2]}:{frame.f_lineno}")
-        elif not other and not _is_torch(file) and not file.startswith(_OWN):
+        elif not other and not _is_torch(file) and not _is_own(file):
             other = f"[{os.sep.join(file.split(os.sep)[-2:])}:{frame.f_lineno}]"
         frame = frame.f_back
     return " < ".join(ours) or other
@@ -40,6 +40,12 @@ def purpose() -> str | None:
 
 def _in_package(file: str) -> bool:
     return os.sep + _PACKAGE in file and "site-packages" not in file.rpartition(_PACKAGE)[2]
+
+
+def _is_own(file: str) -> bool:
+    """Whether it is this folder's, its tests aside."""
+    folder, name = os.path.split(file)
+    return folder == _OWN and not name.startswith("test_")
 
 
 def _is_torch(file: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.gpu_rules import report, waits
 from tests.gpu_rules.layouts import LAYOUTS
+from tests.gpu_rules.queues import synchronize
 from tests.gpu_rules.waits import Waits
 from tests.helpers.accelerator import accelerator
 from tests.helpers.models import MODELS
@@ -61,11 +63,21 @@ class OneStep(Callback):
             self.waits = self.counting.__enter__()
 
 
-def train(layout: str | None, case: str = "gpt_tied", **options: Any) -> Trained:
-    """Train ``case`` of the models under ``layout``, None for one device, on this rank."""
+def train(layout: str | None, case: str = "gpt_tied", sync: bool = False, **options: Any) -> Trained:
+    """Train ``case`` of the models under ``layout``, None for one device, on this rank.
+
+    Args:
+        layout: a name in `LAYOUTS`.
+        case: a name in `MODELS`.
+        sync: whether each block waits for the device before it runs, as an allocator that must free memory does.
+        options: of the Trainer.
+    """
     warnings.simplefilter("ignore")
     torch.manual_seed(1234)
     module, step = MODELS[case].module(), OneStep()
+    for name, block in module.named_modules():
+        if sync and re.fullmatch(r"blocks\.\d+", name):
+            block.register_forward_pre_hook(lambda *_: synchronize())
     where: dict[str, Any] = dict(devices=1)
     if layout is not None:
         from lightning_par import HybridParallelStrategy, LayerPlacementStrategy

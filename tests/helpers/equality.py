@@ -26,6 +26,7 @@ from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.verdict import compare as verdict
 from lightning_par.verdict.compare import TOLERANCE
 from lightning_par.verdict.result import Keep, Result, detached
+from tests.helpers.accelerator import accelerator, device_type
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 
@@ -100,7 +101,7 @@ def run(
 
 def _precision(precision: str) -> dict[str, Any]:
     if precision == "16-mixed":  # by its name the Trainer takes bf16 on a CPU; as a plugin it scales losses
-        return dict(plugins=[MixedPrecision("16-mixed", "cpu")])
+        return dict(plugins=[MixedPrecision("16-mixed", device_type())])
     return dict(precision=precision)
 
 
@@ -115,12 +116,12 @@ _STRATEGIES = {
 
 def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
     if layout is None:
-        return dict(accelerator="cpu", devices=1)
+        return dict(accelerator=accelerator(), devices=1)
     import lightning_par
 
     kind = next((kind for argument, kind in _STRATEGIES.items() if argument in layout), "TensorParallelStrategy")
     strategy = getattr(lightning_par, kind)(**{name: value for name, value in layout.items() if name != "hybrid"})
-    return dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    return dict(accelerator=accelerator(), devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
 
 
 def _loader(case: str, seed: int, data_size: int, shuffle: bool, interleave: bool) -> DataLoader:

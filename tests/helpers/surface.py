@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_par import TensorParallelStrategy
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.verdict.compare import compare_tensors, flat
+from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
 
 CLASSES = 10
@@ -100,7 +101,7 @@ def trainer(callbacks: list[Any] | None = None, must_split: bool = True, **kwarg
     warnings.simplefilter("ignore")
     kwargs.setdefault("default_root_dir", tempfile.mkdtemp())
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    defaults = dict(accelerator="cpu", devices=world, precision="64-true", max_epochs=1, num_sanity_val_steps=0)
+    defaults = dict(accelerator=accelerator(), devices=world, precision="64-true", max_epochs=1, num_sanity_val_steps=0)
     if kwargs.get("barebones"):
         quiet = {}
     if "plugins" in kwargs:

@@ -46,6 +46,7 @@ from lightning_par import (
     TensorParallelStrategy,
 )
 from tests.helpers import surface
+from tests.helpers.accelerator import device_type
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.helpers.surface import kept, metrics, weights
@@ -192,7 +193,7 @@ def low(precision: str) -> Callable[[At], Any]:
 
     def run(at: At) -> Any:
         module, exact = Low(), Low()
-        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
+        plugins = [MixedPrecision("16-mixed", device_type(), torch.amp.GradScaler(device_type(), init_scale=1024.0))]
         options: dict[str, Any] = dict(plugins=plugins) if precision == "16-mixed" else dict(precision=precision)
         at.trainer(**options).fit(module, at.loader())
         if at.column in (ONE, DDP):

@@ -31,6 +31,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers import surface
+from tests.helpers.accelerator import device_type
 from tests.helpers.pool import Pool, RanksFailedError
 from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
@@ -244,9 +245,9 @@ class Overflows(Low):
 
 
 def _scaled(overflows: bool) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=1024.0, growth_interval=2)
     module = (Overflows if overflows else Low)()
-    precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    precision = MixedPrecision("16-mixed", device=device_type(), scaler=scaler)
     t = trainer(plugins=[precision], gradient_clip_val=0.5, microbatches=1)
     t.fit(module, loader(dtype=torch.float32))
     return scaler.get_scale(), t.global_step, weights(module)
