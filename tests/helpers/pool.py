@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
@@ -69,13 +69,13 @@ class RanksFailedError(RuntimeError):
 class _Template:
     """A process that has imported torch and Lightning, and done nothing else; workers are forked off it."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Sequence[str]) -> None:
         self.socket, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if k not in _rank_variables(0, 1, 0)}
         env.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.pool", str(theirs.fileno())],
+                [sys.executable, "-m", *program, str(theirs.fileno())],
                 env=env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -143,9 +143,14 @@ class _Worker:
 
 
 class Pool:
-    """Grows to the largest world that was asked for; a worker that died or hung is replaced."""
+    """Grows to the largest world that was asked for; a worker that died or hung is replaced.
 
-    def __init__(self) -> None:
+    Args:
+        program: the module that the template runs, and arguments for it: it ends in `serve_forks`.
+    """
+
+    def __init__(self, program: Sequence[str] = ("tests.helpers.pool",)) -> None:
+        self.program = program
         self.workers: list[_Worker] = []
         self.template: _Template | None = None
 
@@ -172,7 +177,7 @@ class Pool:
             RanksFailedError: a rank raised, died or did not answer in time.
         """
         if self.template is None:
-            self.template = _Template()
+            self.template = _Template(self.program)
         while len(self.workers) < world_size:
             self.workers.append(_Worker(self.template, function.__module__))
         workers = self.workers[:world_size]
@@ -247,8 +252,8 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _serve_forks(commands: socket.socket) -> None:
-    """The template's loop: fork workers until the test run goes away."""
+def serve_forks(commands: socket.socket) -> None:
+    """A template's loop: fork workers until the test run goes away."""
     importlib.import_module("torch").set_num_threads(1)
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -338,4 +343,4 @@ def _follow_parent() -> None:
 
 
 if __name__ == "__main__":
-    _serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    serve_forks(socket.socket(fileno=int(sys.argv[1])))
