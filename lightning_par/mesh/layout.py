@@ -177,7 +177,5 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
 def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> Axis:
     me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     own = next(line for line in lines if me in line)
-    # Every rank makes every group, in the same order.
-    made = {line: process_group(line, timeout) for line in lines if len(line) > 1}
     kind = SequenceAxis if name == "sequence" else Axis
-    return kind(name, own, own.index(me), made.get(own))
+    return kind(name, own, own.index(me), process_group(lines, timeout) if len(own) > 1 else None)

@@ -31,8 +31,8 @@ class Ring:
         axis: the ring, in the order of its ranks.
         keys: who holds which keys and values.
 
-    Messages with gloo go by tags. NCCL goes by order: all ranks begin the same exchanges in the same order, and send and
-    receive in one batch in each, so that no cycle of ranks waits for each other.
+    Messages with gloo go by tags. NCCL goes by order: all ranks begin the same exchanges in the same order, and in each
+    one a rank sends and receives in one batch, so that no cycle of ranks waits for each other.
 
     Example::
 

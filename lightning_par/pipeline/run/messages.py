@@ -112,11 +112,12 @@ class Messenger:
         try:
             works = self._axis.start_exchange(ops)
         except RuntimeError as error:
-            raise lost(" and ".join(dict.fromkeys(one.what for one, _ in (*leaving, *coming)))) from error
+            whats = [*(one.what for one, _ in leaving), *(one.what for one, _ in coming)]
+            raise lost(" and ".join(dict.fromkeys(whats))) from error
         for (one, x), work in zip(leaving, works):
             self._sending.add(_Sent(work, x, one.what))
         arriving = iter(works[len(leaving) :])
-        return [self._wait(_Received(next(arriving) if x.numel() else None, x, one.what, self._device)) for one, x in rooms]
+        return [self._wait(one, x, next(arriving) if x.numel() else None) for one, x in rooms]
 
     def _outward(self, x: Tensor) -> Tensor:
         if x.layout != torch.strided:
@@ -132,7 +133,9 @@ class Messenger:
     def _room(self, one: Incoming) -> Tensor:
         return torch.empty(tuple(one.shape), dtype=one.dtype, device="cpu" if self._gloo else self._device)
 
-    def _wait(self, received: _Received) -> Callable[[], Tensor]:
+    def _wait(self, one: Incoming, x: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
+        received = _Received(work, x, one.what, self._device)
+
         def wait() -> Tensor:
             began = self.clock()
             there = received()

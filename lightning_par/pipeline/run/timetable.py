@@ -6,9 +6,9 @@ it. Then ranks that issue operations in orders of their own can wait for each ot
 events of a step, computing or talking, stand in one line, none before what it needs, and each rank issues those that it
 takes part in, in that order. The first one that is not done can always go on.
 
-The line is that of the schedule's run on paper, in which a forward takes 1, a whole backward 2, a part of one 1. What is
-made by a moment travels at it, all of it in one batch a rank. A batch stands before the backwards that began one before
-it, which then compute while it travels.
+The line is that of the schedule's run on paper, in which a forward takes 1, a whole backward 2, a part of one 1. What
+was made by a moment travels at it, all of it in one batch a rank. A batch stands before the backwards that began one
+unit before it, which then compute while it travels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Exchange:
     received: tuple[Message, ...]
 
     def __str__(self) -> str:
-        return f"@{self.moment}" + f"+{len(self.received)}" * bool(self.received) + f"-{len(self.sent)}" * bool(self.sent)
+        return (
+            f"@{self.moment}" + f"+{len(self.received)}" * bool(self.received) + f"-{len(self.sent)}" * bool(self.sent)
+        )
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,10 @@ def _before(action: Action, stages: int, forward_told: bool, backward_told: bool
         return [("forward", stage - 1)] if forward_told and stage else []
     if not backward_told or action.op == "W":
         return []
-    forwards: list[tuple[Kind, int]] = [("forward", other) for other in range(stages)]
-    return [*forwards, *([("backward", stage + 1)] if stage + 1 < stages else [])]
+    found: list[tuple[Kind, int]] = [("forward", other) for other in range(stages)]
+    if stage + 1 < stages:
+        found.append(("backward", stage + 1))
+    return found
 
 
 def _exchanges(traffic: Traffic, made: Mapping[Message, int]) -> dict[tuple[int, int], Exchange]:
