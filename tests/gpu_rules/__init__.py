@@ -1,7 +1,7 @@
 """A GPU's rules without a GPU: a fake "cuda" device, and a process group that keeps NCCL's rules.
 
-Kernels are the CPU's, messages are gloo's; what is checked is what CPU tests can't see: tensors on two devices, waits of
-the host, operations that NCCL would run in another order, deadlocks. See `docs/contributing/gpu_rules.md`.
+Kernels are the CPU's, messages are gloo's; what is checked is what CPU tests can't see: tensors on two devices, waits
+of the host, operations that NCCL would run in another order, deadlocks. See `docs/contributing/gpu_rules.md`.
 
 Use:
 

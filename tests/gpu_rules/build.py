@@ -1,6 +1,7 @@
 """The extension that `fakecuda.cpp` is built to, once for each source, torch and Python, in a folder of the user's.
 
-It must be loaded before torch, which looks once, while it is imported, for what CUDA there is: torch is not imported here.
+It must be loaded before torch, which looks once, while it is imported, for what CUDA there is: so torch is not imported
+here.
 """
 
 from __future__ import annotations

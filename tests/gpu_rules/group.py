@@ -4,7 +4,8 @@ One communicator has one queue of operations on each rank (NCCL's stream of the 
 batched, in eager mode, go through the very same queue as collectives). An operation runs when it is at the head of the
 queue of every rank that takes part. A send holds up its queue until the receiver's queue has come to the matching
 receive. Tags are ignored, as NCCL does, but compared: a message that gloo would have told apart by its tag is a
-violation. What stands between ``_start_coalescing`` and ``_end_coalescing``, as ``batch_isend_irecv`` does, is one entry.
+violation. What stands between ``_start_coalescing`` and ``_end_coalescing``, as that of ``batch_isend_irecv``, is one
+entry.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 
 from tests.gpu_rules import report
-from tests.gpu_rules.memory import on_host
+from tests.gpu_rules.memory import is_fake, on_host
 from tests.gpu_rules.queues import Entry, Operation, Queue, alive
 from tests.gpu_rules.report import Part, Rules
 from tests.gpu_rules.sites import purpose, site
@@ -29,6 +31,7 @@ _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 _READY, _HEADER, _DATA, _ROWS = 91, 92, 93, 77  # gloo's tags of our own messages
+UNBATCHED = "a message that is not batched, on a communicator of more than two ranks"
 _LONGEST = 1024  # bytes of what ranks compare before a collective
 
 
@@ -75,7 +78,7 @@ class StrictGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------------- the queue
 
-    def _issue(self, operation: Operation) -> Entry | None:
+    def _issue(self, operation: Operation) -> dist.Work | None:
         if self.batch is not None:
             self.batch.append(operation)
             return None  # as NCCL's: only the batch can be waited for
@@ -85,7 +88,7 @@ class StrictGroup(dist.ProcessGroup):
         assert self.batch is None, "a batch in a batch"
         self.batch = []
 
-    def _end_coalescing(self, device: Any) -> Entry | None:
+    def _end_coalescing(self, device: Any) -> dist.Work | None:
         operations, self.batch = self.batch, None
         return self.queue.add(Entry(self.key, operations, self.rules, self.device)) if operations else None
 
@@ -97,9 +100,7 @@ class StrictGroup(dist.ProcessGroup):
                 raise RuntimeError(f"No backend type associated with device type {x.device.type} (strict)")
             if x.layout != torch.strided:
                 _told("a sparse tensor", x)
-            elif not (
-                message or x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
-            ):
+            elif not (message or _is_dense(x)):
                 _told("a tensor that is not contiguous", x)
             if x.dtype not in _DTYPES:
                 _told("a dtype that NCCL lacks", x)
@@ -108,10 +109,18 @@ class StrictGroup(dist.ProcessGroup):
     # ----------------------------------------------------------------------------------------------- collectives
 
     def _collective(
-        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], Any], **alike: Any
-    ) -> Entry | None:
+        self,
+        kind: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Callable[[], Any],
+        result: Sequence[Tensor] = (),
+        **alike: Any,
+    ) -> dist.Work | None:
         """``alike``: what must be the same on all ranks, besides dtypes and shapes unless it says "form"."""
         alike = {"kind": kind, "form": [[list(x.shape), str(x.dtype)] for x in reads][:20], **alike}
+        if any(map(is_fake, (*reads, *writes))):
+            return FakeWork()
         part = Part(self.ranks, self.key, self._next("collective"))
 
         def compare_and_run() -> None:
@@ -119,7 +128,7 @@ class StrictGroup(dist.ProcessGroup):
                 self._compare(alike)
             run()
 
-        return self._issue(Operation(kind, compare_and_run, part, reads, writes))
+        return self._issue(Operation(kind, compare_and_run, part, reads, writes, result=result))
 
     def _next(self, what: Any) -> int:
         self.counts[what] += 1
@@ -144,7 +153,7 @@ class StrictGroup(dist.ProcessGroup):
         if average:
             x.div_(self._size)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Entry | None:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         hosts = self._hosts(tensors)
         entry = self._collective("allreduce", hosts, (), lambda: [self._sum_(x, op) for x in hosts], op=_name_of(op))
@@ -152,20 +161,17 @@ class StrictGroup(dist.ProcessGroup):
             entry.result = lambda: tensors
         return entry
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Entry | None:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Entry | None:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work | None:
         hosts = self._hosts(tensors)
         reads, writes = (hosts, []) if opts.rootRank == self._rank else ([], hosts)
         form = [[list(x.shape), str(x.dtype)] for x in hosts]
         run = lambda: self.gloo.broadcast(hosts, opts).wait()  # noqa: E731
-        entry = self._collective("broadcast", reads, writes, run, form=form, root=opts.rootRank)
-        if entry is not None:
-            entry.result = lambda: tensors
-        return entry
+        return self._collective("broadcast", reads, writes, run, tensors, form=form, root=opts.rootRank)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Entry | None:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work | None:
         (host,) = self._hosts(tensors)
 
         def run() -> None:
@@ -176,21 +182,21 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._collective("reduce", [host], (), run, root=opts.rootRank, op=_name_of(opts.reduceOp))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Entry | None:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work | None:
         outs, ins = self._hosts(outputs[0]), self._hosts(inputs)
         if any(out.shape != ins[0].shape for out in outs):
             _told("all_gather of unequal shapes", ins[0])
         return self._collective("allgather", ins, outs, lambda: self.gloo.allgather([outs], ins).wait())
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Entry | None:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         return self._gather_singles([output], [input])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Entry | None:
+    ) -> dist.Work | None:
         return self._gather_singles(outputs, inputs)
 
-    def _gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Entry | None:
+    def _gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work | None:
         outs, ins = self._hosts(outputs), self._hosts(inputs)
 
         def run() -> None:
@@ -202,7 +208,7 @@ class StrictGroup(dist.ProcessGroup):
         inside = any(_overlap(out, x) for out in outs for x in ins)
         return self._collective("all_gather_single", ins, [] if inside else outs, run)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Entry | None:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work | None:
         (out,), ins = self._hosts(outputs), self._hosts(inputs[0])
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if len({tuple(x.shape) for x in ins}) > 1:
@@ -216,15 +222,15 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._collective("reduce_scatter", ins, [out], run, op=_name_of(op))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Entry | None:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         return self._scatter_singles([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Entry | None:
+    ) -> dist.Work | None:
         return self._scatter_singles(outputs, inputs, opts)
 
-    def _scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Entry | None:
+    def _scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> dist.Work | None:
         outs, ins = self._hosts(outputs), self._hosts(inputs)
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
@@ -239,14 +245,14 @@ class StrictGroup(dist.ProcessGroup):
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], opts: Any = None
-    ) -> Entry | None:
+    ) -> dist.Work | None:
         (out,), (x,) = self._hosts([output]), self._hosts([input])
         rows = list(in_splits) or [len(x) // self._size] * self._size
         room = list(out_splits) or [len(out) // self._size] * self._size
         run = lambda: self._exchange(x.split(rows), out.split(room))  # noqa: E731
         return self._collective("all_to_all_single", [x], [out], run, form=str(x.dtype))
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Entry | None:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work | None:
         outs, ins = self._hosts(outputs), self._hosts(inputs)
         return self._collective("alltoall", ins, outs, lambda: self._exchange(ins, outs), form=str(ins[0].dtype))
 
@@ -258,7 +264,7 @@ class StrictGroup(dist.ProcessGroup):
         for work in works:
             work.wait()
 
-    def barrier(self, opts: Any = None) -> Entry | None:
+    def barrier(self, opts: Any = None) -> dist.Work | None:
         return self._collective("barrier", (), (), lambda: self.gloo.barrier().wait())
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.13
@@ -268,7 +274,7 @@ class StrictGroup(dist.ProcessGroup):
 
     # -------------------------------------------------------------------------------------------------- messages
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Entry | None:
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work | None:
         (x,) = self._hosts(tensors, message=True)
 
         def run() -> None:
@@ -278,7 +284,7 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._message("send", run, [x], [], peer)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Entry | None:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work | None:
         (x,) = self._hosts(tensors, message=True)
         wanted = [tag, x.numel() * x.element_size()]
 
@@ -296,12 +302,11 @@ class StrictGroup(dist.ProcessGroup):
 
     def _message(
         self, kind: str, run: Callable[[], None], reads: list[Tensor], writes: list[Tensor], peer: int
-    ) -> Entry | None:
+    ) -> dist.Work | None:
+        if any(map(is_fake, (*reads, *writes))):
+            return FakeWork()
         if self._size > 2 and self.batch is None:
-            where = f"communicator of {self._size} ranks"
-            report.violate(
-                "a message that is not batched, on a communicator of more than two ranks", site(), purpose(), where
-            )
+            report.violate(UNBATCHED, site(), purpose(), f"{self._size} ranks")
         pair = (self._rank, peer) if kind == "send" else (peer, self._rank)
         part = Part((self.ranks[pair[0]], self.ranks[pair[1]]), self.key, self._next(pair))
         return self._issue(Operation(kind, run, part, reads, writes, peer))
@@ -311,6 +316,10 @@ def _queue(key: str, rules: Rules) -> Queue:
     if rules.queue == "communicator":
         return Queue(key)
     return next((queue for queue in alive if queue.name == "all communicators"), None) or Queue("all communicators")
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 def _told(kind: str, x: Tensor) -> None:

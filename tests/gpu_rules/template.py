@@ -1,4 +1,4 @@
-"""``python -m tests.gpu_rules.template cuda|cpu SOCKET``: a pool's template that has fakes installed, before torch is there."""
+"""``python -m tests.gpu_rules.template cuda|cpu SOCKET``: a pool's template that has fakes, from before torch on."""
 
 import importlib
 import socket
