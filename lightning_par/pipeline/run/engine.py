@@ -243,7 +243,7 @@ class Engine:
         if not self.rehearsing:
             inner.begin(ready.program, len(ready.parts) > 1)
             self.in_backward.clear()
-        told_of = inner.tells and not self.rehearsing, meets
+        told_of = not self.rehearsing and inner.tells, meets
         traffic, timetable = self._traffic_of([part.program for part in ready.parts], schedule, *told_of)
         axes = [part.axis for part in ready.parts]
         crossing = Crossing(traffic, self.axis.rank, self.messenger, axes, self.tokens)
