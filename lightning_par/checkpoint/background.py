@@ -63,4 +63,7 @@ class Background:
 
 def background_group(timeout: timedelta) -> dist.ProcessGroup:
     """A group of all ranks for the thread alone; all ranks must call it."""
-    return process_group(tuple(range(dist.get_world_size())), timeout, "checkpoints in the background", "gloo")
+    ranks = tuple(range(dist.get_world_size()))
+    group = process_group([ranks], timeout, "checkpoints in the background", "gloo")
+    assert group is not None
+    return group

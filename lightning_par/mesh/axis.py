@@ -9,8 +9,8 @@ process exit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,30 @@ from torch import Tensor
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, note
 from lightning_par.mesh.raw_bytes import raw_bytes
-from lightning_par.mesh.world_groups import on_host
 from lightning_par.private.tensors import write_count
 
 Kind = Literal["forward", "backward"]
-Link = tuple[Kind, int, int]  # what its messages hold, the sender's index along the axis, the receiver's
 # What functions of sharded tensors send for.
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class PeerOp(NamedTuple):
+    """One side of a message between two ranks of an axis.
+
+    Attributes:
+        verb: whether ``x`` is sent or overwritten.
+        x: contiguous, of any dtype; not to be touched before it has left or come.
+        peer: the other rank's index along the axis.
+        purpose: for the ledger.
+        tag: with gloo, says which send is for which receive; NCCL goes by the order.
+    """
+
+    verb: Literal["send", "recv"]
+    x: Tensor
+    peer: int
+    purpose: str
+    tag: int = 0
 
 
 class Axis:
@@ -60,10 +76,10 @@ class Axis:
         self.ranks = ranks
         self.rank = rank
         self.group = group
+        self.host_group = group
+        """The same ranks, for what the hosts know; see `world_groups.host_group`."""
         self.guard: Callable[[], None] | None = None
         """Called before sharded tensors talk; see `lightning_par.mesh.handshake`."""
-        self.links: dict[Link, dist.ProcessGroup] | None = None
-        """Groups for messages alone, where the backend needs them; see `layout.make_message_groups`."""
         self.residual: Any = None
         """Where tokens are sharded between islands along a tensor axis; see `lightning_par.tensor.residual_stream`."""
         self.mix: Any = None
@@ -78,7 +94,7 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "links": None, "guard": None, "mix": None, "_entries": {}}
+        return {**vars(self), "group": None, "host_group": None, "guard": None, "mix": None, "_entries": {}}
 
     @property
     def size(self) -> int:
@@ -138,9 +154,7 @@ class Axis:
         if self.size == 1:
             return None
         self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
-        group = self.group
-        if x.device.type == "cpu" and group is not None:
-            group = on_host(group)
+        group = self.host_group if x.device.type == "cpu" else self.group
         return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
 
     def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
@@ -185,30 +199,32 @@ class Axis:
             dist.broadcast(x, src=self.ranks[source], group=self.group)
         return x
 
-    def start_send(self, x: Tensor, to: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
-        """Begin to send the contiguous ``x``, of any dtype, to index ``to``; the caller keeps it until it has left.
+    def start_exchange(self, ops: Sequence[PeerOp]) -> list[dist.Work]:
+        """Begin to send and receive, all in one batch, in which no side waits for another.
 
-        Args:
-            x: what to send, not to be written to before it has left.
-            to: the receiver's index along the axis.
-            purpose: for the ledger.
-            link: the group of `links` to use; None for that of the whole axis.
-            tag: with gloo, says which `start_recv_` gets it; NCCL goes by the order.
+        Of two ranks, the one must send to the other in the order in which that one receives from it, within a batch and
+        from batch to batch, and both must come to their batches and collectives of the axis in one order.
+
+        Returns:
+            What to wait on, for each of ``ops``; the caller keeps it, and the tensors, until it has waited.
         """
-        self._log("send", purpose, x.numel(), x.numel() * x.element_size(), 2)
-        work = dist.isend(raw_bytes(x), self.ranks[to], group=self._group_of(link), tag=tag)
-        assert work is not None  # this rank is in the group
-        return work
+        if not ops:
+            return []
+        for op in ops:
+            self._log(op.verb, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
+        functions = {"send": dist.isend, "recv": dist.irecv}
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(functions[op.verb], raw_bytes(op.x), self.ranks[op.peer], self.group, op.tag) for op in ops]
+        )
+        return works if len(works) == len(ops) else [works[0]] * len(ops)  # NCCL has one for the whole batch
 
-    def start_recv_(self, x: Tensor, source: int, purpose: str, link: Link | None = None, tag: int = 0) -> dist.Work:
-        """Begin to overwrite the contiguous ``x`` with what index ``source`` sends; see `start_send`."""
-        self._log("recv", purpose, x.numel(), x.numel() * x.element_size(), 2)
-        work = dist.irecv(raw_bytes(x), self.ranks[source], group=self._group_of(link), tag=tag)
-        assert work is not None
-        return work
+    def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> dist.Work:
+        """Begin to send ``x`` to index ``to``; see `PeerOp`."""
+        return self.start_exchange([PeerOp("send", x, to, purpose, tag)])[0]
 
-    def _group_of(self, link: Link | None) -> dist.ProcessGroup | None:
-        return self.group if link is None or self.links is None else self.links[link]
+    def start_recv_(self, x: Tensor, source: int, purpose: str, tag: int = 0) -> dist.Work:
+        """Begin to overwrite ``x`` with what index ``source`` sends; see `PeerOp`."""
+        return self.start_exchange([PeerOp("recv", x, source, purpose, tag)])[0]
 
     def broadcast_object(self, value: Any, purpose: str, source: int = 0) -> Any:
         """``value`` of index ``source`` along the axis, pickled, on every rank."""
@@ -216,8 +232,7 @@ class Axis:
             return value
         box = [value]
         self._log("broadcast", purpose, 1, 0)
-        assert self.group is not None
-        dist.broadcast_object_list(box, src=self.ranks[source], group=on_host(self.group))
+        dist.broadcast_object_list(box, src=self.ranks[source], group=self.host_group)
         return box[0]
 
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:

@@ -6,7 +6,6 @@ talk most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from math import prod
@@ -15,8 +14,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_par.mesh.axis import Axis, Kind, Link
-from lightning_par.mesh.world_groups import process_group
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.world_groups import host_group, process_group
 from lightning_par.sequence.sequence_axis import SequenceAxis
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
@@ -166,6 +165,10 @@ _ALONG: dict[str, tuple[AxisName, ...]] = {
 }
 
 
+_OF_HOSTS = {"replica", "pipeline", "gradients"}
+"""The axes along which a step sends what the hosts know: headers, effects, counts."""
+
+
 def make_groups(layout: Layout, timeout: timedelta) -> Groups:
     """The axes of ``layout`` for one run. All ranks must call it.
 
@@ -175,56 +178,11 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
     return Groups(layout, **{name: _make_axis(name, layout.lines(along), timeout) for name, along in _ALONG.items()})
 
 
-def make_message_groups(
-    groups: Groups, timeout: timedelta, pairs: Iterable[tuple[int, int]] | None = None, separate: bool | None = None
-) -> None:
-    """Give the pipeline axis a two-rank group for each pair of ranks, direction and kind of message.
-
-    NCCL ignores tags, and a send holds up what was queued behind it until the peer receives: activations that wait for
-    their receiver must not stand before gradients. gloo has tags and needs none of this, hence makes nothing. To be
-    called by all ranks of the world, before the first message.
-
-    Args:
-        groups: the mesh axes.
-        timeout: for the groups.
-        pairs: indices along the pipeline axis that talk, in any order, the same on all ranks; neighbours on the ring
-            by default.
-        separate: whether to make groups; by default unless the backend is gloo.
-
-    Example::
-
-        make_message_groups(make_groups(Layout(pipeline=4), timeout), timeout)
-    """
-    size = groups.pipeline.size
-    if size == 1 or not (_needs_links() if separate is None else separate):
-        return
-    links = groups.pipeline.links = groups.pipeline.links or {}
-    ring = [(i, (i + 1) % size) for i in range(size)]
-    wanted = {(min(pair), max(pair)) for pair in (ring if pairs is None else pairs) if pair[0] != pair[1]}
-    for low, high in sorted(wanted):
-        for line in groups.layout.lines(("pipeline",)):
-            own = groups.pipeline.rank if line == groups.pipeline.ranks else None
-            for link, group in _make_links(line, low, high, timeout).items():
-                if own in (low, high):
-                    links[link] = group
-
-
-def _needs_links() -> bool:
-    config = str(dist.get_backend_config())  # as "cpu:gloo,cuda:nccl"
-    return any(part.split(":")[-1] != "gloo" for part in config.split(","))
-
-
-def _make_links(line: tuple[int, ...], low: int, high: int, timeout: timedelta) -> dict[Link, dist.ProcessGroup]:
-    kinds: tuple[Kind, ...] = ("forward", "backward")
-    links: list[Link] = [(kind, *ends) for kind in kinds for ends in ((low, high), (high, low))]
-    ranks = line[low], line[high]
-    return {link: process_group(ranks, timeout, f"{link[0]} from {line[link[1]]}") for link in links}
-
-
 def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> Axis:
     me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     own = next(line for line in lines if me in line)
-    # Every rank makes every group, in the same order.
-    made = {line: process_group(line, timeout) for line in lines if len(line) > 1}
     kind = SequenceAxis if name == "sequence" else Axis
-    return kind(name, own, own.index(me), made.get(own))
+    axis = kind(name, own, own.index(me), process_group(lines, timeout) if len(own) > 1 else None)
+    if name in _OF_HOSTS:
+        axis.host_group = host_group(lines, timeout, axis.group)
+    return axis

@@ -28,9 +28,11 @@ def attend_along(groups: Groups, asked: Asked, timeout: timedelta) -> None:
 
 
 def _grid(groups: Groups, degree: int, timeout: timedelta) -> Grid:
-    made: dict[tuple[int, ...], Any] = {}
-    for line in groups.layout.lines(("sequence",)):  # every rank makes every group, in the same order
-        neighbours, rings = grid_lines(line, degree)
-        for ranks in (*neighbours, *rings):
-            made[ranks] = process_group(ranks, timeout)
-    return make_grid(groups.sequence, degree, lambda name, ranks, rank: SequenceAxis(name, ranks, rank, made[ranks]))
+    lines = [grid_lines(line, degree) for line in groups.layout.lines(("sequence",))]
+    neighbours, rings = ([ranks for line in kind for ranks in line] for kind in zip(*lines, strict=True))
+    made = [(each, process_group(each, timeout)) for each in (neighbours, rings)]
+
+    def make_axis(name: str, ranks: tuple[int, ...], rank: int) -> SequenceAxis:
+        return SequenceAxis(name, ranks, rank, next(group for each, group in made if ranks in each))
+
+    return make_grid(groups.sequence, degree, make_axis)

@@ -16,7 +16,7 @@ from lightning_par.fsdp.prefetch import in_use, parts_of_gradients
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.agree import agree
 from lightning_par.mesh.handshake import Meeting
-from lightning_par.mesh.layout import Groups, make_message_groups
+from lightning_par.mesh.layout import Groups
 from lightning_par.pipeline.between_steps.send_away import Placement, agree_on_buffers, bring_back, copies_of, send_away
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
@@ -79,10 +79,6 @@ class Spread:
         """In which order the ranks run stages."""
         raise NotImplementedError
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """The ranks that send each other messages."""
-        raise NotImplementedError
-
     def show(self, plan: Any, module: nn.Module, program: Program | None, trains: bool, seconds: float) -> None:
         """Print what was decided, on the first rank."""
         raise NotImplementedError
@@ -111,7 +107,6 @@ class Spread:
         """
         _refuse_packed(first.module)
         started = time.monotonic()
-        make_message_groups(self.groups, self.timeout, self.pairs())
         module, step = first.module, first.step()
         with _as_the_loop_will_run(module, step):
             heard = first.heard

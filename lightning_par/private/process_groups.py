@@ -33,6 +33,21 @@ def _close_process_group() -> None:
     time.sleep(0.1)
 
 
+def splits(world: Any) -> bool:
+    """Whether groups are split off the ``world``'s communicator, as NCCL does once it is bound to a device; then all
+    ranks of the world must split it together. No public function says whether `torch.distributed.split_group` works."""
+    device = world.bound_device_id
+    return device is not None and bool(world._get_backend(device).supports_splitting)
+
+
+def number_of_groups() -> int:
+    """How many groups this process has: `torch.distributed.new_group` with ``use_local_synchronization`` names a group
+    by its ranks and this number, and so needs it to be the same on them."""
+    from torch.distributed.distributed_c10d import _world
+
+    return len(_world.pg_names)
+
+
 def default_store() -> Any:
     """The key-value store that the ranks met at; torch gives no public way to it, and a second one needs a port."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from lightning_par.mesh.axis import Axis, Kind, Link
+from lightning_par.mesh.axis import Axis, Kind, PeerOp
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.blockwise import Meet, MeetBack
 from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
@@ -32,8 +32,7 @@ class Ring:
         keys: who holds which keys and values.
 
     Messages with gloo go by tags. NCCL goes by order: all ranks begin the same exchanges in the same order, and in each
-    one the rank that sends upwards sends first, so that no cycle of ranks waits for each other even on one stream.
-    Where `Axis.links` has a group for the pair it is used, and exchanges then run beside each other.
+    one a rank sends and receives in one batch, so that no cycle of ranks waits for each other.
 
     Example::
 
@@ -86,27 +85,17 @@ class Ring:
         self, sent: Tensor, to: int, received: Tensor, source: int, kind: Kind, number: int
     ) -> Callable[[], None]:
         """Begin to send and to receive, which the callable that it returns waits for; nothing travels empty."""
-        axis, me = self.axis, self.axis.rank
-        tag = self._tag + 2 * axis.size * (kind == "backward") + number
-
-        def send() -> list[object]:
-            return [axis.start_send(sent, to, PURPOSE, self._link(kind, me, to), tag)] if sent.numel() else []
-
-        def receive() -> list[object]:
-            link = self._link(kind, source, me)
-            return [axis.start_recv_(received, source, PURPOSE, link, tag)] if received.numel() else []
-
-        works = [*send(), *receive()] if to > me else [*receive(), *send()]
+        tag = self._tag + 2 * self.axis.size * (kind == "backward") + number
+        ops = [PeerOp("send", sent, to, PURPOSE, tag), PeerOp("recv", received, source, PURPOSE, tag)]
+        ops = [op for op in ops if op.x.numel()]
+        works = self.axis.start_exchange(ops)
 
         def wait() -> None:
             for work in works:
-                work.wait()  # type: ignore[attr-defined]
+                work.wait()
+            ops.clear()  # until here they keep what travels
 
         return wait
-
-    def _link(self, kind: Kind, sender: int, receiver: int) -> Link | None:
-        link = (kind, sender, receiver)
-        return link if self.axis.links is not None and link in self.axis.links else None
 
 
 class _Homeward:

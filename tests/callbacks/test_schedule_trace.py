@@ -67,21 +67,23 @@ class Clocked(messages.Messenger):
     def clock(self) -> float:
         return Clock.advance()
 
-    def send(self, x: Tensor, to: int, kind: Any, tag: int) -> None:
-        self._store("sent", kind, self._axis.rank, to, tag)[0](str(Clock.advance()))
-        super().send(x, to, kind, tag)
-
-    def start_recv(self, shape: Any, dtype: Any, source: int, kind: Any, tag: int) -> Any:
-        told = self._store("received", kind, source, self._axis.rank, tag)[1]
+    def exchange(self, sent: Any, received: Any) -> Any:
+        for one in sent:
+            self._store("sent", one.kind, self._axis.rank, one.to, one.tag)[0](str(Clock.advance()))
+        told = [self._store("received", one.kind, one.source, self._axis.rank, one.tag)[1] for one in received]
 
         class Received(messages._Received):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self.told = told.pop(0)
+
             def __call__(self) -> Tensor:
                 x = super().__call__()
-                Clock.advance(max(0, int(told()) - Clock.advance()))
+                Clock.advance(max(0, int(self.told()) - Clock.advance()))
                 return x
 
         with mock.patch.object(messages, "_Received", Received):
-            return super().start_recv(shape, dtype, source, kind, tag)
+            return super().exchange(sent, received)
 
     def _store(self, way: str, *message: Any) -> tuple[Any, Any]:
         """What keeps the time of the next message with this sign, and what gives it."""

@@ -186,13 +186,17 @@ class ThreadAxis(Axis):
         assert [len(piece) for piece in got] == received
         return torch.cat(got)
 
-    def start_send(self, x: Tensor, to: int, purpose: str, link: Any = None, tag: int = 0) -> Any:
+    def start_exchange(self, ops: Any) -> list[Any]:
+        starts = {"send": self.start_send, "recv": self.start_recv_}
+        return [starts[op.verb](op.x, op.peer, op.purpose, op.tag) for op in ops]
+
+    def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> Any:
         assert type(x) is Tensor and x.is_contiguous()
         self._log("send", purpose, x.numel(), x.numel() * x.element_size(), 2)
         self._meeting.send((self.rank, to, tag), x.detach().clone())
         return _Sent()
 
-    def start_recv_(self, x: Tensor, source: int, purpose: str, link: Any = None, tag: int = 0) -> Any:
+    def start_recv_(self, x: Tensor, source: int, purpose: str, tag: int = 0) -> Any:
         assert type(x) is Tensor and x.is_contiguous()
         self._log("recv", purpose, x.numel(), x.numel() * x.element_size(), 2)
         return _Received(self._meeting, (source, self.rank, tag), x)

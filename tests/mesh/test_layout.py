@@ -155,8 +155,8 @@ def _two_runs() -> None:
         assert one is not other and one.group is other.group and one.group is not None
     attend_along(first, {"ulysses": 1, "ring": 2}, timeout)
     assert second.sequence.attention is None
-    alone = process_group((0, 1, 2, 3), timeout, "checkpoints")
-    assert alone is not dist.group.WORLD and alone is process_group((0, 1, 2, 3), timeout, "checkpoints")
+    alone = process_group([(0, 1, 2, 3)], timeout, "checkpoints")
+    assert alone is not dist.group.WORLD and alone is process_group([(0, 1, 2, 3)], timeout, "checkpoints")
     held = weakref.ref(first.data.group)
     del one, other, first, second, alone
     assert held() is not None, "the next run has to make its groups anew"

@@ -13,6 +13,8 @@ from lightning_par.private.process_groups import (
     default_store,
     host_of_store,
     init_process_group,
+    number_of_groups,
+    splits,
     tells_of_a_lost_peer,
 )
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
@@ -32,6 +34,16 @@ def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> Non
         assert host_of_store() == (environment.main_address, environment.main_port)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_groups_are_counted_as_their_names_count_them() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert number_of_groups() == 1 and not splits(dist.group.WORLD)
+        dist.new_group([0], use_local_synchronization=True)
+        assert number_of_groups() == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_errors_of_lost_peers_are_known() -> None:

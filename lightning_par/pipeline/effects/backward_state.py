@@ -33,9 +33,10 @@ class InBackward:
     Example::
 
         state.begin(program)  # once all forwards have run
-        for stage in stages_of_this_rank[::-1]:
-            with state.stage(stage):
+        for stage in reversed(range(stages)):
+            with state.stage():  # on its rank
                 ...  # its backward
+            state.tell()
         state.end()
         loss = state.delivered(loss)
     """
@@ -58,32 +59,29 @@ class InBackward:
         self._first = self.watch.everything()[0].copy_tensors().lend_iterators()
 
     @contextlib.contextmanager
-    def stage(self, stage: int) -> Iterator[None]:
-        """The backward of ``stage`` runs inside, on this rank."""
-        self._hear(stage)
+    def stage(self) -> Iterator[None]:
+        """The backward of a stage runs inside, on its rank."""
         before, own = self.watch.everything()
         yield
-        self._spread(Changed.since(before, own), before)
+        self._mine = Changed.since(before, own), before
 
-    def end(self) -> None:
-        """All stages' backwards have run. All ranks must call it."""
-        if self._active:
-            self._hear(-1)
-            self._first.restore()  # it is done again when Lightning calls backward
-            del self._first
-
-    def _hear(self, stage: int) -> None:
-        while self._next > stage:
-            self._spread(Changed(""), self.watch.everything()[0])
-
-    def _spread(self, mine: Changed, before: Snapshot) -> None:
+    def tell(self) -> None:
+        """The backward of the next stage has run. Its rank tells what it changed, and the others hear of it."""
         source = self._program.at[self._next]
+        here = source == self.axis.rank
+        mine, before = self._mine if here else (Changed(""), self.watch.everything()[0])
         told = self._told(mine, source, before)
-        if source != self.axis.rank:  # on the source it is done
+        if not here:  # there it is done
             self._do(told)
         self._changed[self._next] = told
         self._refuse_other_order()
         self._next -= 1
+
+    def end(self) -> None:
+        """All stages' backwards have run. All ranks must call it."""
+        if self._active:
+            self._first.restore()  # it is done again when Lightning calls backward
+            del self._first
 
     def _refuse_other_order(self) -> None:
         """A hook on a value of an earlier stage runs before those of that stage and the ones between, on one device it

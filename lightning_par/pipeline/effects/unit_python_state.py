@@ -114,10 +114,11 @@ class InnerState:
 
         inner.agree(program)
         inner.begin(program, cut=False)
-        for stage in stages_of_this_rank:
-            inner.hear(stage)
-            ...  # run it, with `inner.call` around each call of a unit, and `inner.passed` where one is passed by
-            inner.tell(stage)
+        for stage in range(stages):
+            ...  # run it where it is, with `inner.call` around each call of a unit, and `inner.passed` where one is
+            ...  # passed by
+            if inner.tells:
+                inner.tell(stage)
         inner.end()
     """
 
@@ -207,15 +208,14 @@ class InnerState:
                 self._own_done.add(index)
                 self.apply(changed.path, {**changed.shared, **own})
 
-    def hear(self, stage: int) -> None:
-        """Hear of the stages before ``stage``, which run on other ranks."""
-        while self._keeping and not self._cut and self._next < stage:
-            self.tell(self._next)
+    @property
+    def tells(self) -> bool:
+        """Whether all ranks hear of each stage when it has run, before the next one does."""
+        return bool(self._keeping) and not self._cut
 
     def tell(self, stage: int) -> None:
         """``stage`` has run. Its rank tells what its units changed, and the others hear of it, stage after stage."""
-        if self._keeping and not self._cut and stage == self._next:
-            self._spread(stage)
+        self._spread(stage)
 
     def _spread(self, stage: int) -> None:
         source = self._program.at[stage]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from itertools import permutations
 from typing import Any
 
 from torch import nn
@@ -74,9 +73,6 @@ class PlacementSpread(Spread):
 
     def order(self) -> PlacementOrder:
         return PlacementOrder(self.axis.size)
-
-    def pairs(self) -> list[tuple[int, int]]:
-        return list(permutations(range(self.axis.size), 2))
 
     def fingerprint(self, plan: StagePlan) -> str:
         return "\n".join(f"device {one.index}: {list_names(one.units) or 'nothing'}" for one in plan.stages)

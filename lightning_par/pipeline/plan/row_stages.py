@@ -50,10 +50,6 @@ class RowSpread(Spread):
     def order(self) -> PipelineOrder:
         return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)
 
-    def pairs(self) -> list[tuple[int, int]]:
-        # From the last to the first go forwards that run through all stages again.
-        return sorted({(a, b) for a, b in zip((*self.at, *self.at), self.at[1:] + self.at[:1]) if a != b})
-
     def automatic(self, samples: int) -> int:
         name, ranks = self.settings.schedule, self.axis.size
         count = microbatches_for(name, ranks, BUBBLE, most=samples, stages=self.stages)

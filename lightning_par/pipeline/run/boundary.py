@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
 from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.pipeline.run.located import Key, OtherStageError, Program
 from lightning_par.pipeline.run.message_plan import Message, Traffic
-from lightning_par.pipeline.run.messages import Messenger
+from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.pipeline.run.timetable import Exchange
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -50,23 +49,24 @@ class Crossing:
 
     Args:
         traffic: of the step: who sends what to whom.
+        rank: this rank.
         messenger: sends and receives.
         axes: of each microbatch; None where its program knows nothing of other microbatches.
         tokens: how sequences lie on ranks of the same stage.
     """
 
     def __init__(
-        self, traffic: Traffic, messenger: Messenger, axes: list[MicrobatchAxis | None], tokens: Tokens
+        self, traffic: Traffic, rank: int, messenger: Messenger, axes: list[MicrobatchAxis | None], tokens: Tokens
     ) -> None:
         self.traffic, self.messenger, self.axes, self.tokens = traffic, messenger, axes, tokens
-        self.programs, self.rank = traffic.programs, traffic.rank
+        self.programs, self.rank = traffic.programs, rank
         self.held: dict[tuple[int, int], Held] = {}
-        self._inbox = {channel: deque(messages) for channel, messages in traffic.inbox.items()}
+        self._leaving: dict[Message, Tensor] = {}  # made, and not sent yet
         self._coming: dict[Message, Callable[[], Tensor]] = {}  # on their way from another rank
         self._values: dict[Value, Tensor] = {}  # that stages of this rank will take
-        self._takers = traffic.own_readers.copy()  # that have not taken theirs
+        self._takers = traffic.readers(rank)  # stages that have not taken theirs
         self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
-        self._givers = traffic.own_readers.copy()  # that have not given theirs
+        self._givers = self._takers.copy()  # that have not given theirs
 
     def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
         wanted = self.traffic.wanted(microbatch)
@@ -80,49 +80,33 @@ class Crossing:
 
     # ------------------------------------------------------------------------------------------- between ranks
 
-    def expect(self, action: Action) -> None:
-        """Begin to receive what ``action`` needs of other ranks, so that it comes while earlier actions compute."""
-        op, stage, i = action.op, action.stage, action.microbatch
-        program = self.programs[i]
-        if op == "F":
-            for key, source in program.routes.coming[stage]:
-                # what two stages here take arrives once
-                if program.at[source] != self.rank and (source, key, i) not in self._values:
-                    self._expect(Message("forward", source, key, i, self.rank))
-        elif op != "W":  # for W nothing comes: its I has taken the gradients
-            takers = program.routes.leaving[stage]
-            for key in self._wanted(takers, i):
-                for peer in self._peers(program, takers[key]):
-                    self._expect(Message("backward", stage, key, i, peer))
+    def exchange(self, exchange: Exchange) -> None:
+        """Begin to send and receive what travels at one moment."""
+        orders = [_order(self.programs[m.microbatch].values[m.key]) for m in exchange.received]
+        waits = self.messenger.exchange(
+            [self._outgoing(m) for m in exchange.sent],
+            [self._incoming(m, order) for m, order in zip(exchange.received, orders, strict=True)],
+        )
+        for message, wait, order in zip(exchange.received, waits, orders, strict=True):
+            self._coming[message] = _in_order(wait, order)
+
+    def _outgoing(self, message: Message) -> Outgoing:
+        x, order = self._leaving.pop(message), _order(self.programs[message.microbatch].values[message.key])
+        # in the order of memory: the receiver's has the same strides, so that the same views of it work
+        return Outgoing(x.permute(order), self.traffic.ends(message)[1], message.kind, self._tag(message))
+
+    def _incoming(self, message: Message, order: list[int]) -> Incoming:
+        model = self.programs[message.microbatch].values[message.key]
+        shape = _laid_out(self.tokens.shape(local_shape(model, self.axes[message.microbatch])), order)
+        return Incoming(shape, model.dtype, self.traffic.ends(message)[0], message.kind, self._tag(message))
 
     def _peers(self, program: Program, takers: tuple[int, ...]) -> list[int]:
         """The other ranks that take a value, the one with the last stage first."""
         # the last stage's backward is the first to run
         return [peer for peer in dict.fromkeys(program.at[taker] for taker in reversed(takers)) if peer != self.rank]
 
-    def _expect(self, message: Message) -> None:
-        """Messages that were sent before it are received before it: some backends go by the order alone."""
-        sender = self.programs[message.microbatch].at[message.stage] if message.kind == "forward" else message.peer
-        waiting = self._inbox[message.kind, sender]
-        while message not in self._coming:
-            following = waiting.popleft()
-            self._coming[following] = self._start(following, sender)
-
-    def _start(self, message: Message, sender: int) -> Callable[[], Tensor]:
-        kind, _, key, microbatch, _ = message
-        model = self.programs[microbatch].values[key]
-        order = _order(model)
-        shape = _laid_out(self.tokens.shape(local_shape(model, self.axes[microbatch])), order)
-        return _in_order(self.messenger.start_recv(shape, model.dtype, sender, kind, self._tag(message)), order)
-
     def _arrived(self, message: Message) -> Tensor:
-        self._expect(message)
         return self._coming.pop(message)()
-
-    def _send(self, message: Message, x: Tensor) -> None:
-        order = _order(self.programs[message.microbatch].values[message.key])
-        # in the order of memory: the receiver's has the same strides, so that the same views of it work
-        self.messenger.send(x.permute(order), self.traffic.receiver(message), message.kind, self._tag(message))
 
     # ------------------------------------------------------------------------------------------------ forward
 
@@ -168,8 +152,8 @@ class Crossing:
             x = plain[key].detach()  # its graph stays here, in `held`
             if self._takers[stage, key, microbatch]:
                 self._values[stage, key, microbatch] = x
-            for peer in sorted(self._peers(program, takers)):
-                self._send(Message("forward", stage, key, microbatch, peer), x)
+            for peer in self._peers(program, takers):
+                self._leaving[Message("forward", stage, key, microbatch, peer)] = x
 
     def _check(self, values: dict[Key, Tensor], microbatch: int) -> None:
         """The receiver waits for just what the program says: anything else would never arrive."""
@@ -244,7 +228,7 @@ class Crossing:
         self._grads[value] = self._grads[value] + grad if value in self._grads else grad
         self._givers[value] -= 1
         if not self._givers[value] and self.programs[microbatch].at[source] != self.rank:
-            self._send(Message("backward", source, key, microbatch, self.rank), self._grads.pop(value))
+            self._leaving[Message("backward", source, key, microbatch, self.rank)] = self._grads.pop(value)
 
 
 def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:

@@ -30,6 +30,7 @@ from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.run.microbatch_outputs import averaged, in_order, joined, without_graphs
 from lightning_par.pipeline.run.stage_run import StageRun
+from lightning_par.pipeline.run.timetable import Exchange, Settling, Telling, Timetable, make_timetable
 from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, refuse_others
 from lightning_par.python_state import generators
@@ -77,7 +78,7 @@ class Engine:
             self.module, self.programs.watch, self.axis, self.device, self.programs.hooks.meeting
         )
         self.in_backward = InBackward(self.inner_state)
-        self._traffic: dict[tuple[int, ...], Traffic] = {}
+        self._traffic: dict[tuple[int, ...], tuple[Traffic, Timetable]] = {}
         self.tokens = Tokens()  # of the step that runs
         self._losses: dict[int, Tensor] = {}  # of its microbatches, as shares
         self.rehearsing = False
@@ -232,36 +233,36 @@ class Engine:
         """Run the schedule; ``settle`` is called before the backwards, if these may meet what the step did."""
         if self.agree is not None:
             self.agree(len(ready.parts))
-        traffic = self._traffic_of([part.program for part in ready.parts], schedule)
-        crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts], self.tokens)
         told: dict[int, Effects] = {}
         self._losses.clear()
         frontier: dict[int, list[Tensor]] = {}
         self.messenger.timed = self.trace is not None
-        actions = schedule.actions[self.axis.rank]
-        inner, ends = self.inner_state, ready.program.stages
+        inner = self.inner_state
         hooked = inner.agree(ready.program) or self.programs.hooks.on_backwards
         meets = hooked and settle is not None and len(ready.parts) == 1
-        ended = [place for place, action in enumerate(actions) if action.op != "F"]
         if not self.rehearsing:
             inner.begin(ready.program, len(ready.parts) > 1)
             self.in_backward.clear()
+        told_of = not self.rehearsing and inner.tells, meets
+        traffic, timetable = self._traffic_of([part.program for part in ready.parts], schedule, *told_of)
+        axes = [part.axis for part in ready.parts]
+        crossing = Crossing(traffic, self.axis.rank, self.messenger, axes, self.tokens)
         effects = None
-        for place, action in enumerate(actions):
-            if meets and place == ended[0]:
+        for event in timetable.orders[self.axis.rank]:
+            if isinstance(event, Exchange):
+                crossing.exchange(event)
+                continue
+            if isinstance(event, Telling):
+                self._tell(event)
+                continue
+            if isinstance(event, Settling):
                 effects = self._end(ready, schedule, told, frontier, key, settle)
-            # The next action's messages travel while this one computes. Where it `meets`, no gradient is awaited before
-            # `_end`, which its sender has to pass, too, before it begins with backward.
-            for near in actions[place : min(place + 2, ended[0] if meets and effects is None else place + 2)]:
-                crossing.expect(near)
+                continue
+            action = event
             began = self.messenger.clock() - self.messenger.waited if self.trace is not None else 0.0
             if action.op == "F":
-                if not self.rehearsing:
-                    inner.hear(action.stage)
                 with _whole_batches_advised(), Stopping(partial(_alone, self.axis.rank)):
                     run, done = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
-                if not self.rehearsing:
-                    inner.tell(action.stage)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
                     # else all graphs would live until the last forward
                     told[action.microbatch] = without_graphs(done) if len(ready.parts) > 1 else done
@@ -270,8 +271,6 @@ class Engine:
                         frontier[action.microbatch] = at_tail
                 del run, done  # they hold the microbatch's graph, which its backward frees
             else:
-                if not self.rehearsing:
-                    inner.hear(ends)
                 with self._keeping(meets, action), Stopping(partial(_alone, self.axis.rank)):
                     crossing.backward(action.op, action.stage, action.microbatch, once=meets)
             if self.trace is not None:
@@ -287,7 +286,13 @@ class Engine:
         """Around a backward, which may keep something."""
         if not meets or self.rehearsing or action.op == "W":  # of which the whole has run with the inputs' part
             return nullcontext()
-        return self.in_backward.stage(action.stage)
+        return self.in_backward.stage()
+
+    def _tell(self, telling: Telling) -> None:
+        if telling.kind == "forward":
+            self.inner_state.tell(telling.stage)
+        elif not self.rehearsing:
+            self.in_backward.tell()
 
     def _end(
         self,
@@ -331,12 +336,15 @@ class Engine:
             return merged(parts, lambda values: joined(values))
         return self._tail(ready, [frontier[i] for i in sorted(frontier)], key)
 
-    def _traffic_of(self, programs: list[Program], schedule: Schedule) -> Traffic:
-        key = (id(schedule), *map(id, programs))  # which a kept traffic keeps alive
+    def _traffic_of(
+        self, programs: list[Program], schedule: Schedule, forward_told: bool, backward_told: bool
+    ) -> tuple[Traffic, Timetable]:
+        key = (forward_told, backward_told, id(schedule), *map(id, programs))  # which a kept traffic keeps alive
         if key not in self._traffic:
             while len(self._traffic) >= MOST_KEPT:
                 del self._traffic[next(iter(self._traffic))]
-            self._traffic[key] = Traffic(programs, schedule, self.axis.rank)
+            traffic = Traffic(programs, schedule)
+            self._traffic[key] = traffic, make_timetable(traffic, forward_told, backward_told)
         return self._traffic[key]
 
     def _joins(self, ready: Prepared, schedule: Schedule) -> bool:

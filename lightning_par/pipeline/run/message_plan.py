@@ -1,15 +1,15 @@
-"""The messages of a step: what each rank sends to which, in which order."""
+"""The messages of a step: what each rank sends to which, after which action."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from lightning_par.mesh.axis import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
+from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.run.located import Key, Program
 
 
@@ -38,17 +38,15 @@ class Traffic:
     Args:
         programs: of each microbatch.
         schedule: of the step.
-        rank: this rank.
 
     Example::
 
-        traffic = Traffic(programs, schedule, rank=0)
-        assert sum(m.kind == "forward" for m in traffic.sent_by(0)) == len(programs)
+        traffic = Traffic(programs, schedule)
+        assert sum(m.kind == "forward" for _, m in traffic.sent_by(0)) == len(programs)
     """
 
     programs: Sequence[Program]
     schedule: Schedule
-    rank: int
 
     def wanted(self, microbatch: int) -> frozenset[Key]:
         """The values that get a gradient."""
@@ -63,37 +61,38 @@ class Traffic:
                 found.update((source, key, action.microbatch) for key, source in arrivals)
         return found
 
-    def sent_by(self, rank: int) -> Iterator[Message]:
+    def sent_by(self, rank: int) -> Iterator[tuple[Action, Message]]:
         """What ``rank`` sends, in order: values behind a forward, a gradient once the last stage that makes it did."""
         missing = self.readers(rank)
-        for op, stage, i in ((a.op, a.stage, a.microbatch) for a in self.schedule.actions[rank]):
+        for action in self.schedule.actions[rank]:
+            op, stage, i = action.op, action.stage, action.microbatch
             program, wanted = self.programs[i], self.wanted(i)
             if op == "F":
                 for key, takers in program.routes.leaving[stage].items():
                     peers = {program.at[taker] for taker in takers} - {rank}
-                    yield from (Message("forward", stage, key, i, peer) for peer in sorted(peers))
+                    yield from ((action, Message("forward", stage, key, i, peer)) for peer in sorted(peers))
             elif op != "W":
                 for key, source in program.routes.coming[stage]:
                     missing[source, key, i] -= 1
                     if key in wanted and not missing[source, key, i] and program.at[source] != rank:
-                        yield Message("backward", source, key, i, rank)
+                        yield action, Message("backward", source, key, i, rank)
 
-    def receiver(self, message: Message) -> int:
-        """The rank that ``message`` goes to."""
+    def taken_by(self, rank: int, action: Action) -> Iterator[Message]:
+        """What ``action`` needs of ranks other than its own ``rank``."""
+        op, stage, i = action.op, action.stage, action.microbatch
+        program = self.programs[i]
+        if op == "F":
+            for key, source in program.routes.coming[stage]:
+                if program.at[source] != rank:
+                    yield Message("forward", source, key, i, rank)
+        elif op != "W":  # for W nothing comes: its I has taken the gradients
+            wanted = self.wanted(i)
+            for key, takers in program.routes.leaving[stage].items():
+                if key in wanted:
+                    peers = dict.fromkeys(program.at[taker] for taker in takers)
+                    yield from (Message("backward", stage, key, i, peer) for peer in peers if peer != rank)
+
+    def ends(self, message: Message) -> tuple[int, int]:
+        """The ranks that ``message`` goes from and to."""
         own = self.programs[message.microbatch].at[message.stage]
-        return message.peer if message.kind == "forward" else own
-
-    @cached_property
-    def inbox(self) -> dict[tuple[Kind, int], tuple[Message, ...]]:
-        """What this rank is sent, by kind and sender, in the order of sending."""
-        found: dict[tuple[Kind, int], list[Message]] = {}
-        for sender in range(self.schedule.ranks):
-            for message in self.sent_by(sender) if sender != self.rank else ():
-                if self.receiver(message) == self.rank:
-                    found.setdefault((message.kind, sender), []).append(message)
-        return {channel: tuple(messages) for channel, messages in found.items()}
-
-    @cached_property
-    def own_readers(self) -> Counter[tuple[int, Key, int]]:
-        """`readers` of this rank."""
-        return self.readers(self.rank)
+        return (own, message.peer) if message.kind == "forward" else (message.peer, own)

@@ -13,10 +13,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.mesh.axis import Axis, Kind, Link
+from lightning_par.mesh.axis import Axis, Kind, PeerOp
 from lightning_par.trial.fake_functions import is_fake
 
 _PURPOSES: dict[Kind, str] = {"forward": "activations", "backward": "gradients of activations"}
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What is to be sent.
+
+    Attributes:
+        x: of any dtype and any strides; nobody may write to it until `Messenger.finish`.
+        to: the receiver's index along the axis.
+        kind: whether it is an activation or the gradient of one.
+        tag: says, with the kind, which `Incoming` it is.
+    """
+
+    x: Tensor
+    to: int
+    kind: Kind
+    tag: int
+
+    @property
+    def what(self) -> str:
+        return f"Sending {_PURPOSES[self.kind]} to pipeline rank {self.to}"
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What is to be received: what index ``source`` sends under ``kind`` and ``tag``."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    source: int
+    kind: Kind
+    tag: int
+
+    @property
+    def what(self) -> str:
+        return f"Receiving {_PURPOSES[self.kind]} from pipeline rank {self.source}"
 
 
 @dataclass
@@ -31,20 +67,21 @@ class _Sent:
 class Messenger:
     """Sends stage boundary tensors along the pipeline axis.
 
-    Nothing waits but the callable that `start_recv` returns, and `finish`. Between two ranks, messages of one kind that
-    go one way must be sent and received in the same order, unless the backend is gloo, which goes by the tag.
+    Nothing waits but the callables that `exchange` returns, and `finish`. The ranks must come to their exchanges as
+    `Axis.start_exchange` says, unless the backend is gloo, which goes by the tag.
 
     Args:
-        axis: the pipeline axis; for a backend other than gloo with the groups of `layout.make_message_groups`.
+        axis: the pipeline axis.
         device: where the tensors live.
 
     Example::
 
         messenger = Messenger(groups.pipeline, torch.device("cpu"))
         if groups.pipeline.rank == 0:
-            messenger.send(x, 1, "forward", tag=0)
+            messenger.exchange([Outgoing(x, 1, "forward", tag=0)], [])
         else:
-            x = messenger.start_recv((4, 8), torch.float32, 0, "forward", tag=0)()
+            (wait,) = messenger.exchange([], [Incoming((4, 8), torch.float32, 0, "forward", tag=0)])
+            x = wait()
         messenger.finish()
     """
 
@@ -52,24 +89,37 @@ class Messenger:
         self._axis = axis
         self._device = device
         self._gloo = axis.size > 1 and _backend(axis, device) == "gloo"
-        if axis.size > 1 and not self._gloo and axis.links is None:
-            raise RuntimeError("Messages need groups of their own here: call `make_message_groups` on all ranks first.")
         self._sending: _Departures | _Queue = _Departures() if self._gloo else _Queue()
         self.timed = False  # whether `waited` counts
         self.waited = 0.0  # seconds, in receives
 
-    def send(self, x: Tensor, to: int, kind: Kind, tag: int) -> None:
-        """Begin to send ``x``, which nobody may write to until `finish`; a tensor with no elements stays here.
+    def exchange(self, sent: Sequence[Outgoing], received: Sequence[Incoming]) -> list[Callable[[], Tensor]]:
+        """Begin to send and to receive, in one batch; a tensor with no elements stays where it is.
 
-        Args:
-            x: of any dtype and any strides.
-            to: the receiver's index along the axis.
-            kind: whether it is an activation or the gradient of one.
-            tag: says, with the kind, which receive it is for.
+        Returns:
+            For each of ``received`` a callable that waits for the tensor and returns it; it raises RuntimeError where
+            the sender has ended.
 
         Raises:
-            RuntimeError: this or an earlier message can't arrive, since its receiver's process has ended.
+            RuntimeError: one of these or an earlier message can't arrive, since a process has ended.
         """
+        self._sending.check()
+        leaving = [(one, x) for one in sent if (x := self._outward(one.x)).numel()]
+        rooms = [(one, self._room(one)) for one in received]
+        coming = [(one, x) for one, x in rooms if x.numel()]
+        ops = [PeerOp("send", x, one.to, _PURPOSES[one.kind], _tag(one.kind, one.tag)) for one, x in leaving]
+        ops += [PeerOp("recv", x, one.source, _PURPOSES[one.kind], _tag(one.kind, one.tag)) for one, x in coming]
+        try:
+            works = self._axis.start_exchange(ops)
+        except RuntimeError as error:
+            whats = [*(one.what for one, _ in leaving), *(one.what for one, _ in coming)]
+            raise lost(" and ".join(dict.fromkeys(whats))) from error
+        for (one, x), work in zip(leaving, works):
+            self._sending.add(_Sent(work, x, one.what))
+        arriving = iter(works[len(leaving) :])
+        return [self._wait(one, x, next(arriving) if x.numel() else None) for one, x in rooms]
+
+    def _outward(self, x: Tensor) -> Tensor:
         if x.layout != torch.strided:
             raise TypeError(f"A tensor of layout {x.layout} can't be sent to the next stage; call .to_dense() on it.")
         if is_fake(x):  # nothing would leave, and the receiver wait for it
@@ -77,37 +127,14 @@ class Messenger:
                 "A value that stood for another stage's in a trial of the step has come into its run, as what a "
                 "module is given by torch.func.functional_call. Give it as an argument of the module's forward."
             )
-        self._sending.check()
-        if not x.numel():
-            return
         x = x.detach().resolve_conj().resolve_neg()  # lazy bits don't travel with the memory
-        x = (x.cpu() if self._gloo else x).contiguous()  # gloo sends from the host's memory
-        what = f"Sending {_PURPOSES[kind]} to pipeline rank {to}"
-        link = self._link(kind, self._axis.rank, to)
-        try:
-            work = self._axis.start_send(x, to, _PURPOSES[kind], link, _tag(kind, tag))
-        except RuntimeError as error:
-            raise lost(what) from error
-        self._sending.add(_Sent(work, x, what))
+        return (x.cpu() if self._gloo else x).contiguous()  # gloo sends from the host's memory
 
-    def start_recv(
-        self, shape: Sequence[int], dtype: torch.dtype, source: int, kind: Kind, tag: int
-    ) -> Callable[[], Tensor]:
-        """Begin to receive what index ``source`` sends under ``kind`` and ``tag``.
+    def _room(self, one: Incoming) -> Tensor:
+        return torch.empty(tuple(one.shape), dtype=one.dtype, device="cpu" if self._gloo else self._device)
 
-        Returns:
-            A callable that waits for the tensor and returns it; it raises RuntimeError where the sender has ended.
-        """
-        x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self._gloo else self._device)
-        if not x.numel():
-            return lambda: x.to(self._device)
-        what = f"Receiving {_PURPOSES[kind]} from pipeline rank {source}"
-        link = self._link(kind, source, self._axis.rank)
-        try:
-            work = self._axis.start_recv_(x, source, _PURPOSES[kind], link, _tag(kind, tag))
-        except RuntimeError as error:
-            raise lost(what) from error
-        received = _Received(work, x, what, self._device)
+    def _wait(self, one: Incoming, x: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
+        received = _Received(work, x, one.what, self._device)
 
         def wait() -> Tensor:
             began = self.clock()
@@ -132,16 +159,6 @@ class Messenger:
         """
         self._sending.finish()
 
-    def _link(self, kind: Kind, sender: int, receiver: int) -> Link | None:
-        if self._axis.links is None:
-            return None
-        if (kind, sender, receiver) not in self._axis.links:
-            raise RuntimeError(
-                f"Pipeline ranks {sender} and {receiver} have no group for messages: name this pair in "
-                "`make_message_groups(..., pairs=...)`."
-            )
-        return kind, sender, receiver
-
 
 def _backend(axis: Axis, device: torch.device) -> str:
     config = str(dist.get_backend_config(axis.group))  # as "cpu:gloo,cuda:nccl"
@@ -161,8 +178,8 @@ def lost(what: str) -> RuntimeError:
 class _Received:
     """Waits for a message, once."""
 
-    def __init__(self, work: dist.Work, x: Tensor, what: str, device: torch.device) -> None:
-        self._work: dist.Work | None = work
+    def __init__(self, work: dist.Work | None, x: Tensor, what: str, device: torch.device) -> None:
+        self._work = work
         self._x, self._what, self._device = x, what, device
 
     def __call__(self) -> Tensor:
@@ -172,7 +189,7 @@ class _Received:
             except RuntimeError as error:
                 raise lost(self._what) from error
             self._work, self._x = None, self._x.to(self._device)
-        return self._x
+        return self._x.to(self._device)
 
 
 class _Queue:

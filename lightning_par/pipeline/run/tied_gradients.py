@@ -33,11 +33,11 @@ def make_holder_axes(placement: Placement, groups: Groups, timeout: timedelta) -
     axes = {everyone: pipeline} if pipeline.size > 1 else {}
     for holders in sorted(set(placement.holders.values())):
         if 1 < len(holders) < pipeline.size:
-            for line in groups.layout.lines(("pipeline",)):  # every rank makes every group, in the same order
-                ranks = tuple(line[i] for i in holders)
-                group = process_group(ranks, timeout)
-                if line == pipeline.ranks and pipeline.rank in holders:
-                    axes[holders] = Axis(pipeline.name, ranks, holders.index(pipeline.rank), group)
+            lines = [tuple(line[i] for i in holders) for line in groups.layout.lines(("pipeline",))]
+            group = process_group(lines, timeout)
+            if pipeline.rank in holders:
+                ranks = tuple(pipeline.ranks[i] for i in holders)
+                axes[holders] = Axis(pipeline.name, ranks, holders.index(pipeline.rank), group)
     return axes
 
 

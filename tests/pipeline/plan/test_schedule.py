@@ -186,8 +186,6 @@ def test_bad_schedules_are_found() -> None:
         check(replace(good, actions=(first, second[:-1])))
     with pytest.raises(ValueError, match="rank 1 runs F0.0"):
         check(replace(good, actions=(first, (first[0], *second))))
-    with pytest.raises(ValueError, match="rank 1 does not take rank 0's outputs in order"):
-        check(replace(good, actions=(first, (*second[2:], *second[:2]))))
     with pytest.raises(ValueError, match="need stages and microbatches"):
         make_forward_schedule((), 2)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_par.mesh.axis import Axis, Kind
-from lightning_par.mesh.layout import Layout, make_groups, make_message_groups
+from lightning_par.mesh.layout import Layout, make_groups
 from lightning_par.mesh.ledger import Transfer, ledger
-from lightning_par.pipeline.run.messages import Messenger
+from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.private.process_groups import tells_of_a_lost_peer
 from tests.helpers.pool import Pool, RanksFailedError
 
@@ -24,11 +24,18 @@ CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=30)
 
 
-def _axis(layout: Layout, **kwargs: object) -> Axis:
+def _axis(layout: Layout) -> Axis:
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    groups = make_groups(layout, TIMEOUT)
-    make_message_groups(groups, TIMEOUT, **kwargs)  # type: ignore[arg-type]
-    return groups.pipeline
+    return make_groups(layout, TIMEOUT).pipeline
+
+
+def _send(messenger: Messenger, x: Tensor, to: int, kind: Kind, tag: int) -> None:
+    messenger.exchange([Outgoing(x, to, kind, tag)], [])
+
+
+def _receive(messenger: Messenger, like: Tensor, source: int, kind: Kind, tag: int) -> Tensor:
+    (wait,) = messenger.exchange([], [Incoming(like.shape, like.dtype, source, kind, tag)])
+    return wait()
 
 
 def _kinds_of_tensors() -> list[Tensor]:
@@ -46,9 +53,9 @@ def _send_all_kinds() -> list[Transfer]:
     with ledger() as moved:
         for tag, x in enumerate(_kinds_of_tensors()):
             if axis.rank == 0:
-                messenger.send(x, 1, "forward", tag)
+                _send(messenger, x, 1, "forward", tag)
             else:
-                received = messenger.start_recv(x.shape, x.dtype, 0, "forward", tag)()
+                received = _receive(messenger, x, 0, "forward", tag)
                 assert received.dtype == x.dtype and received.is_contiguous()
                 assert torch.equal(_comparable(received), _comparable(x))
         messenger.finish()
@@ -70,19 +77,18 @@ def test_any_tensor_arrives_and_counts_where_it_left(pool: Pool) -> None:
     assert sum(t.sent for t in received) == 0
 
 
-def _cross(separate: bool) -> list[float]:
-    """Three ranks in a ring, both kinds, both ways, several under way at once."""
-    axis = _axis(Layout(pipeline=3), separate=separate)
-    assert bool(axis.links) == separate
+def _cross() -> list[float]:
+    """Three ranks in a ring, both kinds, both ways, several under way at once, those of one step in a batch."""
+    axis = _axis(Layout(pipeline=3))
     others: list[tuple[int, Kind]] = [((axis.rank + i) % 3, kind) for i in (1, 2) for kind in ("forward", "backward")]
-    messenger, received = Messenger(axis, CPU), []
+    messenger, expected = Messenger(axis, CPU), []
     for _ in range(2):
-        waits = [messenger.start_recv((2, 2), torch.float32, o, kind, i) for o, kind in others for i in range(3)]
+        waits = []
         for i in range(3):
-            for o, kind in others:
-                messenger.send(_value(axis.rank, o, kind, i).expand(2, 2), o, kind, i)
+            sent = [Outgoing(_value(axis.rank, o, kind, i).expand(2, 2), o, kind, i) for o, kind in others]
+            waits += messenger.exchange(sent, [Incoming((2, 2), torch.float32, o, kind, i) for o, kind in others])
         received = [wait() for wait in waits[::-1]][::-1]
-        expected = [_value(o, axis.rank, kind, i).item() for o, kind in others for i in range(3)]
+        expected = [_value(o, axis.rank, kind, i).item() for i in range(3) for o, kind in others]
         assert [x.mean().item() for x in received] == expected
         assert waits[0]() is received[0]
         messenger.finish()
@@ -93,39 +99,8 @@ def _value(sender: int, receiver: int, kind: Kind, i: int) -> Tensor:
     return torch.tensor(sender * 1000.0 + receiver * 100 + (kind == "forward") * 10 + i)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_messages_of_both_kinds_cross(pool: Pool, separate: bool) -> None:
-    assert len({tuple(rank) for rank in pool.run(3, _cross, separate)}) == 3
-
-
-def _make_twice() -> tuple[int, set[tuple[str, int, int]]]:
-    layout = Layout(data=2, pipeline=2)
-    axis = _axis(layout, separate=True)
-    again = make_groups(layout, TIMEOUT)
-    make_message_groups(again, TIMEOUT, separate=True)
-    assert again.pipeline.links == axis.links
-    ranks = [tuple(dist.get_process_group_ranks(group)) for group in axis.links.values()]
-    assert set(ranks) == {axis.ranks}
-    return len(ranks), set(axis.links)
-
-
-def test_each_kind_and_direction_has_its_group(pool: Pool) -> None:
-    links = {(kind, *way) for kind in ("forward", "backward") for way in ((0, 1), (1, 0))}
-    assert pool.run(4, _make_twice) == [(4, links)] * 4
-
-
-def _name_pairs() -> str:
-    axis = _axis(Layout(pipeline=3), separate=True, pairs=[(2, 1)])
-    try:
-        Messenger(axis, CPU).start_recv((2,), torch.float32, (axis.rank + 2) % 3, "forward", 0)
-    except RuntimeError as error:
-        return str(error)
-    return "none"
-
-
-def test_a_pair_without_a_group_is_named(pool: Pool) -> None:
-    errors = pool.run(3, _name_pairs)
-    assert "ranks 2 and 0 have no group" in errors[0]
+def test_messages_of_both_kinds_cross(pool: Pool) -> None:
+    assert len({tuple(rank) for rank in pool.run(3, _cross)}) == 3
 
 
 def _release() -> None:
@@ -135,18 +110,18 @@ def _release() -> None:
     if axis.rank == 0:
         x = torch.ones(1000)
         reference = weakref.ref(x)
-        messenger.send(x, 1, "forward", 0)
+        _send(messenger, x, 1, "forward", 0)
         del x
-        messenger.send(torch.ones(1000), 1, "forward", 1)
+        _send(messenger, torch.ones(1000), 1, "forward", 1)
         dist.barrier()
         while reference() is not None:  # a thread lets it go
             time.sleep(0.02)
     else:
-        messenger.start_recv((1000,), torch.float32, 0, "forward", 0)()
+        _receive(messenger, torch.ones(1000), 0, "forward", 0)
         dist.barrier()
     dist.barrier()
     if axis.rank == 1:
-        messenger.start_recv((1000,), torch.float32, 0, "forward", 1)()
+        _receive(messenger, torch.ones(1000), 0, "forward", 1)
     messenger.finish()
 
 
@@ -160,15 +135,15 @@ def _talk_to_the_dead() -> None:
     if axis.rank == 1:
         os._exit(3)
     messenger = Messenger(axis, CPU)
-    messenger.send(torch.ones(10**6), 1, "forward", 0)
+    _send(messenger, torch.ones(10**6), 1, "forward", 0)
     with pytest.raises(RuntimeError, match="Receiving gradients of activations from pipeline rank 1 failed") as caught:
-        messenger.start_recv((4,), torch.float32, 1, "backward", 0)()
+        _receive(messenger, torch.ones(4), 1, "backward", 0)
     assert tells_of_a_lost_peer(caught.value.__cause__)
     with pytest.raises(RuntimeError, match="Sending activations to pipeline rank 1 failed"):
         messenger.finish()
     late = Messenger(messenger._axis, CPU)
     with pytest.raises(RuntimeError, match="Sending gradients of activations to pipeline rank 1 failed"):
-        late.send(torch.ones(4), 1, "backward", 0)
+        _send(late, torch.ones(4), 1, "backward", 0)
         late.finish()
 
 
@@ -179,18 +154,17 @@ def test_a_dead_peer_is_an_error_long_before_the_timeout(pool: Pool) -> None:
 
 
 def test_one_rank_needs_nothing() -> None:
-    make_message_groups(make_groups(Layout(), TIMEOUT), TIMEOUT)
     Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU).finish()
 
 
 def test_sparse_tensors_are_refused() -> None:
     messenger = Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU)
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo can't be sent.*to_dense"):
-        messenger.send(torch.eye(2).to_sparse(), 1, "forward", 0)
+        _send(messenger, torch.eye(2).to_sparse(), 1, "forward", 0)
 
 
 def test_what_has_no_values_is_not_sent() -> None:
     """Its receiver would wait for ever."""
-    messenger = object.__new__(Messenger)
+    messenger = Messenger(make_groups(Layout(), TIMEOUT).pipeline, CPU)
     with FakeTensorMode(), pytest.raises(RuntimeError, match="trial of the step has come into its run"):
-        messenger.send(torch.ones(2), 1, "forward", 0)
+        _send(messenger, torch.ones(2), 1, "forward", 0)
