@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.fsdp.block_calls import BlockCalls
+from lightning_par.fsdp.block_use import Later
 from lightning_par.fsdp.regathered import Again, Regathered, Together, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.module_hooks import drop_forward_hooks
@@ -43,10 +45,18 @@ Use = tuple[bool, torch.dtype]  # whether for backward, too, and in which precis
 
 
 class Prefetch(Gathering):
-    """What is gathered of the weights of one run."""
+    """What is gathered of the weights of one run.
 
-    def __init__(self) -> None:
+    Args:
+        reshard: whether it is let go after each call of a module, and gathered again for backward.
+
+    Attributes:
+        blocks: those of the weights that are gathered together, around calls of their modules.
+    """
+
+    def __init__(self, reshard: bool) -> None:
         super().__init__()
+        self.blocks = BlockCalls(keep=not reshard)
         self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
         self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
         self._memories: dict[int, Regathered] = {}  # by the memory of what was gathered
@@ -111,6 +121,7 @@ class Prefetch(Gathering):
     def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
         """Forget what was gathered of weights that share memory with ``targets``."""
         memories = {memory_of(x._local) for x in targets}
+        self.blocks.written(memories)
         known = (next(iter(uses.values())).weight for uses in self._kept.values())
         written = {id(x): x for x in known if memory_of(x._local) in memories}
         if not self._throughout.isdisjoint(written):
@@ -130,8 +141,9 @@ class Prefetch(Gathering):
                 self._memories.pop(memory_of(leaf(known.used)), None)
 
     @contextmanager
-    def in_step(self, keep: bool) -> Iterator[None]:
+    def in_step(self, kind: str, keep: bool) -> Iterator[None]:
         """Around a step, at whose end all is let go at the latest; unless ``keep``, backward gathers again."""
+        self.blocks.begin_step(kind)
         try:
             if keep:
                 yield
@@ -140,9 +152,17 @@ class Prefetch(Gathering):
                 with torch.autograd.graph.saved_tensors_hooks(self._packed, unpacked):
                     yield
         finally:
+            self.blocks.end_step()
             self.let_go()
 
-    def _packed(self, x: Tensor) -> Tensor | Again:
+    def _packed(self, x: Tensor) -> Tensor | Again | Later:
+        if self.blocks.live:
+            place = x.data_ptr()
+            for use in self.blocks.live:
+                if use.low <= place < use.high:
+                    return use.refers_to(x)
+        if not self._memories:
+            return x
         known = self._memories.get(memory_of(x))
         return x if known is None else known.view_like(x)
 
