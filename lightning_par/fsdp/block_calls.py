@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,21 +31,31 @@ class StoredBlock:
     """The weights of one block.
 
     Args:
-        module: whose calls use them.
+        modules: whose calls use them; of several the weights stay whole until backward has ended.
         weights: in the order of their messages; of one precision, on one device.
+        calls: who gathers it.
     """
 
-    def __init__(self, module: nn.Module, weights: Sequence[Stored], calls: BlockCalls) -> None:
-        self.module, self.weights, self.calls = module, list(weights), calls
+    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[Stored], calls: BlockCalls) -> None:
+        self.modules, self.weights, self.calls = modules, list(weights), calls
         self.axis: StorageAxis = weights[0]._peers
         self.dtype = weights[0]._local.dtype
+        self.kind = weights[0].device.type
         self.flat = Flat([_place(x) for x in weights], self.axis.size)
         self._flats: dict[tuple[bool, ...], Flat] = {}
-        self.slots: list[Slot] = []
-        numbers = {id(x): i for i, x in enumerate(weights)}
+
+    @property
+    def stays(self) -> bool:
+        return len(self.modules) > 1
+
+    def slots(self, module: nn.Module) -> list[Slot]:
+        """Where ``module`` and those in it hold the weights."""
+        numbers = {id(x): i for i, x in enumerate(self.weights)}
+        found: list[Slot] = []
         for m in module.modules():
             held: dict[str, Any] = parameters_of(m)  # type: ignore[assignment]
-            self.slots += [(held, name, numbers[id(x)]) for name, x in held.items() if id(x) in numbers]
+            found += [(held, name, numbers[id(x)]) for name, x in held.items() if id(x) in numbers]
+        return found
 
     def flat_of(self, trains: list[bool]) -> Flat:
         """Of those weights alone that have gradients."""
@@ -100,9 +111,10 @@ class BlockCalls:
         return self
 
     def take_over(self, block: StoredBlock) -> None:
-        """From now on gather ``block`` around its module's calls."""
+        """From now on gather ``block`` around its modules' calls."""
         self.blocks.append(block)
-        set_call(block.module, BlockCall(self, block))
+        for module in block.modules:
+            set_call(module, BlockCall(self, block, module))
 
     def begin_step(self, kind: str) -> None:
         self.forget()
@@ -145,37 +157,54 @@ class BlockCalls:
 
     def use_of(self, block: StoredBlock) -> tuple[Use, list[Any]]:
         """The weights of ``block`` for a call that begins now, and the gather for the next call is begun."""
-        kept = self._kept.get(id(block))
-        if kept is not None:
-            use, weights, tracked = kept
-            if use.is_current and tracked == torch.is_grad_enabled():
-                return use, weights
-            self._give_up(block)
-        use = self._ahead.pop(id(block), None)  # type: ignore[assignment]
+        known = self._known(block)
+        if known is not None:
+            self._begin_next(block)
+            if known[0].block.stays and not in_backward() and self._last is not known[0]:
+                known[0].before, self._last = self._last, known[0]
+            return known
+        use = self._ahead.pop(id(block), None)
         if use is not None and not use.is_current:
             use.drop()
-            use = None  # type: ignore[assignment]
+            use = None
         if use is None:
             use = self._made(block)
         use.track()
         self._begin_next(block)
         weights = []
-        for x, whole in zip(block.weights, use.weights()):
+        for number, (x, whole) in enumerate(zip(block.weights, use.weights())):
             mark_parameter(whole)
+            whole._stored_weight, whole._data_taken = x, partial(use.taken.add, number)  # type: ignore[attr-defined]
             weights.append(x.as_used(whole))
-        if self.keep:
+        if self.keep or block.stays and self.kind == "training_step" and not in_backward():
             self._kept[id(block)] = use, weights, torch.is_grad_enabled()
+            if not self.keep:
+                self.hold(use)
         return use, weights
+
+    def _known(self, block: StoredBlock) -> tuple[Use, list[Any]] | None:
+        """What an earlier call of the step has left for this one."""
+        if id(block) not in self._kept:
+            return None
+        use, weights, tracked = self._kept[id(block)]
+        if use.is_current and tracked == torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return use, weights
+        self._give_up(block)
+        return None
 
     def leave(self, use: Use) -> None:
         """A call has ended."""
-        if self.keep and id(use.block) in self._kept:
+        if id(use.block) in self._kept:
             return
-        known = self._orders.get(self.kind)
-        if self.kind == "training_step" and known and known[-1] is use.block and use.is_needed and not in_backward():
+        if self._is_last(use.block) and use.is_needed and not in_backward():
             self.hold(use)  # backward begins with it
         else:
             use.let_go()
+
+    def _is_last(self, block: StoredBlock) -> bool:
+        """Whether it is the last one of a step's forward."""
+        known = self._orders.get(self.kind, ()) if self.kind == "training_step" else ()
+        return next((x for x in reversed(known) if not x.stays), None) is block
 
     def _made(self, block: StoredBlock) -> Use:
         use = Use(block, self._last)
@@ -190,13 +219,15 @@ class BlockCalls:
             return
         now = self._now.setdefault(kind, [])
         now.append(block)
-        known = self._orders.get(kind, ())
-        if len(now) < len(known) and known[len(now) - 1] is block:
-            following = known[len(now)]
-            if following is not block and id(following) not in self._ahead and id(following) not in self._kept:
-                use = self._made(following)
-                use.track()
-                self._ahead[id(following)] = use
+        known = self._orders.get(kind, [])
+        if len(now) > len(known) or known[len(now) - 1] is not block:
+            return
+        there = {id(block), *self._kept}
+        following = next((x for x in known[len(now) :] if id(x) not in there), None)
+        if following is not None and not self._ahead:
+            use = self._made(following)
+            use.track()
+            self._ahead[id(following)] = use
 
     def _end_order(self, kind: str) -> None:
         found = self._now.pop(kind, None)
@@ -218,9 +249,10 @@ class BlockCalls:
 class BlockCall:
     """Takes the place of a block's call."""
 
-    def __init__(self, calls: BlockCalls, block: StoredBlock) -> None:
+    def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module) -> None:
         self.calls, self.block = calls, block
-        self.original = plain_call(block.module)
+        self.original = plain_call(module)
+        self.slots = block.slots(module)
         self.is_on = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -231,11 +263,11 @@ class BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
-        if self.is_on or torch.is_autocast_enabled(block.weights[0].device.type) or in_functorch():
+        if self.is_on or torch.is_autocast_enabled(block.kind) or in_functorch():
             return self.original(*args, **kwargs)  # within its own call, or weights are gathered as they are used
         calls = self.calls
         use, weights = calls.use_of(block)
-        filled = _fill(block, weights)
+        filled = _fill(block, self.slots, weights)
         self.is_on = True
         calls.live.append(use)
         try:
@@ -255,10 +287,10 @@ def release_blocks(module: nn.Module) -> None:
             reset_call(m, call.original)
 
 
-def _fill(block: StoredBlock, weights: list[Any]) -> list[Slot]:
+def _fill(block: StoredBlock, slots: list[Slot], weights: list[Any]) -> list[Slot]:
     """Let modules hold whole ``weights``; returns where."""
     filled = []
-    for slot in block.slots:
+    for slot in slots:
         held, name, number = slot
         if held.get(name) is block.weights[number]:
             held[name] = weights[number]
@@ -274,13 +306,15 @@ def _empty(use: Use, weights: list[Any], filled: list[Slot]) -> None:
             held[name] = block.weights[number]
     for number, used in enumerate(weights):
         whole = leaf(used)
-        if not whole.is_inference() and write_count(whole) > 0:
-            _write_back(block.weights[number], whole)
-            use.was_written(number, write_count(whole))
+        taken = number in use.taken
+        if taken or not whole.is_inference() and write_count(whole) > 0:
+            _write_back(block.weights[number], whole, seen=not taken)
+            if not taken:
+                use.was_written(number, write_count(whole))
 
 
 @torch.no_grad()
-def _write_back(x: Stored, whole: Tensor) -> None:
-    part = x.own_part(whole.detach())
-    if not torch.equal(part, x._local):
-        x._local.copy_(part)
+def _write_back(x: Stored, whole: Tensor, seen: bool) -> None:
+    part, local = x.own_part(whole.detach()), x._local
+    if not torch.equal(part, local):
+        (local if seen else local.data).copy_(part)  # as autograd has seen it of the whole weight

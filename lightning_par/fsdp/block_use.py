@@ -30,7 +30,7 @@ class Use:
 
     Args:
         block: whose weights they are.
-        before: the use that was made before, for whose weights backward comes next.
+        before: the use for whose weights backward comes next.
 
     Attributes:
         is_needed: whether backward needs the weights.
@@ -45,6 +45,7 @@ class Use:
         self.low = self.high = 0  # where it lies
         self.locals = [x._local for x in block.weights]
         self.trains = [x.requires_grad for x in self.locals]
+        self.taken: set[int] = set()  # weights whose ``data`` user code has
         self.writes: dict[int, int] = {}  # of weights that the call wrote to, how often
         self._versions = self._now()
         self._token: Tensor | None = None
@@ -106,8 +107,8 @@ class Use:
         self.has_begun = True
         self.start()
         before = self.before
-        while before is not None and not before.is_needed:
-            before = before.before
+        while before is not None and not before.is_needed and not before.has_begun:
+            before = before.before  # back to this one at the latest
         if before is not None and not before.has_begun and not before.has_ended:
             before.start()
             self.block.calls.hold(before)
@@ -189,10 +190,11 @@ class _Sum:
         else:
             like = use.locals[0]
             wholes = [like.new_zeros(shape) if g is None else g.to(dtype) for g, shape in zip(own, flat.shapes)]
-        sent = flat.messages(wholes)
+        flags = None
         if len(own) > 1:  # whether any rank has a gradient goes along
-            flags = sent.new_tensor([there]) if not all(there) else sent.new_ones(1, len(own))
-            sent = torch.cat([sent, flags.expand(flat.ranks, -1)], 1)
+            like = use.locals[0]
+            flags = like.new_ones(1, len(own)) if all(there) else like.new_tensor([there])
+        sent = flat.messages(wholes, flags)
         out, work = block.axis.start_reduce_scatter(sent, PURPOSE)
         return cls(sent, out, work, there)
 

@@ -1,12 +1,14 @@
 """Which weights are gathered together: a plan of blocks, made from the tree of modules alone.
 
-A block is a module around whose call its weights are gathered in one message: what a container repeats, as the layers
-of a transformer; beside them each module that holds weights itself. A container's element that is made of blocks itself
-and is large, as a stage of a ResNet is, is taken apart.
+A block is what a container repeats, as the layers of a transformer; its weights are gathered around its call. Beside
+these each module that holds weights itself is one; where all those together are no larger than the largest of what is
+repeated, they are one block, which stays whole from the first of their calls to the end of backward. A container's
+element that is made of blocks itself and is large, as a stage of a ResNet is, is taken apart.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,15 +22,17 @@ LARGE = 1 / 4  # of all weights
 
 @dataclass(frozen=True)
 class Block:
-    """A module around whose call weights are gathered together.
+    """Modules around whose calls weights are gathered together.
 
     Attributes:
-        path: of the module.
+        paths: of the modules.
         weights: their names, as the root module knows them.
+        repeated: whether it is an element of a container.
     """
 
-    path: str
+    paths: tuple[str, ...]
     weights: tuple[str, ...]
+    repeated: bool = False
 
 
 def plan_blocks(module: nn.Module, sizes: Mapping[str, int]) -> tuple[Block, ...]:
@@ -36,46 +40,38 @@ def plan_blocks(module: nn.Module, sizes: Mapping[str, int]) -> tuple[Block, ...
 
     Args:
         module: the root, whose own call is none: its steps are called by other names.
-        sizes: of the weights that can be gathered together, by name. One that several modules hold is in no block.
+        sizes: of the weights that can be gathered together, by name. One that two blocks use is in none.
 
     Example::
 
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         sizes = {name: x.numel() for name, x in module.named_parameters()}
-        assert [block.path for block in plan_blocks(module, sizes)] == ["0", "1"]
+        assert [block.paths for block in plan_blocks(module, sizes)] == [("0",), ("1",)]
     """
-    held = [id(x) for m in module.modules() for x in parameters_of(m).values() if x is not None]
-    known = {id(x): name for name, x in module.named_parameters() if name in sizes}
-    alone = {i: name for i, name in known.items() if held.count(i) == 1}
-    total = sum(sizes.values())
+    names = {id(x): name for name, x in module.named_parameters() if name in sizes}
+    found = _joined([*_walk("", module, names, sizes)], sizes)
+    times = Counter(name for block in found for name in block.weights)
+    once = (Block(x.paths, tuple(w for w in x.weights if times[w] == 1), x.repeated) for x in found)
+    return tuple(block for block in once if block.weights)
 
-    def names(m: nn.Module, deep: bool) -> tuple[str, ...]:
-        return tuple(alone[id(x)] for x in m.parameters(recurse=deep) if id(x) in alone)
 
-    def walk(path: str, m: nn.Module) -> Iterator[Block]:
-        for name, child in m.named_children():
-            below = f"{path}.{name}" if path else name
-            found = names(child, True)
-            if not found:
-                continue
-            listed = isinstance(m, CONTAINERS) and not isinstance(child, CONTAINERS)
-            is_large = sum(sizes[x] for x in found) > LARGE * total
-            if listed and not (is_large and _has_blocks(child)):
-                yield Block(below, found)
-                continue
-            own = names(child, False)
-            if own:
-                yield Block(below, own)
-            yield from walk(below, child)
+def _walk(path: str, module: nn.Module, names: Mapping[int, str], sizes: Mapping[str, int]) -> Iterator[Block]:
+    def held(m: nn.Module) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names[id(x)] for x in parameters_of(m).values() if id(x) in names))
 
-    found: dict[str, Block] = {}
-    seen: set[str] = set()
-    for block in walk("", module):  # a module that is there twice is met once, by its first name
-        fresh = tuple(name for name in block.weights if name not in seen)
-        seen.update(fresh)
-        if fresh:
-            found[block.path] = Block(block.path, fresh)
-    return tuple(found.values())
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        found = tuple(dict.fromkeys(x for m in child.modules() for x in held(m)))
+        if not found:
+            continue
+        listed = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
+        is_large = sum(sizes[x] for x in found) > LARGE * sum(sizes.values())
+        if listed and not (is_large and _has_blocks(child)):
+            yield Block((below,), found, True)
+            continue
+        if held(child):
+            yield Block((below,), held(child))
+        yield from _walk(below, child, names, sizes)
 
 
 def _has_blocks(module: nn.Module) -> bool:
@@ -86,3 +82,14 @@ def _has_blocks(module: nn.Module) -> bool:
         if isinstance(m, CONTAINERS)
         for element in m.children()
     )
+
+
+def _joined(found: list[Block], sizes: Mapping[str, int]) -> list[Block]:
+    """What is not repeated as one, where it is small enough."""
+    rest = [block for block in found if not block.repeated]
+    weights = tuple(dict.fromkeys(name for block in rest for name in block.weights))
+    repeated = [sum(sizes[name] for name in block.weights) for block in found if block.repeated]
+    if len(rest) < 2 or sum(sizes[name] for name in weights) > max(repeated, default=0):
+        return found
+    paths = tuple(path for block in rest for path in block.paths)
+    return [Block(paths, weights), *(block for block in found if block.repeated)]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.tensors import get_data
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Flat:
         self.ordered = all(p.before == 1 for p in places)
         self.padded = any(p.missing for p in places)
         self.cut = [p.part * ranks > prod(p.shape) for p in places]
+        self.is_cut = any(self.cut)
         starts = [0]
         for size in self.wholes:
             starts.append(starts[-1] + size)
@@ -108,14 +110,16 @@ class Flat:
 
     def weights(self, whole: Tensor) -> list[Tensor]:
         """The weights in ``whole``, each with a version of its own."""
-        found = whole.split(self.wholes)
-        if any(self.cut):
+        found = [*whole.split(self.wholes)]
+        if self.is_cut:
             found = [x[: prod(p.shape)] if cut else x for x, p, cut in zip(found, self.places, self.cut)]
-        return [x.view(shape).data for x, shape in zip(found, self.shapes)]
+        return [get_data(x.view(shape)) for x, shape in zip(found, self.shapes)]
 
-    def messages(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Each rank's parts of whole ``gradients`` in a row, the ranks one after another."""
+    def messages(self, gradients: Sequence[Tensor], flags: Tensor | None = None) -> Tensor:
+        """Each rank's parts of whole ``gradients`` in a row, and ``flags``; the ranks one after another."""
         rows = [self._rows(x, p) for x, p in zip(gradients, self.places)]
+        if flags is not None:
+            rows.append(flags.expand(self.ranks, -1))
         return torch.cat(rows, 1) if len(rows) > 1 else rows[0].contiguous()
 
     def _rows(self, x: Tensor, place: Place) -> Tensor:
@@ -128,7 +132,7 @@ class Flat:
 
     def split(self, message: Tensor) -> list[Tensor]:
         """This rank's parts in a message, each in memory of its own."""
-        found = torch.split_with_sizes_copy(message[: self.entries], self.parts)
+        found: Sequence[Tensor] = torch.split_with_sizes_copy(message[: self.entries], self.parts)  # type: ignore[func-returns-value]
         if self.padded:
             found = [x[: x.numel() - p.missing].clone() if p.missing else x for x, p in zip(found, self.places)]
         return [x.view(shape) for x, shape in zip(found, self.part_shapes)]

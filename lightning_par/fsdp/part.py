@@ -95,7 +95,8 @@ class StoragePart(Part):
                 p = stored[name]
                 kinds.setdefault((p.dtype, p.device), []).append(p)
             most = max(kinds.values(), key=len)
-            self.prefetch.blocks.take_over(StoredBlock(module.get_submodule(block.path), most, self.prefetch.blocks))
+            modules = [*map(module.get_submodule, block.paths)]
+            self.prefetch.blocks.take_over(StoredBlock(modules, most, self.prefetch.blocks))
 
     def step(self, kind: str) -> AbstractContextManager[Any]:
         if kind == "optimizer_step":
