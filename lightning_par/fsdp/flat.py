@@ -132,7 +132,7 @@ class Flat:
 
     def split(self, message: Tensor) -> list[Tensor]:
         """This rank's parts in a message, each in memory of its own."""
-        found: Sequence[Tensor] = torch.split_with_sizes_copy(message[: self.entries], self.parts)  # type: ignore[func-returns-value]
+        found: Sequence[Tensor] = torch.split_with_sizes_copy(message[: self.entries], self.parts)  # type: ignore[func-returns-value, assignment]
         if self.padded:
             found = [x[: x.numel() - p.missing].clone() if p.missing else x for x, p in zip(found, self.places)]
         return [x.view(shape) for x, shape in zip(found, self.part_shapes)]
