@@ -41,7 +41,7 @@ class StoredBlock:
         self.axis: StorageAxis = weights[0]._peers
         self.dtype = weights[0]._local.dtype
         self.kind = weights[0].device.type
-        self.flat = Flat([_place(x) for x in weights], self.axis.size)
+        self.flat = flat_of(weights)
         self._flats: dict[tuple[bool, ...], Flat] = {}
 
     @property
@@ -73,7 +73,8 @@ class StoredBlock:
 
 def fits(x: Any) -> bool:
     """Whether ``x`` can be gathered beside others."""
-    return isinstance(x, Stored) and type(x._local) is nn.Parameter and _placed(x) is not None
+    plain = isinstance(x, Stored) and type(x._local) is nn.Parameter and x._local.is_floating_point()
+    return plain and _placed(x) is not None
 
 
 def _placed(x: Stored) -> Place | None:
@@ -82,10 +83,10 @@ def _placed(x: Stored) -> Place | None:
     return Place.of(shape, x._dim, x._inner, x._peers.size, x._peers.rank)
 
 
-def _place(x: Stored) -> Place:
-    place = _placed(x)
-    assert place is not None
-    return place
+def flat_of(weights: Sequence[Stored]) -> Flat:
+    """The message of ``weights``, all of which `fits`."""
+    places = [place for x in weights if (place := _placed(x)) is not None]
+    return Flat(places, weights[0]._peers.size)
 
 
 class BlockCalls:
@@ -253,7 +254,6 @@ class BlockCall:
         self.calls, self.block = calls, block
         self.original = plain_call(module)
         self.slots = block.slots(module)
-        self.is_on = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is called as it is
@@ -262,21 +262,22 @@ class BlockCall:
         return type(None), ()  # None, as for a deep copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self.block
-        if self.is_on or torch.is_autocast_enabled(block.kind) or in_functorch():
-            return self.original(*args, **kwargs)  # within its own call, or weights are gathered as they are used
-        calls = self.calls
+        block, calls = self.block, self.calls
+        if self._is_within() or torch.is_autocast_enabled(block.kind) or in_functorch():
+            return self.original(*args, **kwargs)  # or weights are gathered as they are used
         use, weights = calls.use_of(block)
         filled = _fill(block, self.slots, weights)
-        self.is_on = True
         calls.live.append(use)
         try:
             return self.original(*args, **kwargs)
         finally:
             calls.live.remove(use)
-            self.is_on = False
             _empty(use, weights, filled)
             calls.leave(use)
+
+    def _is_within(self) -> bool:
+        """Whether a call that runs has filled the module already, its own or that of one that it is in."""
+        return not any(isinstance(held.get(name), Stored) for held, name, _ in self.slots)
 
 
 def release_blocks(module: nn.Module) -> None:

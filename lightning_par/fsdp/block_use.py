@@ -50,14 +50,14 @@ class Use:
         self._versions = self._now()
         self._token: Tensor | None = None
         self._summing: list[_Sum] = []
-        self._arriving: tuple[Tensor, dist.Work | None] | None = None
+        self._arriving: tuple[Tensor, Tensor, dist.Work | None] | None = None  # with what was sent, until it has left
 
     def start(self) -> None:
         """Begin to gather."""
         if self._arriving is None and self.whole is None:
             with torch.no_grad():
                 message = self.block.flat.message([x.detach() for x in self.locals])
-                self._arriving = self.block.axis.start_all_gather(message, PURPOSE)
+                self._arriving = message, *self.block.axis.start_all_gather(message, PURPOSE)
 
     def track(self) -> None:
         """Take part in the graph from here on: what is made after it runs, in backward, before it waits for the sum."""
@@ -96,8 +96,8 @@ class Use:
 
     def drop(self) -> None:
         """Give up what was begun and not used."""
-        if self._arriving is not None and self._arriving[1] is not None:
-            self._arriving[1].wait()
+        if self._arriving is not None and self._arriving[2] is not None:
+            self._arriving[2].wait()
         self._arriving = self.whole = self._token = None
 
     def begin_backward(self) -> None:
@@ -145,7 +145,7 @@ class Use:
         self.start()
         if self._arriving is None:
             return
-        (gathered, work), self._arriving = self._arriving, None
+        (_sent, gathered, work), self._arriving = self._arriving, None
         if work is not None:
             work.wait()
         with torch.no_grad():

@@ -115,6 +115,16 @@ class Flat:
             found = [x[: prod(p.shape)] if cut else x for x, p, cut in zip(found, self.places, self.cut)]
         return [get_data(x.view(shape)) for x, shape in zip(found, self.shapes)]
 
+    def apart(self, gathered: Tensor) -> list[Tensor]:
+        """The weights of all ranks' messages, each in memory of its own."""
+        found = []
+        for x, p in zip(gathered.view(self.ranks, -1).split(self.parts, 1), self.places):
+            rows = x.reshape(self.ranks, p.before, -1).transpose(0, 1)
+            whole = torch.empty(p.part * self.ranks, dtype=x.dtype, device=x.device)
+            whole.view(p.before, self.ranks, -1).copy_(rows)
+            found.append(get_data(whole[: prod(p.shape)].view(p.shape)))
+        return found
+
     def messages(self, gradients: Sequence[Tensor], flags: Tensor | None = None) -> Tensor:
         """Each rank's parts of whole ``gradients`` in a row, and ``flags``; the ranks one after another."""
         rows = [self._rows(x, p) for x, p in zip(gradients, self.places)]

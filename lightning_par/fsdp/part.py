@@ -145,9 +145,16 @@ class StoragePart(Part):
             + " " * bool(whole)
             + (
                 f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
-                f"{bytes_text(used)}; gathered where they are used."
+                f"{bytes_text(used)}; gathered {self._where(module)}."
             )
         )
+
+    def _where(self, module: nn.Module) -> str:
+        blocks = self.prefetch.blocks.blocks
+        if not blocks:
+            return "where they are used"
+        others = sum(isinstance(p, Stored) for p in module.parameters()) - sum(len(x.weights) for x in blocks)
+        return f"by {len(blocks)} blocks" + f", {others} of them where they are used" * (others > 0)
 
 
 def unstore(module: nn.Module) -> None:

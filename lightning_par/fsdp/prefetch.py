@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.block_calls import BlockCalls
 from lightning_par.fsdp.block_use import Later
+from lightning_par.fsdp.buckets import gather_all, sum_all
 from lightning_par.fsdp.regathered import Again, Regathered, Together, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.module_hooks import drop_forward_hooks
@@ -100,10 +101,11 @@ class Prefetch(Gathering):
         Returns:
             For each of ``weights`` the leaf whose gradient this step leaves there; see `parts_of_gradients`.
         """
-        leaves = []
+        leaves, weights = [], [*weights]
+        wholes = iter(gather_all([x for x in weights if isinstance(x, Stored)]))
         for x in weights:
             if isinstance(x, Stored):
-                held = x.held(x._local.dtype).requires_grad_(x.requires_grad)
+                held = next(wholes).requires_grad_(x.requires_grad)
                 self._keep(x, (True, x._local.dtype), x.used(held))
                 # for functions under no_grad, which have no graph
                 self._keep(x, (False, x._local.dtype), x.used(held.detach()))
@@ -186,13 +188,11 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     device = next(iter(gradients))._local.device
     flags = torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device=device)
     peers.all_reduce_(flags, "gradient flags", "max")
-    found: dict[Stored, Tensor | None] = {}
-    for (x, gradient), there in zip(gradients.items(), flags.tolist(), strict=True):
-        if there:
-            found[x] = x.part_of_sum(x.held_like() if gradient is None else gradient)  # all peers take part in the sum
-        else:
-            found[x] = None
-    return found
+    there = [x for x, flag in zip(gradients, flags.tolist(), strict=True) if flag]
+    # all peers take part in the sum
+    given = [(x, x.held_like() if (g := gradients[x]) is None else g) for x in there]
+    found: dict[Stored, Tensor | None] = dict.fromkeys(gradients)
+    return found | dict(zip(there, sum_all(given), strict=True))
 
 
 def _refuse_write() -> None:
