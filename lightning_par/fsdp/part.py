@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.fsdp.block_calls import StoredBlock, fits, release_blocks
+from lightning_par.fsdp.blocks import plan_blocks
 from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
@@ -40,7 +42,7 @@ class StoragePart(Part):
 
     def __init__(self, groups: Groups, reshard: bool) -> None:
         copies = groups.data.size
-        self.prefetch = Prefetch()
+        self.prefetch = Prefetch(reshard)
         self.peers = StorageAxis(groups.gradients, copies, self.prefetch)
         self.all = StorageAxis(groups.stage, copies, self.prefetch)
         self.groups = groups
@@ -74,20 +76,39 @@ class StoragePart(Part):
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if self.reshard:
             let_go_after_calls(module, self.prefetch)
+        if self.groups.pipeline.size == 1:
+            self._take_blocks(module)
         names = RunState.current.names
         if names.on:
             names.name_weights(module)
         if first.world.rank == 0:
             print(self.line(module), flush=True)
 
+    def _take_blocks(self, module: nn.Module) -> None:
+        """Gather weights by blocks where they can be."""
+        stored: dict[str, Any] = {name: p for name, p in module.named_parameters() if fits(p)}
+        hidden = {id(p) for m in module.modules() if isinstance(m, nn.RNNBase) for p in m.parameters(recurse=False)}
+        sizes = {name: p._local.numel() for name, p in stored.items() if id(p) not in hidden}
+        for block in plan_blocks(module, sizes):
+            kinds: dict[Any, list[Any]] = {}
+            for name in block.weights:
+                p = stored[name]
+                kinds.setdefault((p.dtype, p.device), []).append(p)
+            most = max(kinds.values(), key=len)
+            modules = [*map(module.get_submodule, block.paths)]
+            self.prefetch.blocks.take_over(StoredBlock(modules, most, self.prefetch.blocks))
+
     def step(self, kind: str) -> AbstractContextManager[Any]:
+        if kind == "optimizer_step":
+            self.prefetch.blocks.end_backward()
         if kind not in ("training_step", "evaluation"):
             return nullcontext()
         # an evaluation keeps nothing for backward
-        return self.prefetch.in_step(keep=kind == "evaluation" or not self.reshard)
+        return self.prefetch.in_step(kind, keep=kind == "evaluation" or not self.reshard)
 
     def after_backward(self) -> None:
         """Called on all ranks after a backward, which has no more use for what was gathered."""
+        self.prefetch.blocks.end_backward()
         self.prefetch.let_go()
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
@@ -124,13 +145,21 @@ class StoragePart(Part):
             + " " * bool(whole)
             + (
                 f"Stored in parts over {self.peers.size} ranks (fsdp): {bytes_text(size)} of weights a rank, of "
-                f"{bytes_text(used)}; gathered where they are used."
+                f"{bytes_text(used)}; gathered {self._where(module)}."
             )
         )
+
+    def _where(self, module: nn.Module) -> str:
+        blocks = self.prefetch.blocks.blocks
+        if not blocks:
+            return "where they are used"
+        others = sum(isinstance(p, Stored) for p in module.parameters()) - sum(len(x.weights) for x in blocks)
+        return f"by {len(blocks)} blocks" + f", {others} of them where they are used" * (others > 0)
 
 
 def unstore(module: nn.Module) -> None:
     """Give every rank what it held of ``module`` before it was stored in parts. All ranks must call it."""
+    release_blocks(module)
     keep_after_calls(module)
     with swappable(module.modules()):
         for name, parameter in module.named_parameters():

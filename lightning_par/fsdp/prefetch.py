@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.fsdp.block_calls import BlockCalls
+from lightning_par.fsdp.block_use import Later
+from lightning_par.fsdp.buckets import gather_all, sum_all
 from lightning_par.fsdp.regathered import Again, Regathered, Together, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.host_values import on_device
@@ -44,10 +47,18 @@ Use = tuple[bool, torch.dtype]  # whether for backward, too, and in which precis
 
 
 class Prefetch(Gathering):
-    """What is gathered of the weights of one run."""
+    """What is gathered of the weights of one run.
 
-    def __init__(self) -> None:
+    Args:
+        reshard: whether it is let go after each call of a module, and gathered again for backward.
+
+    Attributes:
+        blocks: those of the weights that are gathered together, around calls of their modules.
+    """
+
+    def __init__(self, reshard: bool) -> None:
         super().__init__()
+        self.blocks = BlockCalls(keep=not reshard)
         self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
         self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
         self._memories: dict[int, Regathered] = {}  # by the memory of what was gathered
@@ -91,10 +102,11 @@ class Prefetch(Gathering):
         Returns:
             For each of ``weights`` the leaf whose gradient this step leaves there; see `parts_of_gradients`.
         """
-        leaves = []
+        leaves, weights = [], [*weights]
+        wholes = iter(gather_all([x for x in weights if isinstance(x, Stored)]))
         for x in weights:
             if isinstance(x, Stored):
-                held = x.held(x._local.dtype).requires_grad_(x.requires_grad)
+                held = next(wholes).requires_grad_(x.requires_grad)
                 self._keep(x, (True, x._local.dtype), x.used(held))
                 # for functions under no_grad, which have no graph
                 self._keep(x, (False, x._local.dtype), x.used(held.detach()))
@@ -112,6 +124,7 @@ class Prefetch(Gathering):
     def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
         """Forget what was gathered of weights that share memory with ``targets``."""
         memories = {memory_of(x._local) for x in targets}
+        self.blocks.written(memories)
         known = (next(iter(uses.values())).weight for uses in self._kept.values())
         written = {id(x): x for x in known if memory_of(x._local) in memories}
         if not self._throughout.isdisjoint(written):
@@ -131,8 +144,9 @@ class Prefetch(Gathering):
                 self._memories.pop(memory_of(leaf(known.used)), None)
 
     @contextmanager
-    def in_step(self, keep: bool) -> Iterator[None]:
+    def in_step(self, kind: str, keep: bool) -> Iterator[None]:
         """Around a step, at whose end all is let go at the latest; unless ``keep``, backward gathers again."""
+        self.blocks.begin_step(kind)
         try:
             if keep:
                 yield
@@ -141,9 +155,17 @@ class Prefetch(Gathering):
                 with torch.autograd.graph.saved_tensors_hooks(self._packed, unpacked):
                     yield
         finally:
+            self.blocks.end_step()
             self.let_go()
 
-    def _packed(self, x: Tensor) -> Tensor | Again:
+    def _packed(self, x: Tensor) -> Tensor | Again | Later:
+        if self.blocks.live:
+            place = x.data_ptr()
+            for use in self.blocks.live:
+                if use.low <= place < use.high:
+                    return use.refers_to(x)
+        if not self._memories:
+            return x
         known = self._memories.get(memory_of(x))
         return x if known is None else known.view_like(x)
 
@@ -168,14 +190,11 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     mine = [g is not None for g in gradients.values()]
     flags = peers.all_reduce_(on_device(mine, torch.uint8, device), "gradient flags", "max")
     # Reading the flags waits for the device, so they are read only where something is missing here.
-    anyones = mine if all(mine) else flags.tolist()
-    found: dict[Stored, Tensor | None] = {}
-    for (x, gradient), there in zip(gradients.items(), anyones, strict=True):
-        if there:
-            found[x] = x.part_of_sum(x.held_like() if gradient is None else gradient)  # all peers take part in the sum
-        else:
-            found[x] = None
-    return found
+    there = [x for x, flag in zip(gradients, mine if all(mine) else flags.tolist(), strict=True) if flag]
+    # all peers take part in the sum
+    given = [(x, x.held_like() if (g := gradients[x]) is None else g) for x in there]
+    found: dict[Stored, Tensor | None] = dict.fromkeys(gradients)
+    return found | dict(zip(there, sum_all(given), strict=True))
 
 
 def _refuse_write() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.block_use import Later
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.tensors import write_count
 
@@ -73,5 +74,5 @@ class Again:
         return self.weight.get().as_strided(self.size, self.stride, self.offset)
 
 
-def unpacked(x: Tensor | Again) -> Tensor:
-    return x.get() if isinstance(x, Again) else x
+def unpacked(x: Tensor | Again | Later) -> Tensor:
+    return x if isinstance(x, Tensor) else x.get()

@@ -5,6 +5,8 @@ it gets the whole weight, gathered; the gather's backward is a reduce-scatter, w
 module's call has gathered is let go at its end, and gathered again in backward, in place of being kept for it. (ZeRO
 stage 3, arXiv 1910.02054.)
 
+Where they can be, weights are gathered together around the call of their block (`blocks`, `block_calls`, `block_use`).
+
 Torch's ``fully_shard`` was turned down: it gathers in the hooks of modules' calls, so a weight that is used elsewhere,
 as a tied head's, is not there; and it puts plain tensors into the modules, where a weight that is split over the tensor
 axis, too, must be a sharded one.

@@ -178,6 +178,30 @@ class Axis:
         dist.reduce_scatter(out, [part.contiguous() for part in parts], group=self.group)
         return out
 
+    def start_all_gather(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
+        """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory.
+
+        Returns:
+            What will be there once the caller has waited, unless there is nothing to wait on.
+        """
+        if self.size == 1:
+            return x, None
+        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
+        out = x.new_empty(x.numel() * self.size)
+        return out, dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+
+    def start_reduce_scatter(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
+        """Begin to sum over the ranks what the contiguous ``x`` has for this one: it has as much for each, in order.
+
+        Returns:
+            As `start_all_gather`; the caller keeps ``x`` until then.
+        """
+        if self.size == 1:
+            return x, None
+        self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
+        out = x.new_empty(x.numel() // self.size)
+        return out, dist.reduce_scatter_tensor(out, x.view(-1), group=self.group, async_op=True)
+
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
         """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.
 

@@ -32,13 +32,16 @@ def is_of_package(node: Any) -> bool:
     return function is not None and function.__module__.startswith("lightning_par.")
 
 
-def gathers(node: Any) -> Tensor | None:
-    """The part of a stored weight of which a node of a graph is the gathered whole, or None."""
+def gathers(node: Any) -> list[tuple[Tensor, int]]:
+    """The parts of stored weights of which a node of a graph made the gathered wholes, each with the number of that."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or not getattr(function, "gathers_a_weight", False):
-        return None
+        return []
+    several: list[tuple[Tensor, int]] | None = getattr(node, "gathered", None)
+    if several is not None:
+        return several
     part: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-    return part
+    return [] if part is None else [(part, 0)]
 
 
 def node_of(x: Tensor) -> Any:

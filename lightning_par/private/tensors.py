@@ -22,6 +22,9 @@ write_count: Callable[[Tensor], int] = attrgetter("_version")
 view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor of which another is a view, None if it is none, to autograd."""
 
+get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+"""``x.data`` unseen by what may replace it: the memory of ``x`` with a version of its own."""
+
 set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 """As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be replaced."""
 

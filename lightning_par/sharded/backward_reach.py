@@ -63,9 +63,8 @@ def behind(roots: Sequence[Tensor]) -> Reached:
     while stack:
         node = stack.pop()
         talks = talks or is_of_package(node)
-        part = gathers(node)
-        if part is not None:
-            uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, 0))
+        for part, number in gathers(node):
+            uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, number))
         for following, _ in node.next_functions:
             if following is None or following in seen:
                 continue

@@ -168,6 +168,7 @@ def _run(layout: dict[str, Any], precision: Any = "64-true") -> tuple[dict[str, 
 
 
 WEIGHT, BIAS = WIDTH * WIDTH * 8, WIDTH * 8
+FLAGS = 2 * 2 * 8  # of two weights, whether they have gradients, to each of two ranks
 
 
 def test_a_rank_stores_its_part_and_gathers_a_weight_twice(pool: Pool) -> None:
@@ -175,10 +176,11 @@ def test_a_rank_stores_its_part_and_gathers_a_weight_twice(pool: Pool) -> None:
         part = LAYERS * (WEIGHT + BIAS) // 2
         assert stored == dict(weights=part, gradients=part, moments=part)
         gathers = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("all_gather", "parameters"))
-        # For forward, and those that backward needs again: the first layer's input wants no gradient.
-        assert gathers == sorted([BIAS, WEIGHT] * LAYERS + [WEIGHT] * (LAYERS - 1))
+        # For forward, and those that backward needs again: the first layer's input wants no gradient, and the last
+        # layer's weights stay, since backward begins with them.
+        assert gathers == [WEIGHT + BIAS] * (LAYERS + LAYERS - 2)
         scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
-        assert scatters == sorted([BIAS, WEIGHT] * LAYERS)
+        assert scatters == [WEIGHT + BIAS + FLAGS] * LAYERS
 
 
 def test_under_autocast_weights_travel_in_low_precision_and_gradients_in_their_own(pool: Pool) -> None:
@@ -194,16 +196,16 @@ def test_in_a_pipeline_nothing_is_gathered_again_between_microbatches(pool: Pool
     for stored, moved in pool.run(4, _run, DP | PP | dict(microbatches=4)):
         part = LAYERS // 2 * (WEIGHT + BIAS) // 2
         assert stored == dict(weights=part, gradients=part, moments=part)
-        for verb in ("all_gather", "reduce_scatter"):
-            sizes = sorted(size for v, purpose, size in moved if (v, purpose) == (verb, "parameters"))
-            assert sizes == sorted([BIAS, WEIGHT] * (LAYERS // 2))
+        for verb in ("all_gather", "reduce_scatter"):  # all of them in one message
+            sizes = [size for v, purpose, size in moved if (v, purpose) == (verb, "parameters")]
+            assert sizes == [(BIAS + WEIGHT) * (LAYERS // 2)]
 
 
 def test_weights_stay_gathered_for_backward_where_asked(pool: Pool) -> None:
     for _, moved in pool.run(2, _run, DP | dict(reshard_after_forward=False)):
-        for verb in ("all_gather", "reduce_scatter"):
-            sizes = sorted(size for v, purpose, size in moved if (v, purpose) == (verb, "parameters"))
-            assert sizes == sorted([BIAS, WEIGHT] * LAYERS)
+        for verb, flags in (("all_gather", 0), ("reduce_scatter", FLAGS)):
+            sizes = [size for v, purpose, size in moved if (v, purpose) == (verb, "parameters")]
+            assert sizes == [WEIGHT + BIAS + flags] * LAYERS
 
 
 def test_in_a_pipeline_each_microbatch_gathers_weights_where_asked(pool: Pool) -> None:

@@ -43,8 +43,8 @@ def test_a_node_that_gathered_a_weight_leads_to_its_part() -> None:
             return x * 2
 
     part = torch.ones(2, requires_grad=True)
-    assert gathers(Gathers.apply(part).grad_fn) is part
-    assert gathers(part.sin().grad_fn) is None
+    assert [*map(id, gathers(Gathers.apply(part).grad_fn)[0])] == [id(part), id(0)]
+    assert gathers(part.sin().grad_fn) == []
 
 
 def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:

@@ -22,6 +22,9 @@ def patches() -> tuple[Replacement, ...]:
 def _whole_in_hook(plain: Any, use: Use) -> Any:
     @functools.wraps(plain)
     def register_hook(self: Tensor, hook: Any) -> Any:
+        stored = getattr(self, "_stored_weight", None)
+        if stored is not None and use.on:  # it is whole for a call alone; the hook stays with what is stored
+            return stored.register_hook(hook)
         axes = backward_reach.sharing(self, active()) if use.on else ()
         if not axes or self.is_leaf:  # a leaf's are seen to when a backward reaches it
             return plain(self, hook)

@@ -1,4 +1,6 @@
-"""``x.data = value`` asks no ``__torch_function__`` of the value, and takes one that has no memory for a plain one."""
+"""``x.data`` of a weight that was gathered for a call may be written to, unseen: whoever gathered it is told.
+
+``x.data = value`` asks no ``__torch_function__`` of the value, and takes one that has no memory for a plain one."""
 
 from __future__ import annotations
 
@@ -30,7 +32,22 @@ def _asking(plain: Any, use: Use) -> Any:
         if not use.on or not _take_data(x, value, plain.__set__):
             plain.__set__(x, value)
 
-    return _Data(plain.__get__, set_data)
+        if use.on:
+            _tell(x)
+
+    def get_data(x: Tensor) -> Any:
+        if use.on:
+            _tell(x)
+        return plain.__get__(x)
+
+    return _Data(get_data, set_data)
+
+
+def _tell(x: Tensor) -> None:
+    """Of a whole weight that stands for one stored in parts: what is written to ``x.data`` has no version."""
+    told = getattr(x, "_data_taken", None)
+    if told is not None:
+        told()
 
 
 def _take_data(x: Tensor, value: Any, set_data: Callable[[Tensor, Tensor], None]) -> bool:
