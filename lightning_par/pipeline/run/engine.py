@@ -29,6 +29,7 @@ from lightning_par.pipeline.run.message_plan import Traffic
 from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.run.microbatch_outputs import averaged, in_order, joined, without_graphs
+from lightning_par.pipeline.run.replay import Replays
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, refuse_others
@@ -80,6 +81,7 @@ class Engine:
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self.tokens = Tokens()  # of the step that runs
         self._losses: dict[int, Tensor] = {}  # of its microbatches, as shares
+        self.replays = Replays(self.module, self.programs.watch)
         self.rehearsing = False
         self._compared: list[Program] = []
         self.foretold: tuple[frozenset[str] | None] | None = None  # by verification: see `_expected`
@@ -246,6 +248,8 @@ class Engine:
         if not self.rehearsing:
             inner.begin(ready.program, len(ready.parts) > 1)
             self.in_backward.clear()
+        kept = hooked or self.rehearsing or inner.keeping or self.programs.hooks.known
+        self.replays.begin(ready, apart=bool(kept))
         effects = None
         for place, action in enumerate(actions):
             if meets and place == ended[0]:
@@ -299,6 +303,7 @@ class Engine:
         settle: Callable[[Effects], None] | None,
     ) -> Effects:
         """All forwards have run. Returns what the step did, in plain tensors."""
+        self.replays.pause()
         if not self.rehearsing:
             self.inner_state.end()
         effects = self._put_together(ready, schedule, told, frontier, key)
@@ -354,7 +359,7 @@ class Engine:
         stops = last and axis is not None and not step.grad
         run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch), stops)
         run.tokens = self.tokens
-        result, effects = self._step(part, run, counts)
+        result, effects = self.replays.run(part, run, counts) or self._step(part, run, counts)
         if not last:
             crossing.hand_on(stage, microbatch, run.outputs())
         elif step.grad:

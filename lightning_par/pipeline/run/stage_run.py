@@ -281,13 +281,13 @@ class StageRun(RecordedRun):
 
     def _taken(self, value: Any, viewed: bool) -> Any:
         """``value`` as a unit takes it: as an event does, but in plain tensors where it does the same on them."""
+        return map_tensors(lambda x: self.taken(x, viewed), value) if value else value
 
-        def take(x: Tensor) -> Tensor:
-            x = self._cut(self._found(x))
-            own = self.tokens.entered(of_microbatch(x))
-            return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
-
-        return map_tensors(take, value) if value else value
+    def taken(self, x: Tensor, viewed: bool) -> Tensor:
+        """``x`` as a unit takes it."""
+        x = self._cut(self._found(x))
+        own = self.tokens.entered(of_microbatch(x))
+        return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
 
     def _scaled(self, args: Any, record: StepEvent) -> Any:
         if not record.shares or self.axis is None:
