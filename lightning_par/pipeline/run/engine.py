@@ -267,8 +267,7 @@ class Engine:
                 if not self.rehearsing:
                     inner.tell(action.stage)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
-                    # else all graphs would live until the last forward
-                    told[action.microbatch] = without_graphs(done) if len(ready.parts) > 1 else done
+                    told[action.microbatch] = done
                     if ready.cut and not self._joins(ready, schedule):
                         at_tail = [of_microbatch(run.got[key]).detach() for key in ready.program.routes.tail]
                         frontier[action.microbatch] = at_tail
@@ -359,7 +358,7 @@ class Engine:
         stops = last and axis is not None and not step.grad
         run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch), stops)
         run.tokens = self.tokens
-        result, effects = self.replays.run(part, run, counts) or self._step(part, run, counts)
+        result, effects = self.replays.run(part, run, counts) or self._as_ever(part, run, counts)
         if not last:
             crossing.hand_on(stage, microbatch, run.outputs())
         elif step.grad:
@@ -370,6 +369,11 @@ class Engine:
                 factor = scale * part.share
                 crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
         return run, effects
+
+    def _as_ever(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
+        """Run the user's step on a microbatch; else all graphs would live until the last forward."""
+        result, effects = self._step(part, run, counts)
+        return result, effects if part.axis is None and not part.apart else without_graphs(effects)
 
     def _step(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""

@@ -34,6 +34,7 @@ class _Stage:
     calls: list[tuple[int, StepEvent, Call]] = field(default_factory=list)
     fits: bool = True
     trains: bool = False  # whether all units do
+    shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by event and samples
 
 
 class Replays:
@@ -117,7 +118,7 @@ class Replays:
         before, Run.current = Run.current, run
         try:
             with torch.set_grad_enabled(part.step.grad), part.step.context():
-                values = _Values(run)
+                values = _Values(run, stage)
                 with Draws(run.draws) if stage.trains else _NOTHING as draws:
                     for index, record, call in stage.calls:
                         if call.original is None:
@@ -129,9 +130,9 @@ class Replays:
                     result = filled(tape.result, values.get)
                 if counts and tape.logs is not None:
                     effects.logs = [
-                        type(x)(x.name, filled(x.value, values.logged), x.args, x.kwargs) for x in tape.logs
+                        type(x)(x.name, filled(x.value, values.detached), x.args, x.kwargs) for x in tape.logs
                     ]
-                    effects.result = result
+                    effects.result = filled(tape.result, values.detached)
         finally:
             Run.current, run.depth = before, 0
         return result, effects
@@ -160,10 +161,12 @@ class _Values:
 
     Args:
         run: whose.
+        stage: that it runs.
     """
 
-    def __init__(self, run: StageRun) -> None:
-        self.run, self.program = run, run.program
+    def __init__(self, run: StageRun, stage: _Stage) -> None:
+        self.run, self.program, self.shapes = run, run.program, stage.shapes
+        self._detached: dict[Key, Tensor] = {}
         self.plain: dict[Key, Tensor] = {}  # of this microbatch alone, where `run.got` has none yet
         assert run.axis is not None
         self.axis = run.axis
@@ -179,8 +182,17 @@ class _Values:
             found = self.run.got[key] = ShardedTensor(self.plain[key], model.sharded_dim, model.positions, self.axis)
         return found
 
-    def logged(self, key: Key) -> Tensor:
-        return self.get(key).detach()
+    def detached(self, key: Key) -> Tensor:
+        """Without its graph, which would keep the microbatch's activations until the end of the step."""
+        if key not in self._detached:
+            self._detached[key] = self.get(key).detach()
+        return self._detached[key]
+
+    def _shape(self, index: int, model: ShardedTensor) -> tuple[int, ...]:
+        key = index, model.positions.count(self.axis.rank)
+        if key not in self.shapes:
+            self.shapes[key] = local_shape(model, self.axis)
+        return self.shapes[key]
 
     def finish(self) -> None:
         """What leaves the stage is there."""
@@ -210,7 +222,7 @@ class _Values:
                 result = call.original(*args, **kwargs)
         model = record.result
         if self.alone and not record.viewed and type(model) is ShardedTensor and type(result) is Tensor:
-            if result.shape == local_shape(model, self.axis):
+            if result.shape == self._shape(index, model):
                 self.plain[index, 0] = result
                 return
         run._made(index, run._as_recorded(call.func, result, record), record)
