@@ -89,6 +89,7 @@ class Replays:
             found = self._run(tape, stage, part, run, counts)
         if first and not self._is_fit(run) or counts and said.any:
             self._undo()
+            run.begin_anew()
             return None
         self._looked.add(run.stage)
         self.count += 1

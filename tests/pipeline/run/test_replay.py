@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -170,7 +170,7 @@ class LateAnd(Block):
     """Changes what others reach once nothing that a trial of it could see says so."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if "LATE" in os.environ:
+        if sys.getrecursionlimit() % 2:
             FLAG[0] += 1
         return super().forward(x)
 
@@ -181,10 +181,10 @@ class Unforeseen(GPT):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            os.environ["LATE"] = "1"
+            sys.setrecursionlimit(sys.getrecursionlimit() | 1)
 
     def on_train_end(self) -> None:
-        os.environ.pop("LATE", None)
+        sys.setrecursionlimit(sys.getrecursionlimit() & ~1)
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Any:
         loss = self.loss(ids)
@@ -309,4 +309,5 @@ def test_what_a_layer_begins_to_change_unforeseen_is_undone_as_ever(pool: Pool) 
     expected = pool.run(2, _fit, Unforeseen, "as ever")
     for rank, (found, taken) in enumerate(pool.run(2, _fit, Unforeseen, "replayed")):
         assert_same(found, expected[rank][0])
-        assert taken[0] and all(taken) == bool(rank)
+        assert all(taken[: 2 * MICROBATCHES])
+        assert all(taken[2 * MICROBATCHES : 3 * MICROBATCHES]) == bool(rank)  # the layer is on rank 0
