@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.private.modules import named_modules, named_parameters
 
 _EMPTY: Any = MappingProxyType({})
 
@@ -92,7 +93,7 @@ class Known:
 
     def _look(self) -> None:
         if not self._parts and self._module is not None:
-            own = (self._module.named_modules(), self._module.named_parameters(), self._module.named_buffers())
+            own = (named_modules(self._module), named_parameters(self._module), self._module.named_buffers())
             self._parts = {f"part {name}": x for named in own for name, x in named}
             self._names_of_parts = {id(x): name for name, x in self._parts.items()}
 

@@ -25,6 +25,7 @@ from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.compiler import is_compiled_wrapper
+from lightning_par.private.modules import named_parameters
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.patches import SHARDED, Patches
 from lightning_par.sharded.tensor import leaf
@@ -169,7 +170,7 @@ class StagesPart(Part):
             key: of its draws.
         """
         module = step.module
-        held = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_elsewhere(p)}
+        held = {n: p for n, p in named_parameters(module) if p.requires_grad and not is_elsewhere(p)}
         if self.storage is not None and self.storage.throughout:
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:

@@ -35,3 +35,30 @@ def no_modes() -> Iterator[None]:
             return
         with _disable_current_modes():
             yield
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What torch functions go by beside their arguments, where user code may have changed it around a call: whether
+    gradients are kept, autocast, which kernels may be taken, and modes and hooks for which torch has no public name."""
+    saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    cuda = torch.backends.cuda
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._functorch.peek_interpreter_stack() is None,
+        None if saved_hooks is None else tuple(map(id, saved_hooks)),
+    )

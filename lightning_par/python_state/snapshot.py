@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_par.private.modes import no_modes
-from lightning_par.python_state.changes import Change, as_it_is
+from lightning_par.python_state.changes import Change, MappingChange, as_it_is
 from lightning_par.python_state.contents import LockedCell
 from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.mutable_objects import Cell, TupleCell, forget_write, is_written, overwrite, version_of
@@ -19,6 +20,8 @@ from lightning_par.python_state.reachable import ATOMS, Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.user_code import packages_of
+
+_NUMBERS = itertools.count()
 
 
 class Snapshot(Reach):
@@ -87,6 +90,19 @@ class Snapshot(Reach):
             self._copies = [(x, version_of(x), x.detach().clone()) for x in tensors]
         return self
 
+    def keep_tensors(self, spares: Spares) -> None:
+        """As `copy_tensors`, until `let_tensors_go`; copies that ``spares`` still have are not made again."""
+        self._note_versions()
+        with plainly():
+            groups = grouped(x.tensor for x in self.tensors.values() if x.lends and not x.tensor.is_meta)
+            found = spares.of((group for group in groups if may_be_copied(group)), self.uncounted)
+        held = (x.tensor for x in self.tensors.values() if id(x.tensor) in found)
+        self._copies = [(x, version_of(x), found[id(x)]) for x in held]
+
+    def let_tensors_go(self) -> None:
+        """What is done to tensors from now on stays."""
+        self._copies = []
+
     def renew(self) -> bool:
         """Take what is there now for what was there before; False where other objects have come or gone."""
         return all(cell.renew(ATOMS) for cell in self.cells.values())
@@ -147,6 +163,25 @@ class Snapshot(Reach):
         """What code that was lent nothing has changed since, by the name of the object, and later does not change."""
         found = ((name, cell.change_unlent()) for name, cell in self.cells.items() if not cell.fixed)
         return {name: as_it_is(change) for name, change in found if change is not None}
+
+    def moves(self) -> set[tuple[str, Any, int]]:
+        """What is other than before, as a run goes on: empty where nothing is, equal where nothing more has changed."""
+        found: set[tuple[str, Any, int]] = set()
+        for cell in self.cells.values():
+            change = cell.change() if cell.lent or cell.moved() else None
+            if isinstance(change, MappingChange) and not (change.inplace or change.deleted or change.order):
+                found.update((cell.name, key, id(x)) for key, x in change.entries.items())
+            elif change is not None or cell.overwritten():
+                found.add((cell.name, None, next(_NUMBERS)))
+        return found
+
+    def original(self, stand_in: torch.Tensor) -> torch.Tensor | None:
+        """The tensor for which ``stand_in`` stands in now."""
+        for held in self.tensors.values():
+            for cell, key in held.slots:
+                if key in cell.lent and cell.lent[key][0] is stand_in:
+                    return held.tensor
+        return None
 
     def stand_ins(self) -> dict[int, str]:
         """The names of the objects for which something stands in now, by the id of that."""

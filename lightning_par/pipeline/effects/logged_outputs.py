@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -33,6 +33,19 @@ class LogRecord:
     value: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder(Protocol):
+    """Takes what a run says."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """``self.log``."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``self.print``."""
+
+    def hear(self, said: Said) -> None:
+        """Anything else."""
 
 
 class OutputRecorder:
@@ -92,11 +105,17 @@ def silent(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded(module: nn.Module, recorder: OutputRecorder) -> Iterator[None]:
+def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     """What ``module`` logs and what is said goes to the ``recorder``."""
+    with heard_from(module, recorder), hearing(recorder.hear):
+        yield
+
+
+@contextlib.contextmanager
+def heard_from(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """What ``module`` logs, and what its loggers are asked, goes to the ``recorder``."""
     methods = {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)}
-    heard = hearing(recorder.hear), hearing_loggers(_trainer(module), recorder.hear)
-    with _replaced(module, methods), heard[0], heard[1]:
+    with _replaced(module, methods), hearing_loggers(_trainer(module), recorder.hear):
         yield
 
 

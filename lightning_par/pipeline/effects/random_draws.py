@@ -65,6 +65,38 @@ def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[
     return _drawing(key) if draws else contextlib.nullcontext()
 
 
+class Draws:
+    """Inside, several modules draw one after the other, each from a stream of its own, as by `drawing`.
+
+    Args:
+        key: what the streams are keyed by, up to the event.
+    """
+
+    def __init__(self, key: Sequence[int]) -> None:
+        self.key = tuple(key)
+        self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+
+    def __enter__(self) -> Draws:
+        self.state = torch.get_rng_state()
+        self.device_state = torch.cuda.get_rng_state() if self.cuda else None
+        self.event = RunState.current.streams.event
+        return self
+
+    def stand_at(self, event: int) -> None:
+        """The module that is the step's ``event`` is about to run."""
+        seed = mix(*self.key, event)
+        RunState.current.streams.event = event * 1000
+        torch.default_generator.manual_seed(seed)
+        if self.cuda:
+            torch.cuda.manual_seed(seed)
+
+    def __exit__(self, *exception: object) -> None:
+        RunState.current.streams.event = self.event
+        torch.set_rng_state(self.state)
+        if self.device_state is not None:
+            torch.cuda.set_rng_state(self.device_state)
+
+
 @contextlib.contextmanager
 def _drawing(key: Sequence[int]) -> Any:
     seed = mix(*key)

@@ -154,6 +154,11 @@ class InnerState:
         self.watch.widen(self._keeping)
         return known.hooked
 
+    @property
+    def keeping(self) -> bool:
+        """Whether units of the program that was agreed on last keep something."""
+        return bool(self._keeping)
+
     def begin(self, program: Program, cut: bool) -> None:
         """A run begins, for which the ranks agree.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.effects import Effects
-from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, recorded, silent
+from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, heard_from, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.run.located import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
@@ -79,19 +79,24 @@ class Watch:
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     @contextlib.contextmanager
-    def undone(self, batch: Any = None, keep: bool = False) -> Iterator[None]:
+    def undone(self, batch: Any = None, keep: bool = False, hear: Recorder | None = None) -> Iterator[None]:
         """Whatever the run inside does to the state is undone; its logs, prints and metric updates do nothing.
 
         Args:
             batch: what the step is given.
             keep: whether `made` gets what the run stored.
+            hear: what the run logs and says goes there, if it is given.
 
         Raises:
             RuntimeError: the run changed something in place that is too large to be copied.
         """
         state = self.snapshot()
+        module = self.lightning_module
         with self._lent(state, batch, keep=keep) as refused:
-            with silent(self.lightning_module), calling(state.metrics, self.around, self._stand_ins.call):
+            with (
+                silent(module) if hear is None else recorded(module, hear),
+                calling(state.metrics, self.around, self._stand_ins.call),
+            ):
                 yield
         if refused:
             raise RuntimeError(" ".join(refused))
@@ -188,6 +193,52 @@ class Watch:
             self._snapshot = None  # what it alone holds is let go
             self._snapshot = self._walked()
         return self._snapshot
+
+    def moves(self) -> set[tuple[str, Any, int]]:
+        """What is other than at the last `snapshot`: see `Snapshot.moves`."""
+        return set() if self._snapshot is None else self._snapshot.moves()
+
+    def look(self) -> None:
+        """From now on `moves` tells what has changed, and `put_back` undoes it, up to `let_go`; nothing is lent."""
+        self.snapshot().keep_tensors(self._spares)
+
+    def put_back(self) -> None:
+        """Undo what has changed since `look`.
+
+        Raises:
+            RuntimeError: something was changed in place that is too large to be copied.
+        """
+        state = self._snapshot
+        overwritten = [] if state is None else state.restore()
+        self.let_go()
+        if overwritten:
+            raise RuntimeError(too_large(overwritten))
+
+    def let_go(self) -> None:
+        """What changes from now on stays."""
+        if self._snapshot is not None:
+            self._snapshot.let_tensors_go()
+
+    @contextlib.contextmanager
+    def listening(self, hear: Recorder) -> Iterator[None]:
+        """What units log, ask of loggers or give to metrics inside does nothing but be heard."""
+
+        def stand_in(metric: nn.Module, method: str) -> Callable[..., Any]:
+            call = self._stand_ins.call(metric, method)
+
+            def heard(*args: Any, **kwargs: Any) -> Any:
+                hear.log(method, None)
+                return call(*args, **kwargs)
+
+            return heard
+
+        metrics = {} if self._snapshot is None else self._snapshot.metrics
+        with heard_from(self.lightning_module, hear), calling(metrics, self.around, stand_in):
+            yield
+
+    def original(self, stand_in: Tensor) -> Tensor | None:
+        """In a run: what ``stand_in`` stands in for."""
+        return None if self._snapshot is None else self._snapshot.original(stand_in)
 
     def settle(self, changed: Iterable[str]) -> None:
         """The objects of these names have changed for good: what they held is let go."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.microbatch_values import written_into
+from lightning_par.pipeline.program.tape import Tape
 from lightning_par.pipeline.run.located import (
     ChangedError,
     Key,
@@ -20,6 +21,7 @@ from lightning_par.pipeline.run.located import (
 )
 from lightning_par.pipeline.trial.call_context import content_of, told_to
 from lightning_par.pipeline.trial.fake_step import sizing
+from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
 
@@ -31,10 +33,16 @@ class DryRun(RecordedRun):
         ChangedError: it does something else.
     """
 
-    def __init__(self, program: Program, memo: Memo) -> None:
+    def __init__(self, program: Program, memo: Memo, tape: Tape | None = None) -> None:
         super().__init__(program)
         self.memo = memo
         self.names: dict[int, Key] = {}  # of absent tensors
+        self.tape = tape  # notes what it meets
+
+    def __enter__(self) -> Any:
+        if self.tape is not None:
+            self.tape.begin(self.names)
+        return super().__enter__()
 
     def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, StepEvent]:
         index, self.count = self.count, self.count + 1
@@ -61,6 +69,8 @@ class DryRun(RecordedRun):
             tensors = tensors_in((args, kwargs))
             if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
+        if self.tape is not None:
+            self.tape.note(index, record, func, args, kwargs)
         if record.kind == "located" and record.itself is None:
             for n, x in enumerate(returned_tensors(record.result)):
                 (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)
@@ -75,6 +85,8 @@ class DryRun(RecordedRun):
         if self.may_be_setting(func, args, kwargs):
             result = func(*args, **kwargs)
             if is_setting((args, kwargs), result):
+                if self.tape is not None:
+                    self.tape.spoil()
                 return result
             raise ChangedError(f"{user_line()}: {func}")
         index, record = self._next(func, args, kwargs)
@@ -87,7 +99,10 @@ class DryRun(RecordedRun):
         return None if record.sets else twin(record.result)
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return twin(self._next(path, args, kwargs)[1].result)
+        index, record = self._next(path, args, kwargs)
+        if self.tape is not None:
+            self.tape.note_unit(index, module, original, alone=innermost_mode() is self)
+        return twin(record.result)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._next(("metric", method), args, kwargs)[1].result

@@ -20,12 +20,14 @@ from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.dry_run import DryRun
 from lightning_par.pipeline.program.lent_buffers import lacking_buffers
 from lightning_par.pipeline.program.microbatch_values import share_of
+from lightning_par.pipeline.program.tape import Tape, may_be_taped
 from lightning_par.pipeline.run.located import ChangedError, Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import Attributes
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
 from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.modules import named_modules, named_parameters
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.trial.step import Step
@@ -47,6 +49,7 @@ class Part:
         axis: the microbatch's place among the others; None where the step sees no others.
         share: by which its loss counts.
         apart: whether it is a batch of its own.
+        tape: what the dry run saw of the step, where stages may be run by it.
     """
 
     step: Step
@@ -56,6 +59,7 @@ class Part:
     axis: MicrobatchAxis | None = None
     share: float = 1.0
     apart: bool = False
+    tape: Tape | None = None
 
 
 @dataclass
@@ -234,8 +238,8 @@ class Programs:
 
     def _signature(self, step: Step, microbatches: int) -> Any:
         tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
-        trained = hash(tuple(p.requires_grad for p in self.module.parameters())) if step.grad else 0
-        modes = hash(tuple(m.training for m in self.module.modules()))
+        trained = hash(tuple([p.requires_grad for _, p in named_parameters(self.module)])) if step.grad else 0
+        modes = hash(tuple([m.training for _, m in named_modules(self.module)]))
         said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
         return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
 
@@ -258,18 +262,22 @@ class Programs:
 
     def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
         memo = Memo(step.batch)
-        run = DryRun(program, memo)
+        rank, watch = self.hooks.axis.rank, self.watch
+        tape = Tape(program, memo, rank, watch.moves, watch.original) if may_be_taped(program) else None
+        run = DryRun(program, memo, tape)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         try:
             self.watch.take_in(program.outer)
             with (
                 self._apart(step, program),
-                self.watch.undone(step.batch, keep=True),
+                self.watch.undone(step.batch, keep=True, hear=tape),
                 torch.set_grad_enabled(step.grad),
                 step.context(),
             ):
                 with run:
-                    call_step(self.module, step)
+                    result = call_step(self.module, step)
+                if tape is not None:
+                    tape.end(result)
                 self._see_what_is_set(program)
             run.finish()
             self._see_what_hooks_meet(step, program)
@@ -292,7 +300,9 @@ class Programs:
             axes = [MicrobatchAxis(count, i) for i in range(count)]
             # a loss that no sample goes into would count once for each microbatch
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
-            parts = [Part(step, program, memo, before, axis, share) for axis, share in zip(axes, shares, strict=True)]
+            told = tape if memo.standing is not None and not memo.anew else None
+            pairs = zip(axes, shares, strict=True)
+            parts = [Part(step, program, memo, before, axis, share, tape=told) for axis, share in pairs]
         return Prepared(parts, start, generators.global_state())
 
     def _see_what_hooks_meet(self, step: Step, program: Program) -> None:

@@ -29,6 +29,7 @@ from lightning_par.pipeline.run.message_plan import Traffic
 from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.run.microbatch_outputs import averaged, in_order, joined, without_graphs
+from lightning_par.pipeline.run.replay import Replays
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.run.timetable import Exchange, Settling, Telling, Timetable, make_timetable
 from lightning_par.pipeline.simulate import Span
@@ -81,6 +82,7 @@ class Engine:
         self._traffic: dict[tuple[int, ...], tuple[Traffic, Timetable]] = {}
         self.tokens = Tokens()  # of the step that runs
         self._losses: dict[int, Tensor] = {}  # of its microbatches, as shares
+        self.replays = Replays(self.module, self.programs.watch)
         self.rehearsing = False
         self._compared: list[Program] = []
         self.foretold: tuple[frozenset[str] | None] | None = None  # by verification: see `_expected`
@@ -247,6 +249,8 @@ class Engine:
         traffic, timetable = self._traffic_of([part.program for part in ready.parts], schedule, *told_of)
         axes = [part.axis for part in ready.parts]
         crossing = Crossing(traffic, self.axis.rank, self.messenger, axes, self.tokens)
+        kept = hooked or self.rehearsing or inner.keeping or self.programs.hooks.known
+        self.replays.begin(ready, apart=bool(kept))
         effects = None
         for event in timetable.orders[self.axis.rank]:
             if isinstance(event, Exchange):
@@ -264,8 +268,7 @@ class Engine:
                 with _whole_batches_advised(), Stopping(partial(_alone, self.axis.rank)):
                     run, done = self._forward(ready, crossing, action.stage, action.microbatch, scale, key)
                 if action.stage == ready.parts[action.microbatch].program.stages - 1:
-                    # else all graphs would live until the last forward
-                    told[action.microbatch] = without_graphs(done) if len(ready.parts) > 1 else done
+                    told[action.microbatch] = done
                     if ready.cut and not self._joins(ready, schedule):
                         at_tail = [of_microbatch(run.got[key]).detach() for key in ready.program.routes.tail]
                         frontier[action.microbatch] = at_tail
@@ -304,6 +307,7 @@ class Engine:
         settle: Callable[[Effects], None] | None,
     ) -> Effects:
         """All forwards have run. Returns what the step did, in plain tensors."""
+        self.replays.pause()
         if not self.rehearsing:
             self.inner_state.end()
         effects = self._put_together(ready, schedule, told, frontier, key)
@@ -362,7 +366,7 @@ class Engine:
         stops = last and axis is not None and not step.grad
         run = StageRun(program, part.memo, stage, axis, receive, counts, (*key, microbatch), stops)
         run.tokens = self.tokens
-        result, effects = self._step(part, run, counts)
+        result, effects = self.replays.run(part, run, counts) or self._as_ever(part, run, counts)
         if not last:
             crossing.hand_on(stage, microbatch, run.outputs())
         elif step.grad:
@@ -373,6 +377,11 @@ class Engine:
                 factor = scale * part.share
                 crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
         return run, effects
+
+    def _as_ever(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
+        """Run the user's step on a microbatch; else all graphs would live until the last forward."""
+        result, effects = self._step(part, run, counts)
+        return result, effects if part.axis is None and not part.apart else without_graphs(effects)
 
     def _step(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
         """Run the user's step; only a run that counts leaves a trace, in what is returned."""

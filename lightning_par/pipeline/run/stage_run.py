@@ -83,15 +83,21 @@ class StageRun(RecordedRun):
         if stops:
             self.end = program.tail
         alone = axis is None or axis.rank == 0
-        self.checked = min(self.end, program.tail) if alone else -1  # behind the last unit of the stage
-        self.ran: list[str] = []
+        self.alone = alone
         routes = program.routes
         self.coming = set(routes.tail) if tail else {key for key, _ in routes.coming[stage]}
         self.leaving = () if tail else tuple(routes.leaving[stage])
-        self.got: dict[Key, Tensor] = {}
-        self.names: dict[int, Key] = {}  # of absent tensors
+        self.begin_anew()
         self.again: Callable[[Callable[[], Any]], Any] | None = None  # makes a call that backward runs again
         self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
+
+    def begin_anew(self) -> None:
+        """Nothing has run so far, or what has is forgotten."""
+        self.count = 0
+        self.checked = min(self.end, self.program.tail) if self.alone else -1  # behind the last unit of the stage
+        self.ran: list[str] = []
+        self.got: dict[Key, Tensor] = {}
+        self.names: dict[int, Key] = {}  # of absent tensors
 
     def copied(self, x: Tensor) -> Tensor:
         copy = self.memo.copied(x)
@@ -281,13 +287,13 @@ class StageRun(RecordedRun):
 
     def _taken(self, value: Any, viewed: bool) -> Any:
         """``value`` as a unit takes it: as an event does, but in plain tensors where it does the same on them."""
+        return map_tensors(lambda x: self.taken(x, viewed), value) if value else value
 
-        def take(x: Tensor) -> Tensor:
-            x = self._cut(self._found(x))
-            own = self.tokens.entered(of_microbatch(x))
-            return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
-
-        return map_tensors(take, value) if value else value
+    def taken(self, x: Tensor, viewed: bool) -> Tensor:
+        """``x`` as a unit takes it."""
+        x = self._cut(self._found(x))
+        own = self.tokens.entered(of_microbatch(x))
+        return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
 
     def _scaled(self, args: Any, record: StepEvent) -> Any:
         if not record.shares or self.axis is None:

@@ -48,7 +48,7 @@ class Attributes:
         self._changed: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._contents: dict[str, tuple[Tensor, int, str]] | None = None  # None where no unit reads any
-        self._environment = dict(os.environ)
+        self._environment = _environment()
         self._look()
         # Whether something goes by other numbers, no trial run shows.
         self._watched = {place for cell in self._cells if watches_numbers(cell) for place, _ in _values(cell)}
@@ -57,7 +57,7 @@ class Attributes:
         """What was set outside units since the run began; numbers that are no counts, and what small tensors hold,
         only if ``deciding``."""
         self._changed.update(self._renewed())
-        if os.environ.items() ^ self._environment.items() or "os.environ" in self._changed:
+        if _environment() != self._environment or "os.environ" in self._changed:
             self._changed["os.environ"] = frozenset(os.environ.items())
         if TENSORS in deciding:
             self._changed.update(self._rewritten())
@@ -104,6 +104,12 @@ class Attributes:
     def _look(self) -> None:
         self._cells = _cells(self._module, self._units)
         self._values = {place: value for cell in self._cells for place, value in _values(cell)}
+
+
+def _environment() -> dict[Any, Any]:
+    """The environment now; where Python has it undecoded, as that takes a fraction of the time."""
+    held = getattr(os.environ, "_data", None)
+    return dict(held) if isinstance(held, dict) else dict(os.environ)
 
 
 class Number(float):

@@ -1,0 +1,257 @@
+"""What a dry run saw of the step that is about to run: its events with their arguments, as the user's code made them.
+
+A stage can then be run by these alone, the user's step left out. What can't be told this way is noted as `unlike`: a
+stage that has some of it runs the user's step, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.pipeline.effects.console import Said
+from lightning_par.pipeline.effects.logged_outputs import LogRecord
+from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_located, is_metric_call, writes_into
+from lightning_par.private.modes import surroundings
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.sharded.functions import HOOKS
+
+_PLAIN = frozenset((
+    bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format,
+))  # fmt: skip
+
+
+def may_be_taped(program: Program) -> bool:
+    """Whether stages of a step may be run by a tape: it pays where several microbatches follow the one dry run."""
+    told_to_others = program.keeping or program.outer or program.overwritten or program.regions
+    in_backward = program.hooked or program.hooked_later or program.in_hooks
+    return program.microbatches > 1 and not (told_to_others or in_backward or program.changes_batch)
+
+
+class UnlikeError(Exception):
+    """Something can't be told by a tape."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Stands for a value of the model."""
+
+    key: Key
+
+
+@dataclass
+class Call:
+    """One event: what it was given, with an `Absent` for each value of the model.
+
+    Attributes:
+        func: the torch function, or the unit's FQN.
+        nested: whether values of the model are within lists, tuples or dicts.
+        module: the unit.
+        original: what its call runs.
+        holds: what the modules in the unit held then.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nested: bool
+    module: nn.Module | None = None
+    original: Callable[..., Any] | None = None
+    holds: list[Any] | None = None
+
+    def is_as_it_was(self) -> bool:
+        """Whether the unit's modules hold the same objects as when the step called it."""
+        if self.module is None or self.holds is None:
+            return True
+        now = contents(self.module)
+        return len(now) == len(self.holds) and all(map(is_, now, self.holds))
+
+
+class Tape:
+    """Notes what a dry run meets of some stages.
+
+    Args:
+        program: of the step.
+        memo: what depends on the batch alone.
+        rank: whose stages count.
+        moves: what of the watched Python state is other than before the step.
+        original: the tensor of the module for which another stands in while the step runs; None of others.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memo: Memo,
+        rank: int,
+        moves: Callable[[], Any],
+        original: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        self.program, self.memo = program, memo
+        self.moves, self.original = moves, original
+        stages = [stage for stage, at in enumerate(program.at) if at == rank]
+        self.own = {index for stage in stages for index in range(program.starts[stage], program.end(stage))}
+        self.last = program.stages - 1 in stages
+        self.calls: dict[int, Call] = {}
+        self.unlike: set[int] = set()  # events that it can't tell
+        self.around: Any = None  # see `surroundings`
+        self.moved: Any = None  # as the step begins: what stands in for functions
+        self.result: Any = None
+        self.logs: list[LogRecord] | None = []  # None where something was said that can't be told
+        self.names: dict[int, Key] = {}  # of absent tensors; the dry run's
+
+    def begin(self, names: dict[int, Key]) -> None:
+        """The step begins; ``names`` tells absent tensors as they are made."""
+        self.names, self.around, self.moved = names, surroundings(), self.moves()
+
+    def note(self, index: int, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
+        """An event is about to run."""
+        if index not in self.own or record.kind == "batch" or record.itself is not None:
+            return
+        try:
+            self._check(record, kwargs)
+            given, named = tuple(map(self._told, args)), {key: self._told(x) for key, x in kwargs.items()}
+            nested = any(type(x) in (tuple, list, dict) for x in (*given, *named.values()))
+            self.calls[index] = Call(func, given, named, nested)
+        except UnlikeError:
+            self.unlike.add(index)
+
+    def note_unit(self, index: int, module: nn.Module, original: Callable[..., Any], alone: bool) -> None:
+        """The event is a unit; ``alone`` if no mode of the user's is around it."""
+        call = self.calls.get(index)
+        if call is None:
+            return
+        if not alone or self.moves() != self.moved:
+            self.unlike.add(index)
+        call.module, call.original, call.holds = module, original, contents(module)
+
+    def spoil(self) -> None:
+        """The step did something that no event shows."""
+        self.unlike |= self.own
+
+    def end(self, result: Any) -> None:
+        """The step has returned."""
+        if not self.last:
+            return
+        try:
+            self.result = self._told(result)
+        except UnlikeError:
+            self.unlike.add(max(self.own))
+        if self.logs is not None and (self.moves() != self.moved or not self._is_of_model(self.result)):
+            self.logs = None
+
+    # ------------------------------------------------------------------------------------------------- what it says
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """``self.log`` of the step."""
+        if self.logs is None or not self.last:
+            return
+        try:
+            told = self._told(value)
+            if not self._is_of_model(told) or any(type(x) not in _PLAIN for x in (*args, *kwargs.values())):
+                raise UnlikeError
+            self.logs.append(LogRecord(name, told, args, kwargs))
+        except UnlikeError:
+            self.logs = None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``self.print`` of the step."""
+        self.logs = None
+
+    def hear(self, said: Said) -> None:
+        """The step says something."""
+        self.logs = None
+
+    # ------------------------------------------------------------------------------------------------------- values
+
+    def _check(self, record: StepEvent, kwargs: Any) -> None:
+        name = getattr(record.func, "__name__", "")
+        odd = record.kind != "located" or record.writes or record.sets or record.handed or record.live or record.unsized
+        if odd or is_metric_call(record) or name in HOOKS or writes_into(name):
+            raise UnlikeError
+        if kwargs.get("inplace") is True or "out" in kwargs or surroundings() != self.around:
+            raise UnlikeError
+        if not _is_of_tensors(record.result):
+            raise UnlikeError
+
+    def _told(self, x: Any) -> Any:
+        kind = type(x)
+        if kind in _PLAIN:
+            return x
+        if isinstance(x, Tensor):
+            return self._tensor(x)
+        if kind is tuple or kind is list:
+            return kind([self._told(part) for part in x])
+        if kind is dict:
+            return {key: self._told(part) for key, part in x.items()}
+        if kind is slice and all(type(part) in _PLAIN for part in (x.start, x.stop, x.step)):
+            return x
+        raise UnlikeError
+
+    def _tensor(self, x: Tensor) -> Any:
+        key = self.names.get(id(x))
+        if key is not None:
+            return Absent(key)
+        if isinstance(x, nn.Parameter):
+            return x
+        key = self.memo.keys.get(id(x))
+        if key is not None:
+            made = key[0] >= 0 and self.program.events[key[0]].kind != "batch"  # a size that the batch tells
+            if made or self.memo.is_state(x):
+                raise UnlikeError
+            return x
+        found = self.original(x)
+        if found is None:
+            raise UnlikeError
+        return found
+
+    def _is_of_model(self, told: Any) -> bool:
+        """Whether what was noted has no tensors but values of the model."""
+        if type(told) in (tuple, list):
+            return all(map(self._is_of_model, told))
+        if type(told) is dict:
+            return all(map(self._is_of_model, told.values()))
+        return not isinstance(told, Tensor)
+
+
+def contents(module: nn.Module) -> list[Any]:
+    """The objects that the modules in ``module`` hold."""
+    found: list[Any] = []
+    for m in module.modules():
+        held = m.__dict__
+        found += held.values()
+        found += held["_parameters"].values()
+        found += held["_buffers"].values()
+    return found
+
+
+def filled(told: Any, value: Callable[[Key], Any]) -> Any:
+    """What was noted, with values in place of the absent."""
+    kind = type(told)
+    if kind is Absent:
+        return value(told.key)
+    if kind is tuple or kind is list:
+        return kind([filled(x, value) for x in told])
+    if kind is dict:
+        return {key: filled(x, value) for key, x in told.items()}
+    return told
+
+
+def keys_in(told: Any) -> list[Key]:
+    """The values of the model in what was noted."""
+    found: list[Key] = []
+    filled(told, found.append)
+    return found
+
+
+def _is_of_tensors(result: Any) -> bool:
+    """Whether nothing but values of the model, and no number, is in what an event returned."""
+    if isinstance(result, Tensor):
+        return is_located(result)
+    return all(x is None or isinstance(x, Tensor) and is_located(x) for x in tree_leaves(result))
