@@ -16,6 +16,7 @@ LAYOUTS: dict[str, str] = {
 
 _TESTS: list[tuple[str, str]] = [
     ("*test_equality.py*pp[24]*", _ORDERS),
+    ("*test_draws_of_a_pipeline*", _ORDERS),
     ("*test_hybrid_equality.py*pipeline=*", _ORDERS),
     ("*test_features.py*pipeline*", _ORDERS),
     ("*test_features.py*placement*", _ORDERS),
