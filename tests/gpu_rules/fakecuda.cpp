@@ -444,7 +444,9 @@ Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& m
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (auto name : {"copy_", "resize_", "_local_scalar_dense", "set_.source_Storage_storage_offset", "set_.source_Storage",
-                    "set_.source_Tensor", "set_"})
+                    "set_.source_Tensor", "set_",
+                    // on CUDA they choose kernels that a CPU lacks
+                    "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("scaled_dot_product_attention", &sdpa);
   m.impl("record_stream", [](Tensor&, c10::Stream) {});

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -121,8 +122,6 @@ class Entry(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        import torch
-
         future: Any = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
 
         def finish() -> None:
@@ -140,7 +139,8 @@ class Entry(dist.Work):
 
 def _caught(run: Callable[[], None], errors: list[BaseException]) -> None:
     try:
-        run()
+        with torch.inference_mode():  # the host may have issued it in that mode, which is a thread's
+            run()
     except BaseException as error:  # goes to whoever waits
         errors.append(error)
 

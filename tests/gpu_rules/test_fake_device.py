@@ -97,6 +97,15 @@ class _Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+def _alike(layer: nn.Module, x: torch.Tensor) -> bool:
+    layer, runs = layer.double(), []
+    for device in ("cpu", "cuda"):
+        out = layer.to(device).zero_grad() or layer(x.to(device))
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        runs.append([p.grad.cpu().clone() for p in layer.parameters()])
+    return all(torch.allclose(one, other, atol=1e-12) for one, other in zip(*runs))
+
+
 def _trains() -> tuple[bool, tuple[bool, int], bool, bool]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Conv1d(4, 4, 3)).double()
@@ -111,6 +120,7 @@ def _trains() -> tuple[bool, tuple[bool, int], bool, bool]:
     torch.cuda.manual_seed(3)
     first = torch.rand(5, device="cuda")
     torch.cuda.manual_seed(3)
+    alike = alike and _alike(nn.Conv1d(4, 8, 3, groups=4), x) and _alike(nn.LSTM(8, 5, batch_first=True), x)
     return alike, _Doubled.ran_in, torch.equal(first, torch.rand(5, device="cuda")), bool((first != 0).all())
 
 

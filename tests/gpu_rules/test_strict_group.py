@@ -84,6 +84,21 @@ def _all_verbs() -> dict[str, list[float]]:
     return found
 
 
+def _in_inference_mode() -> list[float]:
+    rank, _, device = _begin()
+    with torch.inference_mode():
+        x = torch.full((2, 1), 1.0 + rank, device=device)
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x)
+        dist.all_reduce(out)
+        return out.flatten().tolist()
+
+
+@both
+def test_inference_tensors_are_messages_too(ranks: StrictPool) -> None:
+    assert ranks.run(2, _in_inference_mode) == [[2.0, 4.0]] * 2
+
+
 def _reduced(x: Tensor, op: dist.ReduceOp) -> Tensor:
     y = x.clone()
     dist.all_reduce(y, op=op)
