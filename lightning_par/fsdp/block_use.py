@@ -105,7 +105,7 @@ class Use:
         if self.has_begun:
             return
         self.has_begun = True
-        self.start()
+        self._land()  # at first, for the next one's memory
         before = self.before
         while before is not None and not before.is_needed and not before.has_begun:
             before = before.before  # back to this one at the latest
@@ -120,7 +120,7 @@ class Use:
         if (write_count(own), own.data_ptr()) != self._versions[weight] or writes != self.writes.get(weight, writes):
             raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
         self.begin_backward()
-        self._land()
+        self._land()  # again, where another backward comes
         assert self.whole is not None
         return self.whole
 
@@ -128,8 +128,8 @@ class Use:
         """Begin to sum whole gradients over the ranks. What it returns has a shape alone."""
         if self.is_needed:
             self.begin_backward()
-        self._summing.append(_Sum.begun(self, gradients))
         self.let_go()
+        self._summing.append(_Sum.begun(self, gradients))
         self.has_ended = True
         return _token_of(self.locals)
 
@@ -142,6 +142,8 @@ class Use:
         return bool(self._summing)
 
     def _land(self) -> None:
+        if self.whole is not None:
+            return
         self.start()
         if self._arriving is None:
             return
