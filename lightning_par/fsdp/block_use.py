@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import PURPOSE
 from lightning_par.private.tensors import write_count
+from lightning_par.sharded.run_state import RunState
 
 if TYPE_CHECKING:
     from lightning_par.fsdp.block_calls import StoredBlock
@@ -55,6 +56,7 @@ class Use:
     def start(self) -> None:
         """Begin to gather."""
         if self._arriving is None and self.whole is None:
+            self._name()
             with torch.no_grad():
                 message = self.block.flat.message([x.detach() for x in self.locals])
                 self._arriving = message, *self.block.axis.start_all_gather(message, PURPOSE)
@@ -129,6 +131,7 @@ class Use:
         if self.is_needed:
             self.begin_backward()
         self.let_go()
+        self._name()
         self._summing.append(_Sum.begun(self, gradients))
         self.has_ended = True
         return _token_of(self.locals)
@@ -154,6 +157,12 @@ class Use:
             self.whole = self.block.flat.whole(gathered)
         self.low = self.whole.data_ptr()
         self.high = self.low + self.whole.numel() * self.whole.element_size()
+
+    def _name(self) -> None:
+        """Ranks that come to different weights are told of these."""
+        names = RunState.current.names
+        if names.on:
+            names.current = self.block.weights[0]._name or names.current
 
     def _now(self) -> list[tuple[int, int]]:
         return [(write_count(x), x.data_ptr()) for x in self.locals]
