@@ -171,9 +171,10 @@ class BlockCalls:
         if use is None:
             use = self._made(block)
         use.track()
-        self._begin_next(block)
+        wholes = use.weights()
+        self._begin_next(block)  # whose wait for the sum, in backward, then comes before this one's sum
         weights = []
-        for number, (x, whole) in enumerate(zip(block.weights, use.weights())):
+        for number, (x, whole) in enumerate(zip(block.weights, wholes)):
             mark_parameter(whole)
             whole._stored_weight, whole._data_taken = x, partial(use.taken.add, number)  # type: ignore[attr-defined]
             weights.append(x.as_used(whole))

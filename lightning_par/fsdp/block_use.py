@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import PURPOSE
 from lightning_par.private.tensors import write_count
+from lightning_par.sharded.run_state import RunState
 
 if TYPE_CHECKING:
     from lightning_par.fsdp.block_calls import StoredBlock
@@ -55,6 +56,7 @@ class Use:
     def start(self) -> None:
         """Begin to gather."""
         if self._arriving is None and self.whole is None:
+            self._name()
             with torch.no_grad():
                 message = self.block.flat.message([x.detach() for x in self.locals])
                 self._arriving = message, *self.block.axis.start_all_gather(message, PURPOSE)
@@ -105,7 +107,7 @@ class Use:
         if self.has_begun:
             return
         self.has_begun = True
-        self.start()
+        self._land()  # at first, for the next one's memory
         before = self.before
         while before is not None and not before.is_needed and not before.has_begun:
             before = before.before  # back to this one at the latest
@@ -120,7 +122,7 @@ class Use:
         if (write_count(own), own.data_ptr()) != self._versions[weight] or writes != self.writes.get(weight, writes):
             raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
         self.begin_backward()
-        self._land()
+        self._land()  # again, where another backward comes
         assert self.whole is not None
         return self.whole
 
@@ -128,8 +130,9 @@ class Use:
         """Begin to sum whole gradients over the ranks. What it returns has a shape alone."""
         if self.is_needed:
             self.begin_backward()
-        self._summing.append(_Sum.begun(self, gradients))
         self.let_go()
+        self._name()
+        self._summing.append(_Sum.begun(self, gradients))
         self.has_ended = True
         return _token_of(self.locals)
 
@@ -142,6 +145,8 @@ class Use:
         return bool(self._summing)
 
     def _land(self) -> None:
+        if self.whole is not None:
+            return
         self.start()
         if self._arriving is None:
             return
@@ -152,6 +157,12 @@ class Use:
             self.whole = self.block.flat.whole(gathered)
         self.low = self.whole.data_ptr()
         self.high = self.low + self.whole.numel() * self.whole.element_size()
+
+    def _name(self) -> None:
+        """Ranks that come to different weights are told of these."""
+        names = RunState.current.names
+        if names.on:
+            names.current = self.block.weights[0]._name or names.current
 
     def _now(self) -> list[tuple[int, int]]:
         return [(write_count(x), x.data_ptr()) for x in self.locals]

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.private.tensors import (
     PARAMETER_MARK,
+    get_data,
     is_held,
     is_marked,
     is_view,
@@ -95,3 +96,10 @@ def test_an_assignment_of_data_is_met_as_its_setter() -> None:
     with Functions():
         x.data = torch.zeros(1)
     assert met[-1] == set_data and x == 0
+
+
+def test_data_has_the_memory_and_a_version_of_its_own() -> None:
+    x = torch.zeros(3)
+    part = get_data(x[:2])
+    part.add_(1)
+    assert x.tolist() == [1, 1, 0] and (write_count(x), write_count(part)) == (0, 1) and not is_view(part)
