@@ -64,12 +64,17 @@ class Replays:
         self._stages, self._looked, self._looking = {}, set(), False
 
     def pause(self) -> None:
-        """All forwards have run, or a run of the user's step follows: what units have changed is undone."""
+        """A run of the user's step follows: what units have changed is undone."""
         if self._looking and self.watch.moves():
             self._undo()
         elif self._looking:
             self.watch.let_go()
         self._looking = False
+
+    def end(self) -> None:
+        """All forwards have run."""
+        self.pause()
+        self._tape, self._stages = None, {}  # they hold the batch
 
     def run(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects] | None:
         """What the stage's run yields, and did where it ``counts``; None where the user's step must run."""
