@@ -90,8 +90,13 @@ class Replays:
             self.watch.look()
             self._looking = True
         said = _Said()
-        with self.watch.listening(said), hushed() if run.axis is not None and run.axis.rank else _NOTHING:
-            found = self._run(tape, stage, part, run, counts)
+        try:
+            with self.watch.listening(said), hushed() if run.axis is not None and run.axis.rank else _NOTHING:
+                found = self._run(tape, stage, part, run, counts)
+        except BaseException:
+            self._looking = False
+            self.watch.put_back()
+            raise
         if first and not self._is_fit(run) or counts and said.any:
             self._undo()
             run.begin_anew()
