@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ from lightning_par.python_state.reachable import ATOMS, Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.user_code import packages_of
-
-_NUMBERS = itertools.count()
 
 
 class Snapshot(Reach):
@@ -172,7 +169,7 @@ class Snapshot(Reach):
             if isinstance(change, MappingChange) and not (change.inplace or change.deleted or change.order):
                 found.update((cell.name, key, id(x)) for key, x in change.entries.items())
             elif change is not None or cell.overwritten():
-                found.add((cell.name, None, next(_NUMBERS)))
+                found.add((cell.name, object(), 0))  # equal to nothing
         return found
 
     def original(self, stand_in: torch.Tensor) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
@@ -15,6 +16,7 @@ from lightning_par.private.modes import (
     TorchDispatchMode,
     innermost_mode,
     no_modes,
+    surroundings,
 )
 
 
@@ -79,3 +81,23 @@ def test_the_innermost_mode_is_known() -> None:
         inner.__exit__(None, None, None)
         assert innermost_mode() is outer
         inner.__enter__()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        FakeTensorMode,
+        lambda: torch.autocast("cpu"),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: sdpa_kernel(SDPBackend.MATH),
+        lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs),
+        lambda: torch.autograd.set_detect_anomaly(True),
+    ],
+)
+def test_what_user_code_puts_around_a_call_shows(around: Any) -> None:
+    before = surroundings()
+    with around():
+        assert surroundings() != before
+    assert surroundings() == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from lightning_par.private.modules import (
     hand_on_metadata,
     is_persistent,
     modules_of,
+    named_modules,
+    named_parameters,
     parameters_of,
     renew_weak_references,
     weight_norms,
@@ -65,3 +69,21 @@ def test_versions_of_modules_are_handed_on() -> None:
     del new["num_batches_tracked"]
     assert module.load_state_dict(new, strict=False).missing_keys == ["num_batches_tracked"]
     assert not module.load_state_dict(dict(new), strict=False).missing_keys
+
+
+class _OwnNames(nn.Linear):
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        yield "renamed", self
+
+
+@pytest.mark.parametrize("other", [nn.ReLU, lambda: _OwnNames(1, 1)])
+def test_modules_and_parameters_are_named_as_torch_names_them(other: Any) -> None:
+    shared = nn.Linear(2, 2)
+    module = nn.Sequential(shared, nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Linear(2, 2), other())}))
+    module.register_parameter("none", None)
+    module[1]["b"][0].weight = shared.weight
+    module.register_module("nothing", None)
+    assert named_modules(module) == [*module.named_modules()]
+    found, expected = named_parameters(module), [*module.named_parameters()]
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(a is b for (_, a), (_, b) in zip(found, expected, strict=True))

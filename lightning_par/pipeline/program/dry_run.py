@@ -44,6 +44,11 @@ class DryRun(RecordedRun):
             self.tape.begin(self.names)
         return super().__enter__()
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.tape is not None and not self.depth and getattr(func, "__name__", "") == "__set__":
+            self.tape.spoil()  # `x.requires_grad = True` is no event
+        return super().__torch_function__(func, types, args, kwargs)
+
     def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, StepEvent]:
         index, self.count = self.count, self.count + 1
         if index >= len(self.program.events) or self.program.events[index].func != func:

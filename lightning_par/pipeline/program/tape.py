@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ def may_be_taped(program: Program) -> bool:
     told_to_others = program.keeping or program.outer or program.overwritten or program.regions
     in_backward = program.hooked or program.hooked_later or program.in_hooks
     return program.microbatches > 1 and not (told_to_others or in_backward or program.changes_batch)
+
+
+_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 
 
 class UnlikeError(Exception):
@@ -115,7 +119,7 @@ class Tape:
         if index not in self.own or record.kind == "batch" or record.itself is not None:
             return
         try:
-            self._check(record, kwargs)
+            self._check(record, func, kwargs)
             given, named = tuple(map(self._told, args)), {key: self._told(x) for key, x in kwargs.items()}
             nested = any(type(x) in (tuple, list, dict) for x in (*given, *named.values()))
             self.calls[index] = Call(func, given, named, nested)
@@ -170,10 +174,12 @@ class Tape:
 
     # ------------------------------------------------------------------------------------------------------- values
 
-    def _check(self, record: StepEvent, kwargs: Any) -> None:
+    def _check(self, record: StepEvent, func: Any, kwargs: Any) -> None:
         name = getattr(record.func, "__name__", "")
         odd = record.kind != "located" or record.writes or record.sets or record.handed or record.live or record.unsized
         if odd or is_metric_call(record) or name in HOOKS or writes_into(name):
+            raise UnlikeError
+        if not isinstance(func, str) and not _is_of_torch(func):
             raise UnlikeError
         if kwargs.get("inplace") is True or "out" in kwargs or surroundings() != self.around:
             raise UnlikeError
@@ -248,6 +254,15 @@ def keys_in(told: Any) -> list[Key]:
     found: list[Key] = []
     filled(told, found.append)
     return found
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Whether a function is torch's own, and takes its arguments alone: one of the user's may close over values."""
+    if isinstance(func, FunctionType):
+        return func.__module__.partition(".")[0] == "torch" and all(
+            callable(cell.cell_contents) or type(cell.cell_contents) in _PLAIN for cell in func.__closure__ or ()
+        )
+    return isinstance(func, _BUILT_IN)
 
 
 def _is_of_tensors(result: Any) -> bool:

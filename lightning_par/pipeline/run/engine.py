@@ -307,7 +307,7 @@ class Engine:
         settle: Callable[[Effects], None] | None,
     ) -> Effects:
         """All forwards have run. Returns what the step did, in plain tensors."""
-        self.replays.pause()
+        self.replays.end()
         if not self.rehearsing:
             self.inner_state.end()
         effects = self._put_together(ready, schedule, told, frontier, key)

@@ -64,12 +64,17 @@ class Replays:
         self._stages, self._looked, self._looking = {}, set(), False
 
     def pause(self) -> None:
-        """All forwards have run, or a run of the user's step follows: what units have changed is undone."""
+        """A run of the user's step follows: what units have changed is undone."""
         if self._looking and self.watch.moves():
             self._undo()
         elif self._looking:
             self.watch.let_go()
         self._looking = False
+
+    def end(self) -> None:
+        """All forwards have run."""
+        self.pause()
+        self._tape, self._stages = None, {}  # they hold the batch
 
     def run(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects] | None:
         """What the stage's run yields, and did where it ``counts``; None where the user's step must run."""
@@ -85,8 +90,13 @@ class Replays:
             self.watch.look()
             self._looking = True
         said = _Said()
-        with self.watch.listening(said), hushed() if run.axis is not None and run.axis.rank else _NOTHING:
-            found = self._run(tape, stage, part, run, counts)
+        try:
+            with self.watch.listening(said), hushed() if run.axis is not None and run.axis.rank else _NOTHING:
+                found = self._run(tape, stage, part, run, counts)
+        except BaseException:
+            self._looking = False
+            self.watch.put_back()
+            raise
         if first and not self._is_fit(run) or counts and said.any:
             self._undo()
             run.begin_anew()

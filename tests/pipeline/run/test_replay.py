@@ -203,6 +203,13 @@ class InPlace(GPT):
         return super().embed(ids).mul_(1.5)
 
 
+class SetsWhatIsNoEvent(GPT):
+    def embed(self, ids: Tensor) -> Tensor:
+        x = super().embed(ids).detach()
+        x.requires_grad = True
+        return x
+
+
 class DrawsOfRandom(GPT):
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids) * (1 + random.random())
@@ -286,7 +293,9 @@ def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
         assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-@pytest.mark.parametrize("make", [SetForAWhile, WithoutGradients, UnderAMode, InPlace, DrawsOfRandom, BeginsToKeep])
+@pytest.mark.parametrize(
+    "make", [SetForAWhile, WithoutGradients, UnderAMode, InPlace, SetsWhatIsNoEvent, DrawsOfRandom, BeginsToKeep]
+)
 def test_other_steps_are_run_as_ever(pool: Pool, make: type[GPT]) -> None:
     """At least on the rank where what they do matters."""
     ((expected, _),) = pool.run(1, _fit, make, "one device")
