@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-_ORDERS = "activations and gradients go by communicators of their own, in opposite orders on two ranks"
-_RING = "the messages of a ring go one by one on the communicator of the whole axis"
-
-LAYOUTS: dict[str, str] = {
-    **dict.fromkeys("gpipe 1f1b interleaved izb zbv placement 1f1b4 interleaved4 zbv4".split(), _ORDERS),
-    **dict.fromkeys("pipe_tensor pipe_ring fsdp_pipe data_zbv".split(), _ORDERS),
-    "ring4": _RING,
-}
+LAYOUTS: dict[str, str] = {}
 """Cells of `tests.gpu_rules.test_layouts` that must fail, under both kinds of queues."""
 
 _TESTS: list[tuple[str, str]] = [
-    ("*test_equality.py*pp[24]*", _ORDERS),
-    ("*test_draws_of_a_pipeline*", _ORDERS),
-    ("*test_hybrid_equality.py*pipeline=*", _ORDERS),
-    ("*test_features.py*pipeline*", _ORDERS),
-    ("*test_features.py*placement*", _ORDERS),
-    ("*pipeline/test_surface.py*", _ORDERS),
-    ("*test_equality.py*sp4-ring*", _RING),
     ("*test_equality.py*precision=16-mixed*", "the fake device has no softmax of halves that gives floats"),
 ]
 """Tests that may fail under ``--gpu-rules``, by patterns of their ids."""
