@@ -95,13 +95,13 @@ class StoragePart(Part):
         if self.groups.tensor.size == 1:  # else `TensorPart.undo` does it
             make_held_whole([module, *callbacks])
 
-    def agree(self, microbatches: int, device: torch.device) -> None:
+    def agree(self, microbatches: int) -> None:
         """Each microbatch gathers weights, with all peers: they must have as many. All of them must call it.
 
         Raises:
             RuntimeError: they don't.
         """
-        counts = torch.tensor([microbatches, -microbatches], device=device)  # the most and the fewest in one message
+        counts = torch.tensor([microbatches, -microbatches])  # the most and the fewest in one message
         most, fewest = self.peers.all_reduce_(counts, "microbatches", "max").tolist()
         if most != -fewest:
             raise RuntimeError(

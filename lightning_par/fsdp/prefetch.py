@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.regathered import Again, Regathered, Together, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.mesh.host_values import on_device
 from lightning_par.private.module_hooks import drop_forward_hooks
 from lightning_par.private.modules import parameters_of
 from lightning_par.private.storage import memory_of
@@ -164,10 +165,12 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
         return {}
     peers = next(iter(gradients))._peers
     device = next(iter(gradients))._local.device
-    flags = torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device=device)
-    peers.all_reduce_(flags, "gradient flags", "max")
+    mine = [g is not None for g in gradients.values()]
+    flags = peers.all_reduce_(on_device(mine, torch.uint8, device), "gradient flags", "max")
+    # Reading the flags waits for the device, so they are read only where something is missing here.
+    anyones = mine if all(mine) else flags.tolist()
     found: dict[Stored, Tensor | None] = {}
-    for (x, gradient), there in zip(gradients.items(), flags.tolist(), strict=True):
+    for (x, gradient), there in zip(gradients.items(), anyones, strict=True):
         if there:
             found[x] = x.part_of_sum(x.held_like() if gradient is None else gradient)  # all peers take part in the sum
         else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, note
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.mesh.world_groups import on_host
 from lightning_par.private.tensors import write_count
 
 Kind = Literal["forward", "backward"]
@@ -98,7 +99,7 @@ class Axis:
         self._entries[key] = (weakref.ref(x, lambda _: self._entries.pop(key, None)), write_count(x), entry)
         return entry
 
-    def forget_entries(self) -> None:
+    def end_step(self) -> None:
         """A step has ended. The graph of what entered holds a leaf, as the input of a gradient penalty is, for ever."""
         self._entries.clear()
 
@@ -137,7 +138,10 @@ class Axis:
         if self.size == 1:
             return None
         self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
-        return dist.all_reduce(x, op=_OPS[op], group=self.group, async_op=True)
+        group = self.group
+        if x.device.type == "cpu" and group is not None:
+            group = on_host(group)
+        return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
 
     def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
         """Every rank's ``x`` (same shape on all ranks), in rank order."""
@@ -212,7 +216,8 @@ class Axis:
             return value
         box = [value]
         self._log("broadcast", purpose, 1, 0)
-        dist.broadcast_object_list(box, src=self.ranks[source], group=self.group)
+        assert self.group is not None
+        dist.broadcast_object_list(box, src=self.ranks[source], group=on_host(self.group))
         return box[0]
 
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:

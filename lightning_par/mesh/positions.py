@@ -41,6 +41,7 @@ class Positions:
         self.owner.flags.writeable = False
         self._indices: dict[int, Array] = {}
         self._fewest: dict[int, int] = {}
+        self._in_order: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], tuple[int, int] | Array] = {}
         self._on_device: dict[tuple[str, int, torch.device], Tensor] = {}
 
@@ -110,10 +111,12 @@ class Positions:
 
     def restore(self, ranks: int, device: torch.device) -> Tensor | None:
         """What orders the ranks' parts, one after another, into the whole dim; None where they lie in order."""
-        order = np.argsort(np.concatenate([self.indices(rank) for rank in range(ranks)]))
-        if (order == np.arange(self.size)).all():
-            return None
-        return self._cached("restore", ranks, device, lambda: order)
+        if ranks not in self._in_order:
+            self._in_order[ranks] = bool((self._order(ranks) == np.arange(self.size)).all())
+        return None if self._in_order[ranks] else self._cached("restore", ranks, device, lambda: self._order(ranks))
+
+    def _order(self, ranks: int) -> Array:
+        return np.argsort(np.concatenate([self.indices(rank) for rank in range(ranks)]))
 
     def _cached(self, what: str, rank: int, device: torch.device, make: object) -> Tensor:
         key = (what, rank, device)

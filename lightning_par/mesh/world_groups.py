@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _Key = tuple[tuple[int, ...], str, str | None, timedelta | None]
+_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None] = weakref.WeakKeyDictionary()
+_on_host: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -36,9 +38,31 @@ def process_group(
     world = dist.group.WORLD
     assert world is not None
     if not purpose and len(ranks) == dist.get_world_size():
+        _timeouts[world] = timeout
         return world
     made = _of_world.setdefault(world, {})
     key = ranks, purpose, backend, timeout
     if key not in made:
         made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:  # else it is a number that stands for no group
+            _timeouts[made[key]] = timeout
     return made[key]
+
+
+def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks, connected by their hosts' memory: to read what came that way no rank waits for its device.
+
+    Made when it is first asked for, which all ranks of ``group``, and no others, must do at the same point.
+
+    Example::
+
+        assert on_host(process_group((0, 1), timedelta(minutes=30))) is not None
+    """
+    if "cpu:" in str(dist.get_backend_config(group)):  # as "cpu:gloo,cuda:nccl"
+        return group
+    if group not in _on_host:
+        ranks = dist.get_process_group_ranks(group)
+        _on_host[group] = dist.new_group(
+            ranks, timeout=_timeouts.get(group), backend="gloo", use_local_synchronization=True
+        )
+    return _on_host[group]

@@ -39,7 +39,8 @@ def clip_by_norm(
     parameters = list(parameters)
     counted = parameters if once is None else [p for p in parameters if once.counts(p)]
     axes = {p.axis.ranks: p.axis for p in counted if isinstance(p, ShardedTensor) and p.axis.size > 1}
-    norms = [_norm([p for p in counted if _ranks(p) not in axes], norm_type)]
+    whole = [p for p in counted if _ranks(p) not in axes]
+    norms = [_norm(whole, norm_type)] if whole or not axes else []  # that of nothing is a number of the host's
     for ranks, axis in axes.items():
         part = _norm([p for p in counted if _ranks(p) == ranks], norm_type)
         norms.append(_join(part, norm_type, axis))

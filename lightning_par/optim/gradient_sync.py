@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.host_values import on_device
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
@@ -146,7 +147,7 @@ class GradientSync:
         self._launch(everything=True)
         leaves = [leaf for bucket in self._buckets for leaf in bucket.leaves]
         mine = [id(leaf) in self._touched for leaf in leaves]
-        anyones = torch.tensor(mine, dtype=torch.uint8, device=leaves[0].device) if leaves else None
+        anyones = on_device(mine, torch.uint8, leaves[0].device) if leaves else None
         work = None if anyones is None else self._axis.start_all_reduce_(anyones, "gradient flags", "max")
         landed = [pair for bucket in self._buckets for pair in bucket.land()]
         if work is not None:

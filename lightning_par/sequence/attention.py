@@ -14,6 +14,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.sequence import blockwise, scheme, ulysses
 from lightning_par.sequence.all_gather import Gathered
 from lightning_par.sequence.attention_arguments import Arguments, read
+from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.ring import PURPOSE, Ring
 from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
 from lightning_par.sharded.run_state import RunState
@@ -62,7 +63,7 @@ def attention(
     degrees = () if settings.grid is None or settings.grid.ulysses is None else (settings.grid.ulysses.size,)
     chosen = scheme.choose(settings.asked, axis.size, call.shapes, degrees)
     grid = _grid(chosen, axis, settings)
-    out = _attend(func, call, grid, chosen, axis, dropout_p, is_causal, _scale(scale, call))
+    out = _attend(func, call, grid, chosen, axis, dropout_p, is_causal, _scale(scale, call), attn_mask)
     result = call.result(out)
     return ShardedTensor(result, result.ndim - 2, query._positions, axis)
 
@@ -79,16 +80,18 @@ def _grid(chosen: Scheme, axis: Axis, settings: AttentionSettings) -> Grid:
 
 
 def _attend(
-    func: Any, call: Arguments, grid: Grid, chosen: Scheme, axis: Axis, p: float, is_causal: bool, scale: float
-) -> Tensor:
+    func: Any, call: Arguments, grid: Grid, chosen: Scheme, axis: Axis, p: float, is_causal: bool, scale: float,
+    given: Tensor | None,
+) -> Tensor:  # fmt: skip
     """This rank's rows (B, H, T, e)."""
     inner, outer = grid.part(call.queries)
     q, k, v, keys = _onto_heads(call, grid)
     mask = _own_mask(call, grid)
+    deep = given is not None and mask is not None and _is_deep(given, call, mask, axis, grid)
     if grid.ring is None:
         with RunState.current.streams.draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
-            if not call.fused and mask is not None and blockwise.shift(mask) is not None:
+            if mask is not None and deep and not call.fused:
                 # Kernels differ there, see `blockwise`: of five dims torch, too, takes none that is fused.
                 q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
@@ -96,12 +99,22 @@ def _attend(
     else:
         key = RunState.current.streams.next_key(axis.rank) if p > 0.0 else 0  # each block mixes its number into it
         task = blockwise.Task(
-            outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused
+            outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused, deep
         )
         out = blockwise.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
     if grid.ulysses is not None:
         (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)  # [B, H / ranks, T, e] -> [B, H, own T, e]
     return out
+
+
+def _is_deep(given: Tensor, call: Arguments, mask: Tensor, axis: Axis, grid: Grid) -> bool:
+    """Whether all of a row of the mask may be huge: asked of the one that all layers are given, before autocast and
+    cuts make another of it for each; of a sharded one's rows on this rank."""
+    known: DeepMasks = getattr(axis, "masks", None) or DeepMasks()
+    if not isinstance(given, ShardedTensor):
+        return known.has(given)
+    assert call.mask is not None
+    return known.has(mask if call.mask_is_cut and grid.ulysses is not None else call.mask)
 
 
 def _onto_heads(call: Arguments, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Positions | None]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_par.mesh.host_values import on_device
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence import kernel
 from lightning_par.sequence.blocks import KernelCall, plan
+from lightning_par.sequence.deep_masks import top
 from lightning_par.sequence.plain_kernel import Block, DropoutMask, wide
 from lightning_par.sharded.random_streams import mix
-
-_DEEP = 1e3  # a mask whose largest entry of a row is beyond costs its log-sum-exp digits
 
 Meet = Callable[[int, Tensor, Tensor], None]
 MeetBack = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -55,6 +55,7 @@ class Task:
         dropout: the probability to drop a weight.
         key: of the stream that dropout masks come from.
         fused: whether one device takes a fused kernel, which keeps log-sum-exps and not the weights for backward.
+        deep: whether all of a row of the mask may be huge; see `deep_masks`.
     """
 
     queries: Positions
@@ -65,6 +66,7 @@ class Task:
     dropout: float = 0.0
     key: int = 0
     fused: bool = False
+    deep: bool = False
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier) -> Tensor:
@@ -126,7 +128,7 @@ class _Rows:
     def __init__(self, q: Tensor, mask: Tensor | None, task: Task) -> None:
         self.q = wide(q) if q.device.type == "cpu" else q  # what the kernel does there for each block
         self.mask, self.task = mask, task
-        self.shift = None if mask is None else shift(mask)
+        self.shift = top(mask) if mask is not None and task.deep else None
 
     def _calls(self, source: int) -> Iterator[tuple[KernelCall, Block]]:
         """The kernel calls for the keys of ``source``; what the mask hides altogether is left out."""
@@ -235,22 +237,6 @@ def _added(total: Tensor | None, part: Tensor | None, x: Tensor, rows: slice) ->
     return total
 
 
-def shift(mask: Tensor) -> Tensor | None:
-    """What to subtract from each query's scores (B|1, H|1, T|1, 1) where all of the mask is huge; see `Block`.
-
-    None where no row's mask is.
-
-    Example::
-
-        assert shift(torch.tensor([[0.0, -1e9], [-1e9, -1e9]])).tolist() == [[0.0], [-1e9]]
-    """
-    if mask.dtype == torch.bool or not mask.numel():
-        return None
-    top = wide(mask.detach()).amax(-1, keepdim=True)
-    top = top.masked_fill(torch.isinf(top), 0)  # of rows that are all -inf, which less itself would be NaN
-    return top if bool((top.abs() > _DEEP).any()) else None
-
-
 def _hides_all(bias: Tensor) -> bool:
     if bias.device.type != "cpu":
         return False  # to ask would hold up the device
@@ -259,7 +245,8 @@ def _hides_all(bias: Tensor) -> bool:
 
 def _stairs(call: KernelCall, device: torch.device) -> Tensor:
     """The mask (1, 1, T, S) of a call whose shape no kernel knows."""
-    seen = torch.tensor(call.seen, device=device)
+    assert call.seen is not None
+    seen = on_device(call.seen, torch.int64, device)
     keys = torch.arange(call.keys.stop - call.keys.start, device=device)
     return (keys < seen.unsqueeze(1))[None, None]  # [S] < [T, 1] -> [1, 1, T, S]
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.blocks import zigzag
+from lightning_par.sequence.deep_masks import DeepMasks
 
 
 class SequenceAxis(Axis):
@@ -37,8 +38,13 @@ class SequenceAxis(Axis):
         super().__init__(name, ranks, rank, group)
         self.zigzag = False
         self._spread: dict[tuple[int, bool], Positions] = {}
+        self.masks = DeepMasks()
         self.attention: Any = None
         """How attention over the axis is computed; see `lightning_par.sequence.scheme`."""
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.masks.forget()
 
     def spread(self, size: int) -> Positions | None:
         """Which rank holds which of ``size`` tokens; None where there are so few that each rank keeps them all."""

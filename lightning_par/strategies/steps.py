@@ -124,7 +124,8 @@ class StepsMixin(RanksMixin):
                 yield
         finally:
             self._state.streams.end_step()
-            self.groups.tensor.forget_entries()
+            for axis in self.groups.sharding:
+                axis.end_step()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.lightning_module is not None:

@@ -34,9 +34,16 @@ class _Deliver(torch.autograd.Function):
             raise RuntimeError("The gradients of a pipeline step are delivered once: call backward once on its loss.")
         grads, ctx.grads = ctx.grads, None
         factor = grad / ctx.scale  # Lightning's own scaling of the loss, over what the schedule took for it
-        if float(factor) != 1.0:  # where both agree, no pass over all gradients
-            grads = [g * factor.to(g.dtype) if g.dtype.is_floating_point else g * factor for g in grads]
+        # Where both agree no pass over all gradients is needed; a GPU makes it sooner than it tells whether they do.
+        if factor.device.type != "cpu" or float(factor) != 1.0:
+            grads = [_scaled(g, factor) for g in grads]
         return (None, None, None, grad if ctx.chained else None, *grads)
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    if grad.device.type == "cpu":
+        return grad * (factor.to(grad.dtype) if grad.dtype.is_floating_point else factor)
+    return grad.mul_(factor)  # nobody else has seen it, and there may be no room for another
 
 
 class _Before(torch.autograd.Function):

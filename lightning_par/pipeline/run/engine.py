@@ -63,7 +63,7 @@ class Engine:
     programs: Programs
     finish_gradients: Callable[[dict[Tensor, Tensor | None]], dict[Tensor, Tensor | None]]
     trace: list[Span] | None = None
-    agree: Callable[[int, torch.device], None] | None = None
+    agree: Callable[[int], None] | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the precision
     verify: bool = True
     coupled: bool = False  # whether a training step's microbatches are batches of their own
@@ -231,7 +231,7 @@ class Engine:
     ) -> Effects:
         """Run the schedule; ``settle`` is called before the backwards, if these may meet what the step did."""
         if self.agree is not None:
-            self.agree(len(ready.parts), self.device)
+            self.agree(len(ready.parts))
         traffic = self._traffic_of([part.program for part in ready.parts], schedule)
         crossing = Crossing(traffic, self.messenger, [part.axis for part in ready.parts], self.tokens)
         told: dict[int, Effects] = {}

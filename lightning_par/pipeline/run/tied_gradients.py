@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.host_values import on_device
 from lightning_par.mesh.layout import Groups
 from lightning_par.mesh.world_groups import process_group
 from lightning_par.pipeline.between_steps.send_away import Placement
@@ -95,9 +96,9 @@ class _Message:
 
     def launch(self) -> None:
         first = next(iter(self._like.values()))
-        flags = torch.tensor([float(grad is not None) for grad in self._grads.values()])
+        there = [grad is not None for grad in self._grads.values()]
         parts = [self._part(name) for name in self._grads]
-        self._flat = torch.cat([*parts, flags.to(first.device, first.dtype)])
+        self._flat = torch.cat([*parts, on_device(there, first.dtype, first.device)])
         self._work = self._axis.start_all_reduce_(self._flat, "tied")
 
     def land(self) -> dict[str, Tensor | None]:
