@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.mesh.axis import Axis, Kind, Link
-from lightning_par.mesh.world_groups import process_group
+from lightning_par.mesh.world_groups import host_groups, process_group
 from lightning_par.sequence.sequence_axis import SequenceAxis
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
@@ -166,6 +166,10 @@ _ALONG: dict[str, tuple[AxisName, ...]] = {
 }
 
 
+_OF_HOSTS = {"replica", "pipeline", "gradients"}
+"""The axes along which a step sends what the hosts know: headers, effects, counts."""
+
+
 def make_groups(layout: Layout, timeout: timedelta) -> Groups:
     """The axes of ``layout`` for one run. All ranks must call it.
 
@@ -227,4 +231,8 @@ def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> A
     # Every rank makes every group, in the same order.
     made = {line: process_group(line, timeout) for line in lines if len(line) > 1}
     kind = SequenceAxis if name == "sequence" else Axis
-    return kind(name, own, own.index(me), made.get(own))
+    axis = kind(name, own, own.index(me), made.get(own))
+    if name in _OF_HOSTS and len(own) > 1:
+        hosts = host_groups(lines, timeout)
+        axis.host_group = axis.group if hosts is None else hosts[own]
+    return axis

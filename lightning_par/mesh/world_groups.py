@@ -8,13 +8,12 @@ they are of, as ``torch.distributed.destroy_process_group`` ends it, they are le
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 _Key = tuple[tuple[int, ...], str, str | None, timedelta | None]
-_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None] = weakref.WeakKeyDictionary()
-_on_host: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -38,31 +37,24 @@ def process_group(
     world = dist.group.WORLD
     assert world is not None
     if not purpose and len(ranks) == dist.get_world_size():
-        _timeouts[world] = timeout
         return world
     made = _of_world.setdefault(world, {})
     key = ranks, purpose, backend, timeout
     if key not in made:
         made[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-        if dist.get_rank() in ranks:  # else it is a number that stands for no group
-            _timeouts[made[key]] = timeout
     return made[key]
 
 
-def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks, connected by their hosts' memory: to read what came that way no rank waits for its device.
-
-    Made when it is first asked for, which all ranks of ``group``, and no others, must do at the same point.
+def host_groups(
+    lines: Sequence[tuple[int, ...]], timeout: timedelta | None
+) -> dict[tuple[int, ...], dist.ProcessGroup] | None:
+    """The ranks of each of ``lines`` connected by their hosts' memory: to read what came that way no rank waits for its
+    device. None where the world's own groups are. All ranks of the world must call it, in the same order.
 
     Example::
 
-        assert on_host(process_group((0, 1), timedelta(minutes=30))) is not None
+        assert host_groups([(0, 1), (2, 3)], timedelta(minutes=30)) is None  # under gloo
     """
-    if "cpu:" in str(dist.get_backend_config(group)):  # as "cpu:gloo,cuda:nccl"
-        return group
-    if group not in _on_host:
-        ranks = dist.get_process_group_ranks(group)
-        _on_host[group] = dist.new_group(
-            ranks, timeout=_timeouts.get(group), backend="gloo", use_local_synchronization=True
-        )
-    return _on_host[group]
+    if "cpu:" in str(dist.get_backend_config()):  # as "cpu:gloo,cuda:nccl"
+        return None
+    return {line: process_group(line, timeout, "values of the hosts", "gloo") for line in lines}

@@ -11,6 +11,7 @@ from tests.gpu_rules.layouts import LAYOUTS, ranks
 from tests.gpu_rules.ranks import StrictPool
 from tests.gpu_rules.report import Rules
 from tests.gpu_rules.training import Trained, differences, train
+from tests.gpu_rules.waits import blocking
 from tests.helpers.pool import RanksFailedError
 from tests.helpers.slow import slow
 
@@ -47,3 +48,5 @@ def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout:
     trained = pool.run(ranks(layout), train, layout, grace=15.0)
     assert pool.broken() == []
     assert differences(one_device, trained[0]) <= 1e-9
+    # Lightning itself reads a number of the device at each batch: whether rank 0 is to end.
+    assert [blocking(each.waits).total() for each in trained] == [1] * ranks(layout)
