@@ -32,6 +32,8 @@ def missing() -> str | None:
         return "the fake device takes the place of CUDA in a CPU build of torch, and this build has CUDA"
     if not _file().exists() and shutil.which("g++") is None:
         return "the fake device is built by g++, which is not there"
+    if not _file().exists() and not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the fake device is built with Python's headers (Python.h), which are not there"
     return None
 
 
