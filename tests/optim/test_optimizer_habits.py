@@ -484,7 +484,7 @@ class StorageThreadAxis(ThreadAxis):
 
     def __init__(self, size: int, rank: int, meeting: Any, name: str = "data") -> None:
         super().__init__(size, rank, meeting, name)
-        self.gathering = Prefetch()
+        self.gathering = Prefetch(reshard=True)
 
 
 def sharded(axis: ThreadAxis, make: Any) -> Any:

@@ -20,6 +20,7 @@ from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_located, is_metric_call, writes_into
 from lightning_par.private.modes import surroundings
+from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.sharded.functions import HOOKS
 
@@ -230,10 +231,9 @@ def contents(module: nn.Module) -> list[Any]:
     """The objects that the modules in ``module`` hold."""
     found: list[Any] = []
     for m in module.modules():
-        held = m.__dict__
-        found += held.values()
-        found += held["_parameters"].values()
-        found += held["_buffers"].values()
+        found += vars(m).values()
+        found += parameters_of(m).values()
+        found += buffers_of(m).values()
     return found
 
 
