@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.mesh.axis import Axis, Kind, Link
-from lightning_par.mesh.world_groups import host_groups, process_group
+from lightning_par.mesh.world_groups import connect_hosts, process_group
 from lightning_par.sequence.sequence_axis import SequenceAxis
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
@@ -231,8 +231,6 @@ def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> A
     # Every rank makes every group, in the same order.
     made = {line: process_group(line, timeout) for line in lines if len(line) > 1}
     kind = SequenceAxis if name == "sequence" else Axis
-    axis = kind(name, own, own.index(me), made.get(own))
-    if name in _OF_HOSTS and len(own) > 1:
-        hosts = host_groups(lines, timeout)
-        axis.host_group = axis.group if hosts is None else hosts[own]
-    return axis
+    if name in _OF_HOSTS and made:
+        connect_hosts(lines, timeout)
+    return kind(name, own, own.index(me), made.get(own))

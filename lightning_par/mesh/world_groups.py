@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _Key = tuple[tuple[int, ...], str, str | None, timedelta | None]
+_on_host: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -45,16 +46,27 @@ def process_group(
     return made[key]
 
 
-def host_groups(
-    lines: Sequence[tuple[int, ...]], timeout: timedelta | None
-) -> dict[tuple[int, ...], dist.ProcessGroup] | None:
-    """The ranks of each of ``lines`` connected by their hosts' memory: to read what came that way no rank waits for its
-    device. None where the world's own groups are. All ranks of the world must call it, in the same order.
+def connect_hosts(lines: Sequence[tuple[int, ...]], timeout: timedelta | None) -> None:
+    """Make `host_group` for the groups of ``lines``. All ranks of the world must call it, in the same order.
 
     Example::
 
-        assert host_groups([(0, 1), (2, 3)], timedelta(minutes=30)) is None  # under gloo
+        connect_hosts([(0, 1), (2, 3)], timedelta(minutes=30))
     """
     if "cpu:" in str(dist.get_backend_config()):  # as "cpu:gloo,cuda:nccl"
-        return None
-    return {line: process_group(line, timeout, "values of the hosts", "gloo") for line in lines}
+        return
+    for line in lines:
+        hosts = process_group(line, timeout, "values of the hosts", "gloo")
+        if dist.get_rank() in line:
+            _on_host[process_group(line, timeout)] = hosts
+
+
+def host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks of ``group`` connected by their hosts' memory, by which they send what the hosts know: to read what came
+    that way no rank waits for its device. ``group`` itself where it has a backend of the hosts, or no such twin.
+
+    Example::
+
+        assert host_group(group) is group  # under gloo
+    """
+    return None if group is None else _on_host.get(group, group)

@@ -9,7 +9,7 @@ _RING = "the messages of a ring go one by one on the communicator of the whole a
 
 LAYOUTS: dict[str, str] = {
     **dict.fromkeys("gpipe 1f1b interleaved izb zbv placement 1f1b4 interleaved4 zbv4".split(), _ORDERS),
-    **dict.fromkeys("pipe_tensor pipe_ring fsdp_pipe data_zbv".split(), _ORDERS),
+    **dict.fromkeys("pipe_tensor pipe_ring fsdp_pipe fsdp_pipe_reshard data_zbv".split(), _ORDERS),
     "ring4": _RING,
 }
 """Cells of `tests.gpu_rules.test_layouts` that must fail, under both kinds of queues."""
@@ -27,5 +27,5 @@ _TESTS: list[tuple[str, str]] = [
 """Tests that may fail under ``--gpu-rules``, by patterns of their ids."""
 
 
-def known(queue: str, test: str) -> str | None:
+def known(test: str) -> str | None:
     return next((reason for pattern, reason in _TESTS if fnmatchcase(test, pattern)), None)
