@@ -62,8 +62,8 @@ def connect_hosts(lines: Sequence[tuple[int, ...]], timeout: timedelta | None) -
 
 
 def host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks of ``group`` connected by their hosts' memory, by which they send what the hosts know: to read what came
-    that way no rank waits for its device. ``group`` itself where it has a backend of the hosts, or no such twin.
+    """The ranks of ``group`` connected by their hosts' memory: to read what came that way no rank waits for its device.
+    ``group`` itself where it has a backend of the hosts, or no such twin.
 
     Example::
 
