@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 _ORDERS = "activations and gradients go by communicators of their own, in opposite orders on two ranks"
+_COURIER = "what a rank sends to be saved goes message by message on the communicator of the world"
 _RING = "the messages of a ring go one by one on the communicator of the whole axis"
 
 LAYOUTS: dict[str, str] = {
@@ -18,6 +19,7 @@ _TESTS: list[tuple[str, str]] = [
     ("*test_equality.py*pp[24]*", _ORDERS),
     ("*test_draws_of_a_pipeline*", _ORDERS),
     ("*test_hybrid_equality.py*pipeline=*", _ORDERS),
+    ("*test_hybrid_equality.py*", _COURIER),
     ("*test_features.py*pipeline*", _ORDERS),
     ("*test_features.py*placement*", _ORDERS),
     ("*pipeline/test_surface.py*", _ORDERS),
