@@ -32,6 +32,7 @@ CHANGING = {
     "sharded/rules/stored_weights.py Gathering.count": "",
     # of the process, and of no run
     "mesh/world_groups.py _of_world": "groups, which end with their world, and on which nothing is written",
+    "mesh/world_groups.py _on_host": "which of these groups has the same ranks as another",
     "mesh/positions.py _alive": "equal positions are one object, as long as somebody holds it",
     "python_state/iterators.py Replay.of": "who stands for one of Python's iterators, as long as somebody holds it",
     "absent/deferred/history.py _serials": "numbers for an order",

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, note
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.tensors import write_count
 
 Kind = Literal["forward", "backward"]
@@ -76,8 +77,6 @@ class Axis:
         self.ranks = ranks
         self.rank = rank
         self.group = group
-        self.host_group = group
-        """The same ranks, for what the hosts know; see `world_groups.host_group`."""
         self.guard: Callable[[], None] | None = None
         """Called before sharded tensors talk; see `lightning_par.mesh.handshake`."""
         self.residual: Any = None
@@ -94,7 +93,7 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "host_group": None, "guard": None, "mix": None, "_entries": {}}
+        return {**vars(self), "group": None, "guard": None, "mix": None, "_entries": {}}
 
     @property
     def size(self) -> int:
@@ -154,7 +153,7 @@ class Axis:
         if self.size == 1:
             return None
         self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
-        group = self.host_group if x.device.type == "cpu" else self.group
+        group = host_group(self.group) if x.device.type == "cpu" else self.group
         return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
 
     def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
@@ -256,7 +255,7 @@ class Axis:
             return value
         box = [value]
         self._log("broadcast", purpose, 1, 0)
-        dist.broadcast_object_list(box, src=self.ranks[source], group=self.host_group)
+        dist.broadcast_object_list(box, src=self.ranks[source], group=host_group(self.group))
         return box[0]
 
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:

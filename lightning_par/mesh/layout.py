@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.world_groups import host_group, process_group
+from lightning_par.mesh.world_groups import connect_hosts, process_group
 from lightning_par.sequence.sequence_axis import SequenceAxis
 
 AxisName = Literal["data", "pipeline", "sequence", "tensor"]
@@ -182,7 +182,7 @@ def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> A
     me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     own = next(line for line in lines if me in line)
     kind = SequenceAxis if name == "sequence" else Axis
-    axis = kind(name, own, own.index(me), process_group(lines, timeout) if len(own) > 1 else None)
-    if name in _OF_HOSTS:
-        axis.host_group = host_group(lines, timeout, axis.group)
-    return axis
+    group = process_group(lines, timeout) if len(own) > 1 else None
+    if name in _OF_HOSTS and len(own) > 1:
+        connect_hosts(lines, timeout)
+    return kind(name, own, own.index(me), group)

@@ -21,6 +21,7 @@ from lightning_par.private.process_groups import number_of_groups, splits
 Lines = tuple[tuple[int, ...], ...]
 """Sets of global ranks, ascending, of which none has a rank in common with another."""
 _Key = tuple[Lines, str, str | None, timedelta | None]
+_on_host: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -56,20 +57,29 @@ def process_group(
     return made[key]
 
 
-def host_group(
-    lines: Sequence[tuple[int, ...]], timeout: timedelta | None, group: dist.ProcessGroup | None
-) -> dist.ProcessGroup | None:
-    """The ranks of ``group``, which is that of ``lines``, connected by their hosts' memory: to read what came that way
-    no rank waits for its device. All ranks of the world must call it, in the same order.
+def connect_hosts(lines: Sequence[tuple[int, ...]], timeout: timedelta | None) -> None:
+    """Make `host_group` for the groups of ``lines``. All ranks of the world must call it, in the same order.
 
     Example::
 
-        lines = [(0, 1), (2, 3)]
-        assert host_group(lines, None, process_group(lines, None)) is not None
+        connect_hosts([(0, 1), (2, 3)], timedelta(minutes=30))
     """
-    if group is None or "cpu:" in str(dist.get_backend_config(group)):  # as "cpu:gloo,cuda:nccl"
-        return group
-    return process_group(lines, timeout, "values of the hosts", "gloo")
+    if "cpu:" in str(dist.get_backend_config()):  # as "cpu:gloo,cuda:nccl"
+        return
+    group, hosts = process_group(lines, timeout), process_group(lines, timeout, "values of the hosts", "gloo")
+    if group is not None and hosts is not None:
+        _on_host[group] = hosts
+
+
+def host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks of ``group`` connected by their hosts' memory: to read what came that way no rank waits for its device.
+    ``group`` itself where it has a backend of the hosts, or no such twin.
+
+    Example::
+
+        assert host_group(group) is group  # under gloo
+    """
+    return None if group is None else _on_host.get(group, group)
 
 
 def _make(

@@ -63,7 +63,7 @@ def attention(
     degrees = () if settings.grid is None or settings.grid.ulysses is None else (settings.grid.ulysses.size,)
     chosen = scheme.choose(settings.asked, axis.size, call.shapes, degrees)
     grid = _grid(chosen, axis, settings)
-    out = _attend(func, call, grid, chosen, axis, dropout_p, is_causal, _scale(scale, call), attn_mask)
+    out = _attend(func, call, grid, chosen, axis, dropout_p, is_causal, _scale(scale, call))
     result = call.result(out)
     return ShardedTensor(result, result.ndim - 2, query._positions, axis)
 
@@ -80,14 +80,13 @@ def _grid(chosen: Scheme, axis: Axis, settings: AttentionSettings) -> Grid:
 
 
 def _attend(
-    func: Any, call: Arguments, grid: Grid, chosen: Scheme, axis: Axis, p: float, is_causal: bool, scale: float,
-    given: Tensor | None,
-) -> Tensor:  # fmt: skip
+    func: Any, call: Arguments, grid: Grid, chosen: Scheme, axis: Axis, p: float, is_causal: bool, scale: float
+) -> Tensor:
     """This rank's rows (B, H, T, e)."""
     inner, outer = grid.part(call.queries)
     q, k, v, keys = _onto_heads(call, grid)
     mask = _own_mask(call, grid)
-    deep = given is not None and mask is not None and _is_deep(given, call, mask, axis, grid)
+    deep = mask is not None and _is_deep(call, mask, axis, grid)
     if grid.ring is None:
         with RunState.current.streams.draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
@@ -107,13 +106,13 @@ def _attend(
     return out
 
 
-def _is_deep(given: Tensor, call: Arguments, mask: Tensor, axis: Axis, grid: Grid) -> bool:
-    """Whether all of a row of the mask may be huge: asked of the one that all layers are given, before autocast and
-    cuts make another of it for each; of a sharded one's rows on this rank."""
+def _is_deep(call: Arguments, mask: Tensor, axis: Axis, grid: Grid) -> bool:
+    """Whether all of a row of the mask may be huge: asked of the one that all layers are given; of a sharded one's rows
+    on this rank."""
     known: DeepMasks = getattr(axis, "masks", None) or DeepMasks()
-    if not isinstance(given, ShardedTensor):
-        return known.has(given)
-    assert call.mask is not None
+    assert call.mask is not None and call.given is not None
+    if not isinstance(call.given, ShardedTensor):
+        return known.has(call.given)
     return known.has(mask if call.mask_is_cut and grid.ulysses is not None else call.mask)
 
 

@@ -36,6 +36,7 @@ class Arguments:
         batch: the leading dims before the heads, whose product is B.
         dims: of the result.
         fused: whether torch takes a fused kernel, whose result lies in memory as the query does, not in order.
+        given: the mask as the step gives it, to many calls: autocast and cuts make another of it for each.
     """
 
     q: Tensor
@@ -48,6 +49,7 @@ class Arguments:
     batch: tuple[int, ...]
     dims: int
     fused: bool
+    given: Tensor | None
 
     @property
     def shapes(self) -> Shapes:
@@ -73,7 +75,7 @@ def read(
         arguments = read(query, key, value, None, causal=True, p=0.0, gqa=False)
     """
     query, key, value = (_as_autocast(x) for x in (query, key, value))  # type: ignore[assignment]
-    mask = mask if mask is None or mask.dtype == torch.bool else _as_autocast(mask)
+    given, mask = mask, mask if mask is None or mask.dtype == torch.bool else _as_autocast(mask)
     target = _target(query, key, value, gqa)
     if target is None or not _alike(query, key, value) or not 0.0 <= p <= 1.0:
         return None
@@ -90,7 +92,7 @@ def read(
     fused = _fused(query, key, value, mask, p, gqa)
     mask = None if rows is None else _four(rows, batch)
     k, v = _four(k, batch), _four(v, batch)
-    return Arguments(q, k, v, mask, query._positions, key_positions, is_cut, batch, dims, fused)
+    return Arguments(q, k, v, mask, query._positions, key_positions, is_cut, batch, dims, fused, given)
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -13,5 +13,5 @@ _TESTS: list[tuple[str, str]] = [
 """Tests that may fail under ``--gpu-rules``, by patterns of their ids."""
 
 
-def known(queue: str, test: str) -> str | None:
+def known(test: str) -> str | None:
     return next((reason for pattern, reason in _TESTS if fnmatchcase(test, pattern)), None)

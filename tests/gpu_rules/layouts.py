@@ -35,6 +35,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "pipe_tensor": PP | TP,
     "pipe_ring": PP | SP | dict(attention="ring"),
     "fsdp_pipe": DP | PP | dict(data_parallel="fsdp"),
+    "fsdp_pipe_reshard": DP | PP | dict(data_parallel="fsdp", reshard_after_forward=True),
     "fsdp_tensor": DP | TP | dict(data_parallel="fsdp"),
     "data_zbv": DP | PP | dict(schedule="zbv"),
 }

@@ -40,7 +40,7 @@ def strict_pool(config: pytest.Config) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     queue = config.getoption(_OPTION)
     for item in items if queue else ():
-        reason = known(queue, item.nodeid)
+        reason = known(item.nodeid)
         if reason:
             item.add_marker(pytest.mark.xfail(reason=reason))
 

@@ -48,5 +48,11 @@ def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout:
     trained = pool.run(ranks(layout), train, layout, grace=15.0)
     assert pool.broken() == []
     assert differences(one_device, trained[0]) <= 1e-9
-    # Lightning itself reads a number of the device at each batch: whether rank 0 is to end.
+
+
+@slow(but=["tensor", "zbv", "fsdp_pipe_reshard"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_waits_once_a_step(pool: StrictPool, layout: str) -> None:
+    """Lightning itself reads a number of the device at each batch: whether rank 0 is to end."""
+    trained = pool.run(ranks(layout), train, layout)
     assert [blocking(each.waits).total() for each in trained] == [1] * ranks(layout)

@@ -36,14 +36,10 @@ class _Deliver(torch.autograd.Function):
         factor = grad / ctx.scale  # Lightning's own scaling of the loss, over what the schedule took for it
         # Where both agree no pass over all gradients is needed; a GPU makes it sooner than it tells whether they do.
         if factor.device.type != "cpu" or float(factor) != 1.0:
-            grads = [_scaled(g, factor) for g in grads]
+            # One after another, not into their own memory, which two of them may share: as many again may be too many.
+            for place, g in enumerate(grads):
+                grads[place] = g * (factor.to(g.dtype) if g.dtype.is_floating_point else factor)
         return (None, None, None, grad if ctx.chained else None, *grads)
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    if grad.device.type == "cpu":
-        return grad * (factor.to(grad.dtype) if grad.dtype.is_floating_point else factor)
-    return grad.mul_(factor)  # nobody else has seen it, and there may be no room for another
 
 
 class _Before(torch.autograd.Function):
