@@ -156,21 +156,23 @@ class Axis:
         group = host_group(self.group) if x.device.type == "cpu" else self.group
         return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
-        """Every rank's ``x`` (same shape on all ranks), in rank order."""
-        if self.size == 1:
-            return [x]
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in self.ranks]
-        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        dist.all_gather(parts, x, group=self.group)
-        return parts
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        """Every rank's ``x`` (same shape on all ranks), in rank order along a new first dim."""
+        gathered, work = self.start_all_gather(x.contiguous(), purpose)
+        if work is not None:
+            work.wait()
+        return gathered.view(self.size, *x.shape)
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
         own = parts[self.rank]
         if self.size == 1:
             return own
+        if all(part.shape == own.shape for part in parts):  # laid out once, where a list would be copied again
+            out, work = self.start_reduce_scatter(torch.cat([part.reshape(-1) for part in parts]), purpose)
+            assert work is not None
+            work.wait()
+            return out.view(own.shape)
         numel = sum(part.numel() for part in parts)
         self._log("reduce_scatter", purpose, numel, numel * own.element_size())
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
@@ -187,7 +189,7 @@ class Axis:
             return x, None
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
         out = x.new_empty(x.numel() * self.size)
-        return out, dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+        return out, dist.all_gather_into_tensor(out, x.view(-1), group=self.group, async_op=True)
 
     def start_reduce_scatter(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
         """Begin to sum over the ranks what the contiguous ``x`` has for this one: it has as much for each, in order.

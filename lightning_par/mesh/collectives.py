@@ -106,7 +106,7 @@ class _SumScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
         ctx.args = dim, positions, axis, purpose
-        parts = [_part_of_rank(x.detach(), dim, positions, rank).contiguous() for rank in range(axis.size)]
+        parts = [_part_of_rank(x.detach(), dim, positions, rank) for rank in range(axis.size)]
         return axis.reduce_scatter(parts, purpose)
 
     @staticmethod
@@ -152,7 +152,10 @@ def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: st
         padding[dim] = max(counts) - counts[axis.rank]
         sent = torch.cat([sent, sent.new_zeros(padding)], dim)
     parts = axis.all_gather(sent, purpose)
-    whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
+    if min(counts) == max(counts):
+        whole = parts.movedim(0, dim).flatten(dim, dim + 1)  # of the first dim no copy
+    else:
+        whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
     order = positions.restore(axis.size, x.device)
     return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
 

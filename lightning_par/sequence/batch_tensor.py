@@ -281,7 +281,7 @@ class _Silent(SequenceAxis):
     def about_to_gather(self, func: Any, x: Tensor) -> None:
         raise RuntimeError("a trial moves nothing")
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         raise RuntimeError("a trial moves nothing")
 
 

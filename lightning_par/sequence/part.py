@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -66,8 +65,8 @@ class PlanningAxis(SequenceAxis):
     def start_all_reduce_(self, x: Tensor, purpose: str, op: Any = "sum") -> None:
         return None
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
-        return [torch.empty_like(x) for _ in self.ranks]
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        return x.new_empty((self.size, *x.shape))
 
 
 class TokensPart(Part):

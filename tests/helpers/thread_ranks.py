@@ -160,12 +160,12 @@ class ThreadAxis(Axis):
         with torch.no_grad():
             x.copy_(total)
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         if self.size == 1:
-            return [x]
+            return x.unsqueeze(0)
         x = x.contiguous()
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        return [part.clone() for part in self._meet("all_gather", purpose, x)]
+        return torch.stack(self._meet("all_gather", purpose, x))
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         if self.size == 1:
