@@ -27,11 +27,9 @@ _known: Memo[Any, tuple[Strides | None, ...]] = Memo()
 
 def strides_of(x: Any) -> Strides:
     """The strides that ``x``, sharded or plain, has on one device."""
-    known = getattr(x, "_strides", None)
-    if callable(known):
-        known = x._strides = known()
+    known = remembered(x)
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     if not isinstance(x, ShardedTensor):
         return tuple(x.stride())
     local, dim, size = strides_of(x._local), x._dim, x._positions.size
@@ -45,6 +43,14 @@ def strides_of(x: Any) -> Strides:
         strides[d] = step
         step *= size if d == dim else x._local.shape[d]
     return tuple(strides)
+
+
+def remembered(x: Any) -> Strides | None:
+    """The strides that ``x`` remembers to have on one device, worked out; None where its part tells them."""
+    known = getattr(x, "_strides", None)
+    if callable(known):
+        known = x._strides = known()
+    return known  # type: ignore[no-any-return]
 
 
 def sliced(x: ShardedTensor, part: ShardedTensor, step: int) -> ShardedTensor:
