@@ -17,6 +17,10 @@ class Listener:
         """``run`` with the arguments; ``told`` is the same, which the listener hears of again."""
         raise NotImplementedError
 
+    def missed(self) -> None:
+        """Something is done besides functions and verbs, as a report."""
+        raise NotImplementedError
+
 
 class _Thread(threading.local):
     listener: Listener | None = None

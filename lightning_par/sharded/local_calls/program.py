@@ -28,20 +28,24 @@ def shard(local: Tensor, shape: Any, dim: int, positions: Any, axis: Any, stride
 class Source:
     """Writes values of items as Python, and keeps what has no text.
 
+    Args:
+        renamed: other names for tensors.
+
     Attributes:
         names: what the text refers to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, renamed: dict[str, str] | None = None) -> None:
+        self.renamed = renamed or {}
         self.names: dict[str, Any] = {"shard": shard}
         self._known: dict[int, str] = {}
 
     def text(self, value: Any) -> str:
         if isinstance(value, Name):
-            return value.text
+            return self.renamed_text(value.text)
         if isinstance(value, Shard):
             rest = (value.shape, value.dim, value.positions, value.axis, value.strides)
-            return f"shard({value.part.text}, {', '.join(self.text(x) for x in rest)})"
+            return f"shard({self.text(value.part)}, {', '.join(self.text(x) for x in rest)})"
         if type(value) is tuple:
             return f"({''.join(f'{self.text(x)}, ' for x in value)})"
         if type(value) is list:
@@ -51,6 +55,9 @@ class Source:
         if type(value) is slice:
             return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
         return repr(value) if type(value) in _WRITTEN else self.constant(value)
+
+    def renamed_text(self, text: str) -> str:
+        return self.renamed.get(text, text)
 
     def constant(self, value: Any) -> str:
         name = self._known.setdefault(id(value), f"c{len(self._known)}")

@@ -68,7 +68,7 @@ class Call:
             self._add_plain(x, (x.requires_grad, x.is_leaf, kind))
             return True
         if kind in _SETTINGS:
-            self.key += kind, x
+            self.key += kind, x or repr(x)  # 0.0 equals -0.0
             return True
         if kind is slice:
             self.key.append(slice)
@@ -93,7 +93,7 @@ class Call:
         strides = x._strides
         if strides is not None and type(strides) is not tuple:
             strides = remembered(x)
-        self._add_plain(local, (local.requires_grad, x._dim, x._positions, strides))
+        self._add_plain(local, (local.requires_grad, local.is_leaf, x._dim, x._positions, strides))
         return True
 
     def _add_plain(self, x: Tensor, facts: Any) -> None:
@@ -131,12 +131,23 @@ class Call:
             return result, None
 
 
+def is_unwatched() -> bool:
+    """Whether nothing but rules looks at the functions that are called."""
+    state = RunState.current
+    watched = state.names.on or state.shows_memory or Memory.count or thread.listener is not None
+    return not (watched or is_any_mode() or in_functorch())
+
+
+def surroundings(x: Tensor) -> tuple[Any, ...]:
+    """What a rule may go by besides its arguments, of which ``x`` is one."""
+    kind = x.device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, RunState.current.shared
+
+
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The call as the table knows it; None where something else looks at it, or may."""
-    if not _repeat[func] or Memory.count or thread.listener is not None or is_any_mode() or in_functorch():
-        return None
-    state = RunState.current
-    if state.names.on or state.shows_memory:
+    if not _repeat[func] or not is_unwatched():
         return None
     call = Call(func)
     for x in args:
@@ -148,7 +159,5 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
             return None
     if call.axis is None:
         return None
-    kind = call.tensors[0].device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    call.key += torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, state.shared
+    call.key += surroundings(call.tensors[0])
     return call

@@ -72,16 +72,18 @@ class Tape(TorchFunctionMode, Listener):
 
     Args:
         inputs: the tensors there are before, by the names that stand for them.
+        views: whether a function that is unclear is noted as it stands, on sharded tensors, to be run by its rule.
     """
 
-    def __init__(self, inputs: dict[str, Tensor]) -> None:
+    def __init__(self, inputs: dict[str, Tensor], views: bool = False) -> None:
         super().__init__()
+        self._views = views
         self.items: list[Item] = []
         self.unclear = False
         self._names: dict[int, str] = {id(x): name for name, x in inputs.items()}
         self._held: list[Any] = list(inputs.values())  # or an id would soon be another's
         self._count = 0
-        self._paused = False
+        self._paused = self._in_rule = False
 
     def __enter__(self) -> Tape:
         self._before, thread.listener = thread.listener, self
@@ -120,6 +122,10 @@ class Tape(TorchFunctionMode, Listener):
         self._note("verb", told, args, kwargs, result)
         return result
 
+    def missed(self) -> None:
+        """See `Listener.missed`."""
+        self.unclear = True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
@@ -131,16 +137,34 @@ class Tape(TorchFunctionMode, Listener):
         result = func(*args, **kwargs)
         if name in _FACTS:
             return result
-        if writes(name) or name in DRAWS and self._draws(name, args, kwargs) or name in READS:
+        draws = name in DRAWS and self._draws(name, args, kwargs)
+        if writes(name) or name in READS or draws and (self._in_rule or not self._views):
             self.unclear = True
         else:
-            self._note("function", func, args, kwargs, result)
+            self._note("view" if draws else "function", func, args, kwargs, result)
         return result
 
     def _of_subclass(self, func: Any, name: str, kinds: list[type], args: Any, kwargs: Any) -> Any:
         if name in _FACTS:
             return self._aside(func, args, kwargs)
-        if kinds != [ShardedTensor] or writes(name) or name in READS:
+        if self.unclear or writes(name) or name in READS:
+            self.unclear = True
+            return self._aside(func, args, kwargs)
+        if not self._views or self._in_rule:
+            return self._by_rule(func, kinds, args, kwargs)
+        noted, names, self._in_rule = len(self.items), self._names.copy(), True
+        try:
+            result = self._by_rule(func, kinds, args, kwargs)
+        finally:
+            self._in_rule = False
+        if self.unclear:
+            del self.items[noted:]
+            self._names, self.unclear = names, False
+            self._note("view", func, args, kwargs, result)
+        return result
+
+    def _by_rule(self, func: Any, kinds: list[type], args: Any, kwargs: Any) -> Any:
+        if kinds != [ShardedTensor]:
             self.unclear = True
             return self._aside(func, args, kwargs)
         from lightning_par.sharded.rules.lookup import dispatch
