@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from lightning_par.private.compiler import is_higher_order
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.local_calls.program import Source, needed, used_in
 from lightning_par.sharded.local_calls.repeated_calls import Call, is_unwatched, surroundings
 from lightning_par.sharded.local_calls.tape import Item, Name, Tape, UnclearError
@@ -53,7 +54,8 @@ class CompiledGraph:
         if not all(map(call.add, args)):
             return self.graph(*args)
         if call.axis is None:
-            self._whole = self._whole or torch.compile(self.graph, backend=self.backend)
+            if self._whole is None:
+                self._whole = torch.compile(self.graph, backend=self.backend)
             return self._whole(*args)
         key = (*call.key, *surroundings(call.tensors[0]))
         if key not in self.programs:
@@ -96,7 +98,8 @@ def _is_stored(x: Any) -> bool:
 def compiled(names: Sequence[str], items: Sequence[Item], result: Any, backend: Any) -> Callable[..., Any]:
     """A function of plain tensors that does what ``items`` say, its functions compiled in runs."""
     steps = [list(run) for _, run in groupby(needed(items, result), _kind())]
-    source, lines = Source(), []
+    source = Source()
+    lines: list[str] = []
     for number, step in enumerate(steps):
         if step[0].kind != "function":
             lines += map(source.line, step)
@@ -135,7 +138,8 @@ class Segment:
 
     def __call__(self, *args: Tensor) -> Any:
         if self._compiled is None:
-            self._compiled = self._backend(self._graph, list(args))
+            with unshared(()):  # a backend may ask for gradients of what it traces
+                self._compiled = self._backend(self._graph, list(args))
         return self._compiled(*args)
 
 

@@ -22,15 +22,15 @@ from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import BY_ENTRY, MATRIX_PRODUCTS, PRECISIONS, REGROUPS, SLICES, TURNS, writes
 from lightning_par.sharded.local_calls.program import program
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
-from lightning_par.sharded.rules.strides import remembered
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, remembered
 from lightning_par.trial.memo import Memo
 
 Program = Callable[..., Any]
 _FUNCTIONS = (
     BY_ENTRY | MATRIX_PRODUCTS | PRECISIONS | REGROUPS | SLICES | TURNS
-    | frozenset("softmax log_softmax layer_norm rms_norm scaled_dot_product_attention dropout contiguous sum mean".split())
+    | {"softmax", "log_softmax", "layer_norm", "rms_norm", "scaled_dot_product_attention", "dropout", "contiguous"}
+    | {"sum", "mean"}
 )  # fmt: skip
 _SETTINGS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -75,7 +75,7 @@ class Call:
             return self.add(x.start) and self.add(x.stop) and self.add(x.step)
         if kind is tuple or kind is list:
             self.key += kind, len(x)
-            return all(map(self.add, x)) 
+            return all(map(self.add, x))
         if x is Ellipsis:
             self.key.append(x)
             return True

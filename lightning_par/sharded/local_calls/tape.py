@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.mesh.listener import Listener, thread
 from lightning_par.sharded.functions import DRAWS, METADATA, READS, STRIDES, name_of, writes
-from lightning_par.sharded.rules.strides import remembered
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, remembered
 
 _FACTS = METADATA | STRIDES | frozenset("""
 shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized is_nested is_mps is_cpu

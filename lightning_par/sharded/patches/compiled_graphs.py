@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_par.private import compiler
 from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.local_calls.compiled_graph import CompiledGraph, may_be_split
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.run_state import RunState
@@ -81,6 +82,9 @@ def _on_parts(plain: Callable[..., Any], use: Use) -> Callable[..., Any]:
             return plain(self, graph, example_inputs)
         if not may_be_split(graph):
             raise compiler.skip_frame("it has code within code, which rules are not told of")
-        return CompiledGraph(graph, self.compiler_fn) if sharded else plain(self, graph, example_inputs)
+        if sharded:
+            return CompiledGraph(graph, self.compiler_fn)
+        with unshared(()):  # as in `compiled_graph.Segment`
+            return plain(self, graph, example_inputs)
 
     return call_user_compiler

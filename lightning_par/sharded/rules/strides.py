@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import memory_of
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, remembered
 from lightning_par.trial.memo import Memo
 
 Strides = tuple[int, ...]
@@ -43,14 +43,6 @@ def strides_of(x: Any) -> Strides:
         strides[d] = step
         step *= size if d == dim else x._local.shape[d]
     return tuple(strides)
-
-
-def remembered(x: Any) -> Strides | None:
-    """The strides that ``x`` remembers to have on one device, worked out; None where its part tells them."""
-    known = getattr(x, "_strides", None)
-    if callable(known):
-        known = x._strides = known()
-    return known  # type: ignore[no-any-return]
 
 
 def sliced(x: ShardedTensor, part: ShardedTensor, step: int) -> ShardedTensor:
