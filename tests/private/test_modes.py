@@ -14,6 +14,7 @@ from lightning_par.private.modes import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
     innermost_mode,
+    is_any_mode,
     no_modes,
 )
 
@@ -79,3 +80,9 @@ def test_the_innermost_mode_is_known() -> None:
         inner.__exit__(None, None, None)
         assert innermost_mode() is outer
         inner.__enter__()
+
+
+def test_whether_a_mode_is_entered() -> None:
+    assert not is_any_mode()
+    with torch.device("cpu"):
+        assert is_any_mode()
