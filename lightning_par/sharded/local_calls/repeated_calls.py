@@ -141,7 +141,8 @@ def is_unwatched() -> bool:
 def surroundings(x: Tensor) -> tuple[Any, ...]:
     """What a rule may go by besides its arguments, of which ``x`` is one."""
     kind = x.device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    may_cast = torch.amp.is_autocast_available(kind)  # not on "meta", where shapes alone are tried
+    cast = torch.get_autocast_dtype(kind) if may_cast and torch.is_autocast_enabled(kind) else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, RunState.current.shared
 
 
