@@ -18,9 +18,11 @@ from torch import Tensor
 
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, note
+from lightning_par.mesh.listener import heard
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.tensors import write_count
+from lightning_par.trial.memo import Memo
 
 Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
@@ -85,6 +87,8 @@ class Axis:
         """With which others a tensor may be sharded over it; see `lightning_par.sharded.rules.several_axes`."""
         self.rings = 0
         """Calls of ring attention along it so far, alike on all ranks, whose messages have tags by them."""
+        self.calls: Memo[Any, Any] = Memo()
+        """Of functions of tensors that are sharded over it; see `lightning_par.sharded.local_calls.repeated_calls`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
@@ -93,12 +97,13 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "guard": None, "mix": None, "_entries": {}}
+        return {**vars(self), "group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}}
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    @heard
     def entered(self, x: Tensor) -> Tensor:
         """`enter` ``x``, once for all that read the same tensor: their gradients then share one all-reduce."""
         if self.size == 1 or self.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):

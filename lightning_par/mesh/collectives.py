@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.mesh.listener import heard
 from lightning_par.mesh.positions import Positions
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _on_parts(verb: Any, x: Any, *args: Any, dim: int | None = None) -> Tensor:
     return x.with_local(verb(x._local, *args))
 
 
+@heard
 def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
     if axis.size == 1 or axis.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
@@ -77,6 +79,7 @@ def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     return _Enter.apply(x, axis, purpose)
 
 
+@heard
 def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
     """The sum over the axis of the partial sums ``x``, replicated, or sharded by tokens as the residual stream is."""
     if axis.size == 1:
@@ -139,6 +142,7 @@ def _part_of_rank(x: Tensor, dim: int, positions: Positions, rank: int) -> Tenso
     return x.index_select(dim, positions.index(rank, x.device))
 
 
+@heard
 def own_part(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor:
     return _part_of_rank(x, dim, positions, axis.rank).contiguous()
 
@@ -160,6 +164,7 @@ def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: st
     return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
 
 
+@heard
 def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
     """The whole tensor whose dim ``dim`` the ranks hold by ``positions``; ``x`` is this rank's part."""
     if axis.size == 1:
@@ -171,6 +176,7 @@ def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str =
     return _gathered(x, dim, positions, axis, purpose)
 
 
+@heard
 def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
     """This rank's part of the sum over the axis of the partial sums ``x`` along ``dim``."""
     if axis.size == 1:
@@ -180,6 +186,7 @@ def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: 
     return _SumScatter.apply(x, dim, positions, axis, purpose)
 
 
+@heard
 def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
     """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
     axis.about_to_cut(x)
