@@ -156,12 +156,19 @@ class Axis:
         group = host_group(self.group) if x.device.type == "cpu" else self.group
         return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
 
-    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        """Every rank's ``x`` (same shape on all ranks), in rank order along a new first dim."""
-        gathered, work = self.start_all_gather(x.contiguous(), purpose)
+    def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Every rank's ``x`` (same shape on all ranks), in rank order.
+
+        Args:
+            x: of any strides.
+            purpose: for the ledger.
+            shape: of what is returned; by default a new first dim is that of the ranks.
+        """
+        shape = (self.size, *x.shape) if shape is None else shape
+        gathered, work = self.start_all_gather(x.contiguous(), purpose, shape)
         if work is not None:
             work.wait()
-        return gathered.view(self.size, *x.shape)
+        return gathered
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
@@ -169,39 +176,47 @@ class Axis:
         if self.size == 1:
             return own
         if all(part.shape == own.shape for part in parts):  # laid out once, where a list would be copied again
-            out, work = self.start_reduce_scatter(torch.cat([part.reshape(-1) for part in parts]), purpose)
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            out, work = self.start_reduce_scatter(flat, purpose, own.shape)
             assert work is not None
             work.wait()
-            return out.view(own.shape)
+            return out
         numel = sum(part.numel() for part in parts)
         self._log("reduce_scatter", purpose, numel, numel * own.element_size())
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
         dist.reduce_scatter(out, [part.contiguous() for part in parts], group=self.group)
         return out
 
-    def start_all_gather(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
+    # What is returned below is no view, into which user code could not write behind an autograd function.
+
+    def start_all_gather(
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
+    ) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory.
 
         Returns:
-            What will be there once the caller has waited, unless there is nothing to wait on.
+            What will be there once the caller has waited, unless there is nothing to wait on: of ``shape``, by default
+            of one dim.
         """
         if self.size == 1:
-            return x, None
+            return x if shape is None else x.view(shape), None
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        out = x.new_empty(x.numel() * self.size)
-        return out, dist.all_gather_into_tensor(out, x.view(-1), group=self.group, async_op=True)
+        out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
+        return out, dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
-    def start_reduce_scatter(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
+    def start_reduce_scatter(
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
+    ) -> tuple[Tensor, dist.Work | None]:
         """Begin to sum over the ranks what the contiguous ``x`` has for this one: it has as much for each, in order.
 
         Returns:
             As `start_all_gather`; the caller keeps ``x`` until then.
         """
         if self.size == 1:
-            return x, None
+            return x if shape is None else x.view(shape), None
         self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
-        out = x.new_empty(x.numel() // self.size)
-        return out, dist.reduce_scatter_tensor(out, x.view(-1), group=self.group, async_op=True)
+        out = x.new_empty(x.numel() // self.size if shape is None else tuple(shape))
+        return out, dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
         """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.

@@ -151,10 +151,10 @@ def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: st
         padding = list(x.shape)
         padding[dim] = max(counts) - counts[axis.rank]
         sent = torch.cat([sent, sent.new_zeros(padding)], dim)
-    parts = axis.all_gather(sent, purpose)
-    if min(counts) == max(counts):
-        whole = parts.movedim(0, dim).flatten(dim, dim + 1)  # of the first dim no copy
+    if min(counts) == max(counts) and all(n == 1 for n in x.shape[:dim]):  # then they lie in memory as they came
+        whole = axis.all_gather(sent, purpose, (*x.shape[:dim], positions.size, *x.shape[dim + 1 :]))
     else:
+        parts = axis.all_gather(sent, purpose)
         whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
     order = positions.restore(axis.size, x.device)
     return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
