@@ -72,6 +72,9 @@ class Axis:
     gradient_shares = False
     """Whether each rank has a share of a replicated tensor's gradient, they sum to the whole; else each has all."""
 
+    hides_entries = True
+    """Whether backward may compute weights' gradients while that of what entered is summed over the axis."""
+
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         self.name = name
         self.ranks = ranks

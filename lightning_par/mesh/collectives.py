@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.mesh.overlapped_entry import overlapped, pays
 from lightning_par.mesh.positions import Positions
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
     if axis.size == 1 or axis.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _Enter.apply(x, axis, purpose)
+    return overlapped(x, axis, purpose) if pays(x, axis) else _Enter.apply(x, axis, purpose)
 
 
 def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:

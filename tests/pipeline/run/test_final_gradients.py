@@ -1,4 +1,4 @@
-"""A pipeline's gradients are averaged over replicas as they become final, with the same messages and the same result."""
+"""A pipeline averages gradients over replicas as they become final, with the same messages and the same result."""
 
 from __future__ import annotations
 
