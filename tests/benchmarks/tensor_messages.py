@@ -2,9 +2,11 @@
 
 Each message takes so many milliseconds behind the one before it (the group of `tests.gpu_rules`). Two ranks train the
 same blocks by turns as ever and with entries' messages hidden, pair by pair in one run; figures are medians over the
-pairs. It takes a minute on an idle machine with two cores::
+pairs. With ``--seconds`` the gradient of each weight behind an entry takes so much more, in a hook that sleeps: small
+layers then tell how much is hidden whatever else the machine does. It takes half a minute::
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0.01
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0.02 --seconds 0.02 --width 32 --length 8
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0  # on an idle machine: what it costs or saves
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Turns(Callback):
         self.moved.append([(t.verb, t.purpose, t.nbytes) for t in self.open.transfers])
 
 
-def train(width: int, length: int, layers: int, pairs: int, least: int) -> tuple[list[float], list[float], Any]:
+def train(
+    width: int, length: int, layers: int, pairs: int, least: int, seconds: float
+) -> tuple[list[float], list[float], Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     turns, steps = Turns(least), 2 * (WARM + pairs)
@@ -59,13 +63,18 @@ def train(width: int, length: int, layers: int, pairs: int, least: int) -> tuple
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches = [*torch.randint(WORDS, (steps, 4, length))]
-    trainer.fit(GPT(width, length, layers), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    model = GPT(width, length, layers)
+    for block in model.blocks if seconds else ():
+        for layer in (block.qkv, block.mlp[0]):  # type: ignore[union-attr,index,operator]
+            layer.weight.register_hook(lambda _: time.sleep(seconds))
+    trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return *turns.seconds, turns.moved[-2:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--delay", type=float, default=0.01)
+    parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8)
@@ -75,7 +84,7 @@ def main() -> None:
 
     pool = StrictPool("cpu", Rules(delay=options.delay, checks=False))
     try:
-        sizes = options.width, options.length, options.layers, options.pairs, 0
+        sizes = options.width, options.length, options.layers, options.pairs, 0, options.seconds
         plain, hidden, (before, after) = pool.run(2, _train, *sizes, timeout=600)[0]
     finally:
         pool.close()
