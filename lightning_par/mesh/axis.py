@@ -171,14 +171,21 @@ class Axis:
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
+        out, work = self.start_sum_of_parts(parts, purpose)
+        if work is not None:
+            work.wait()
+        return out
+
+    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None]:
+        """Begin a `reduce_scatter`; returns as `start_all_gather`."""
         own = parts[self.rank]
         if self.size == 1:
-            return own
+            return own, None
         numel = sum(part.numel() for part in parts)
         self._log("reduce_scatter", purpose, numel, numel * own.element_size())
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
-        dist.reduce_scatter(out, [part.contiguous() for part in parts], group=self.group)
-        return out
+        sent = [part.contiguous() for part in parts]
+        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True)
 
     def start_all_gather(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory.

@@ -99,7 +99,9 @@ class StagesPart(Part):
         gathers = self.storage is not None and not self.storage.throughout
         self._unverified = self.wanted.verify and first.trains and not gathers
         # Autograd functions are obstacles to a backward in two parts.
-        self.groups.tensor.hides_entries = not engine.order.splits_backward
+        for axis in (self.groups.tensor, self.groups.tensor.residual):
+            if axis is not None:
+                axis.hides_entries = not engine.order.splits_backward
         engine.inner = self.groups.stage_of_replica.size > 1
         if self.storage is not None and gathers:
             engine.agree = self.storage.agree
