@@ -53,13 +53,14 @@ class Turns(Callback):
 
 
 def train(
-    width: int, length: int, layers: int, pairs: int, least: int, seconds: float
+    width: int, length: int, layers: int, pairs: int, least: int, seconds: float, residual: bool
 ) -> tuple[list[float], list[float], Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     turns, steps = Turns(least), 2 * (WARM + pairs)
     trainer = Trainer(
-        strategy=TensorParallelStrategy(), accelerator="cpu", devices=2, max_steps=steps, callbacks=[turns],
+        strategy=TensorParallelStrategy(shard_residual=residual), accelerator="cpu", devices=2,
+        max_steps=steps, callbacks=[turns],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches = [*torch.randint(WORDS, (steps, 4, length))]
@@ -74,6 +75,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--delay", type=float, default=0.01)
+    parser.add_argument("--shard-residual", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=128)
@@ -84,7 +86,7 @@ def main() -> None:
 
     pool = StrictPool("cpu", Rules(delay=options.delay, checks=False))
     try:
-        sizes = options.width, options.length, options.layers, options.pairs, 0, options.seconds
+        sizes = options.width, options.length, options.layers, options.pairs, 0, options.seconds, options.shard_residual
         plain, hidden, (before, after) = pool.run(2, _train, *sizes, timeout=600)[0]
     finally:
         pool.close()

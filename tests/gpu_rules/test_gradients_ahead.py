@@ -20,3 +20,9 @@ def test_with_one_queue_a_rank_replicas_may_cut_other_microbatches(
     strict_cpu.rules = Rules(queue="rank")
     strict_cpu.run(4, train, schedule, False, sizes=sizes)
     assert strict_cpu.broken() == []
+
+
+def test_on_devices_their_threads_send_them(pool: StrictPool) -> None:
+    results = pool.run(4, train, "1f1b", False)
+    assert pool.broken() == []
+    assert all(count == 4 for _, _, ahead in results for count in ahead)

@@ -19,6 +19,7 @@ from lightning_par.mesh import collectives, overlapped_entry
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
 from lightning_par.sharded.rules.column_linear import column_linear, fits
+from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
 from tests.tensor.test_counts import Block, h, s
 
@@ -155,7 +156,7 @@ def train(how: str, least: int) -> Any:
     sizes = {key: options.pop(key) for key in ours if key in options}
     count = 2 * sizes.get("pipeline_parallel_size", 1)
     trainer = Trainer(
-        strategy=HybridParallelStrategy(tensor_parallel_size=2, **sizes), accelerator="cpu", devices=count,
+        strategy=HybridParallelStrategy(tensor_parallel_size=2, **sizes), accelerator=accelerator(), devices=count,
         max_steps=STEPS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **options,
     )  # fmt: skip

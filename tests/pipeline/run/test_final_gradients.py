@@ -18,6 +18,7 @@ from lightning_par.pipeline.plan.schedule import SCHEDULES, make_schedule
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.run.final_gradients import FinalGradients
 from lightning_par.pipeline.run.timetable import Event, Exchange
+from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -140,7 +141,7 @@ def train(schedule: str, late: bool, keeps: bool = False, window: int = 1, sizes
         strategy=HybridParallelStrategy(
             data_parallel_size=2, pipeline_parallel_size=2, microbatches=4, schedule=schedule
         ),
-        accelerator="cpu", devices=4, max_steps=STEPS, callbacks=[watch, *[MeetsTheLoss()] * late],
+        accelerator=accelerator(), devices=4, max_steps=STEPS, callbacks=[watch, *[MeetsTheLoss()] * late],
         accumulate_grad_batches=window, gradient_clip_val=0.1, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
