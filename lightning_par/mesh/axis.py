@@ -74,6 +74,9 @@ class Axis:
     gradient_shares = False
     """Whether each rank has a share of a replicated tensor's gradient, they sum to the whole; else each has all."""
 
+    hides_entries = True
+    """Whether backward may compute weights' gradients while that of what entered is summed over the axis."""
+
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         self.name = name
         self.ranks = ranks
@@ -177,20 +180,23 @@ class Axis:
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
+        out, work = self.start_sum_of_parts(parts, purpose)
+        if work is not None:
+            work.wait()
+        return out
+
+    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None]:
+        """Begin a `reduce_scatter`; returns as `start_all_gather`."""
         own = parts[self.rank]
         if self.size == 1:
-            return own
+            return own, None
         if all(part.shape == own.shape for part in parts):  # laid out once, where a list would be copied again
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            out, work = self.start_reduce_scatter(flat, purpose, own.shape)
-            assert work is not None
-            work.wait()
-            return out
+            return self.start_reduce_scatter(torch.cat([part.reshape(-1) for part in parts]), purpose, own.shape)
         numel = sum(part.numel() for part in parts)
         self._log("reduce_scatter", purpose, numel, numel * own.element_size())
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
-        dist.reduce_scatter(out, [part.contiguous() for part in parts], group=self.group)
-        return out
+        sent = [part.contiguous() for part in parts]
+        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True)
 
     # What is returned below is no view, into which user code could not write behind an autograd function.
 

@@ -23,12 +23,14 @@ So parameters that all ranks hold need nothing during backward, and one sum at i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_par.mesh.listener import heard
+from lightning_par.mesh.overlapped_entry import Started, overlapped, pays
 from lightning_par.mesh.positions import Positions
 
 if TYPE_CHECKING:
@@ -76,7 +78,28 @@ def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
     if axis.size == 1 or axis.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
         return x
+    if pays(x, x.numel(), axis):
+        return overlapped(x, _Entering(axis, purpose))
     return _Enter.apply(x, axis, purpose)
+
+
+@dataclass(frozen=True)
+class _Entering:
+    """`enter`, for `overlapped`."""
+
+    axis: Axis
+    purpose: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return leave(grad, self.axis, self.purpose)
+
+    def start_backward(self, grad: Tensor) -> Started:
+        # A gradient may be shared with another branch of the graph, hence the copy.
+        summed = grad.clone(memory_format=torch.contiguous_format)
+        return summed, self.axis.start_all_reduce_(summed, self.purpose)
 
 
 @heard
@@ -109,12 +132,30 @@ class _SumScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str) -> Tensor:
         ctx.args = dim, positions, axis, purpose
-        parts = [_part_of_rank(x.detach(), dim, positions, rank) for rank in range(axis.size)]
-        return axis.reduce_scatter(parts, purpose)
+        return axis.reduce_scatter(_parts(x, dim, positions, axis), purpose)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return gather(grad, *ctx.args), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """`gather` along an axis of shares, for `overlapped`."""
+
+    dim: int
+    positions: Positions
+    axis: Axis
+    purpose: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _gathered(x, self.dim, self.positions, self.axis, self.purpose)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        return sum_scatter(grad, self.dim, self.positions, self.axis, self.purpose)
+
+    def start_backward(self, grad: Tensor) -> Started:
+        return self.axis.start_sum_of_parts(_parts(grad, self.dim, self.positions, self.axis), self.purpose)
 
 
 class _Scatter(torch.autograd.Function):
@@ -140,6 +181,10 @@ def _part_of_rank(x: Tensor, dim: int, positions: Positions, rank: int) -> Tenso
     if len(own) and own[-1] - own[0] + 1 == len(own):
         return x.narrow(dim, int(own[0]), len(own))
     return x.index_select(dim, positions.index(rank, x.device))
+
+
+def _parts(x: Tensor, dim: int, positions: Positions, axis: Axis) -> list[Tensor]:
+    return [_part_of_rank(x.detach(), dim, positions, rank) for rank in range(axis.size)]
 
 
 @heard
@@ -172,6 +217,8 @@ def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str =
     if not _plain(x):
         return _on_parts(gather, x, dim, positions, axis, purpose, dim=dim)
     if x.requires_grad and torch.is_grad_enabled():
+        if axis.gradient_shares and pays(x, x.numel() // max(x.shape[dim], 1) * positions.size, axis):
+            return overlapped(x, _Gathering(dim, positions, axis, purpose))
         return _Gather.apply(x, dim, positions, axis, purpose)
     return _gathered(x, dim, positions, axis, purpose)
 

@@ -4,68 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.host_values import on_device
+from lightning_par.optim.gradient_buckets import Bucket, Buckets
+from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
 BUCKET_BYTES = 25 * 2**20  # as DDP: large enough for bandwidth, small enough to start early
-
-
-@dataclass
-class _Bucket:
-    """Leaves whose gradients travel as one message, and how far it is on its way."""
-
-    axis: Axis
-    copies: int  # of the ranks, those that have a gradient of their own
-    leaves: list[Tensor] = field(default_factory=list)
-    arrived: set[int] = field(default_factory=set)
-    flat: Tensor | None = None
-    work: dist.Work | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == len(self.leaves)
-
-    def launch(self) -> None:
-        parts = [_zeros(leaf) if leaf.grad is None else leaf.grad.reshape(-1) for leaf in self.leaves]
-        self.flat = torch.cat(parts)
-        if self.copies > 1:
-            self.flat.div_(self.copies)
-        self.work = self.axis.start_all_reduce_(self.flat, "gradients")
-
-    def land(self) -> list[tuple[Tensor, Tensor]]:
-        """Wait; returns every leaf with its averaged gradient."""
-        assert self.flat is not None
-        if self.work is not None:
-            self.work.wait()
-        sizes = [leaf.numel() for leaf in self.leaves]
-        landed = [(leaf, part.view(leaf.shape)) for leaf, part in zip(self.leaves, self.flat.split(sizes))]
-        self.reset()
-        return landed
-
-    def reset(self) -> None:
-        self.arrived.clear()
-        self.flat = self.work = None
-
-
-def _zeros(leaf: Tensor) -> Tensor:
-    return torch.zeros(leaf.numel(), dtype=leaf.dtype, device=leaf.device)
 
 
 class GradientSync:
@@ -79,7 +33,7 @@ class GradientSync:
     Args:
         module: its parameters are looked up anew before each backward; ``requires_grad`` may change on the way.
         axis: the ranks that hold the same weights: along data, and along the sequence, too.
-        bucket_bytes: the size at which a bucket is full.
+        bucket_bytes: the size at which a bucket is full; None for `BUCKET_BYTES`.
         copies: how many of these ranks have a gradient of their own, to be averaged; None for all. Where there are
             fewer than ranks, each rank along the sequence has a share of one, and the shares are summed.
         split: the ranks among ``axis`` that hold the same part of a split parameter; None for all of ``axis``.
@@ -91,7 +45,7 @@ class GradientSync:
         self,
         module: nn.Module,
         axis: Axis,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         copies: int | None = None,
         split: Axis | None = None,
         stored: Axis | None = None,
@@ -103,12 +57,12 @@ class GradientSync:
         self._nobody = Axis("data", (0,), 0, None)
         self._stored = stored or self._nobody
         self._copies = axis.size if copies is None else copies
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._handles: dict[int, Any] = {}
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._buckets = Buckets(axis)
         self._touched: set[int] = set()  # ids of leaves that got a gradient since the last average
-        self._launched = 0
+        self._begun = False  # whether a window has begun whose gradients are not averaged yet
+        self._delivers = False  # whether the backward that comes gives what is averaged already
         self._armed = False
         self._reached = False  # whether the backward that runs has given a gradient
         self._synced = False  # whether the backward that was announced is through, and averaged
@@ -122,41 +76,49 @@ class GradientSync:
     def before_backward(self) -> None:
         """To be called before a backward whose end is announced by `after_backward`."""
         self._synced = False
-        if self._axis.size > 1:
+        if self._axis.size > 1 and not self._delivers:
             self._arm()
 
     def begin(self) -> None:
         """Called where a backward begins, announced or not."""
         self._synced = self._reached = False
-        if self._axis.size > 1 and not self._armed:
+        if self._axis.size > 1 and not self._armed and not self._delivers:
             self._arm()
 
     def end(self) -> None:
         """Called where a backward has ended, before any hook of Lightning."""
-        if self._reached and not self.blocked:
+        if (self._reached or self._delivers) and not self.blocked:
             self.after_backward()
             self._synced = True
 
     def after_backward(self) -> None:
         """Average what the backward left, unless blocked or done. All ranks along the axis must call it."""
-        if self._axis.size == 1 or self.blocked or self._synced:
-            self._armed = self._synced = False
+        self._begun |= self.blocked
+        if self._axis.size == 1 or self.blocked or self._synced or self._delivers:
+            self._armed = self._synced = self._delivers = False
             return
         if not self._armed:
             self._arm()
-        self._launch(everything=True)
-        leaves = [leaf for bucket in self._buckets for leaf in bucket.leaves]
-        mine = [id(leaf) in self._touched for leaf in leaves]
-        anyones = on_device(mine, torch.uint8, leaves[0].device) if leaves else None
-        work = None if anyones is None else self._axis.start_all_reduce_(anyones, "gradient flags", "max")
-        landed = [pair for bucket in self._buckets for pair in bucket.land()]
-        if work is not None:
-            work.wait()
-        # Reading the flags waits for the device, so they are read only where something is missing here.
-        got = mine if all(mine) or anyones is None else [bool(flag) for flag in anyones.tolist()]
-        _write(pair for pair, written in zip(landed, got) if written)
+        _write(self._buckets.send_rest(_grad, lambda x: id(x) in self._touched)())
         self._touched.clear()
-        self._armed = False
+        self._armed = self._begun = False
+
+    def ahead(self) -> Ahead | None:
+        """The average of gradients that are made before a backward is called which only delivers them.
+
+        None where there is nothing to send, or other gradients of the window wait to be sent with them.
+        """
+        self._delivers = False
+        if self._axis.size == 1 or self.blocked or self._begun:
+            return None
+        self._find_leaves()
+        for bucket in self._buckets:
+            self._refuse_early_steps(bucket)
+        self._buckets.reset()
+        return Ahead(self._buckets, self._set_delivers, self._name)
+
+    def _set_delivers(self) -> None:
+        self._delivers = True
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -168,9 +130,7 @@ class GradientSync:
 
     def _arm(self) -> None:
         self._find_leaves()
-        for bucket in self._buckets:
-            bucket.reset()
-        self._launched = 0
+        self._buckets.reset()
         self._armed = True
         self._share_out()
 
@@ -185,7 +145,7 @@ class GradientSync:
                     x.grad.div_(count)
                     self._touched.add(id(x))
 
-    def _refuse_early_steps(self, bucket: _Bucket) -> None:
+    def _refuse_early_steps(self, bucket: Bucket) -> None:
         """A hook of the user's own, as optimizers that step within backward have, would see what is not synced yet."""
         for x in bucket.leaves:
             if len(hooks_of(x)[1]) > 1:
@@ -200,7 +160,7 @@ class GradientSync:
         # a leaf frozen within the window may have got its share
         along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
         leaves = {i: held[i][0] for i in along}
-        if leaves.keys() == self._bucket_of.keys():
+        if leaves.keys() == self._handles.keys():
             return
         for i in self._handles.keys() - leaves.keys():
             self._handles.pop(i).remove()
@@ -216,44 +176,38 @@ class GradientSync:
         return self._split if isinstance(parameter, ShardedTensor) else self._axis
 
     def _fill_buckets(self, leaves: list[tuple[Tensor, Axis]]) -> None:
-        self._buckets, self._bucket_of = [], {}
-        filling: dict[tuple[torch.dtype, torch.device, int], _Bucket] = {}
+        buckets: list[Bucket] = []
+        filling: dict[tuple[torch.dtype, torch.device, int], Bucket] = {}
         for x, axis in reversed(leaves):  # about the order in which backward reaches them
             key = (x.dtype, x.device, id(axis))
             if key not in filling or filling[key].nbytes + x.numel() * x.element_size() > self._bucket_bytes:
-                filling[key] = _Bucket(axis, 1 if axis is self._stored else self._copies)
-                self._buckets.append(filling[key])
+                filling[key] = Bucket(axis, 1 if axis is self._stored else self._copies)
+                buckets.append(filling[key])
             filling[key].leaves.append(x)
-            self._bucket_of[id(x)] = filling[key]
+        self._buckets = Buckets(self._axis, buckets)
 
     def _on_gradient(self, x: Tensor) -> None:
+        if self._delivers:
+            return
         self._touched.add(id(x))
         self._reached = True
         if self.blocked:
             return
-        bucket = self._bucket_of[id(x)]
-        if bucket.flat is not None:
+        if self._buckets.has_left(x):
             raise RuntimeError(
                 f"The gradient of {self._name(x)!r} changed after it was sent to the other replicas. Reentrant "
                 "checkpointing does this: write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
         if x.grad is not None and x.grad.is_sparse:
             raise TypeError(f"{self._name(x)!r} has a sparse gradient; make its layer with sparse=False.")
-        bucket.arrived.add(id(x))
-        self._launch()
-
-    def _launch(self, everything: bool = False) -> None:
-        with torch.no_grad():
-            while self._launched < len(self._buckets):
-                bucket = self._buckets[self._launched]
-                # in order on all ranks, so a full one waits for those before it
-                if not (everything or bucket.complete):
-                    return
-                bucket.launch()
-                self._launched += 1
+        self._buckets.arrive(x, _grad)
 
     def _name(self, x: Tensor) -> str:
         return next((name for name, p in self._module.named_parameters() if leaf(p) is x), "a parameter")
+
+
+def _grad(x: Tensor) -> Tensor | None:
+    return x.grad
 
 
 @torch.no_grad()

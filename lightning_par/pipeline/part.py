@@ -14,6 +14,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.fsdp.part import StoragePart
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
+from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.optim.value_places import StagePlaces
 from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
@@ -97,6 +98,10 @@ class StagesPart(Part):
         # Where each microbatch gathers weights, replicas with other numbers of them would wait for one another.
         gathers = self.storage is not None and not self.storage.throughout
         self._unverified = self.wanted.verify and first.trains and not gathers
+        # Autograd functions are obstacles to a backward in two parts.
+        for axis in (self.groups.tensor, self.groups.tensor.residual):
+            if axis is not None:
+                axis.hides_entries = not engine.order.splits_backward
         engine.inner = self.groups.stage_of_replica.size > 1
         if self.storage is not None and gathers:
             engine.agree = self.storage.agree
@@ -160,7 +165,9 @@ class StagesPart(Part):
         if self._outside is not None:
             self._outside.forget_gradients()
 
-    def train(self, step: Step, optimizers: list[Optimizer], scale: float, key: tuple[int, int]) -> Any:
+    def train(
+        self, step: Step, optimizers: list[Optimizer], scale: float, key: tuple[int, int], ahead: Ahead | None
+    ) -> Any:
         """Run a training step forward and backward; see `Engine.train`. All ranks must call it.
 
         Args:
@@ -168,6 +175,7 @@ class StagesPart(Part):
             optimizers: the run's.
             scale: of the loss in the backward that Lightning will run.
             key: of its draws.
+            ahead: averages its gradients over replicas before that backward, if it may.
         """
         module = step.module
         held = {n: p for n, p in named_parameters(module) if p.requires_grad and not is_elsewhere(p)}
@@ -182,7 +190,7 @@ class StagesPart(Part):
         if self._unverified:
             self._unverified = False
             self._verify(engine, step, named, key)
-        return engine.train(step, self.spread.microbatches, named, scale, key)
+        return engine.train(step, self.spread.microbatches, named, scale, key, ahead)
 
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
         """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.

@@ -50,6 +50,22 @@ def node_of(x: Tensor) -> Any:
     return attribute.__get__(x)
 
 
+def can_order_nodes() -> bool:
+    """Whether `set_order` does anything."""
+    return hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
+
+
+def order_of(node: Any) -> int:
+    """A node's place in the order of nodes: backward runs, of those that are ready, the one with the highest."""
+    place: int = node._sequence_nr()
+    return place
+
+
+def set_order(node: Any, place: int) -> None:
+    """Move a node in that order; several may have one place. No public function does."""
+    node._set_sequence_nr(place)
+
+
 def in_backward() -> bool:
     """Whether a backward runs in this thread, as in a hook of a tensor."""
     return torch._C._current_graph_task_id() != -1

@@ -33,6 +33,7 @@ class SequenceAxis(Axis):
 
     depth = 2
     gradient_shares = True
+    hides_entries = False
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(name, ranks, rank, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -48,6 +48,14 @@ def has_start_hooks(module: Any) -> bool:
     return any(
         hook is not None and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks
     )
+
+
+def meets_the_loss(module: Any, callbacks: Iterable[Any], precision: Any) -> bool:
+    """Whether code of the user's runs with the loss of a step between the step and the end of its backward."""
+    hooks = [getattr(x, "on_before_backward", None) for x in (module, *callbacks)]
+    hooks += [module.backward, precision.pre_backward, precision.backward]
+    ours = ("lightning.", "pytorch_lightning.", "lightning_par.")
+    return any(hook is not None and not getattr(hook, "__module__", "").startswith(ours) for hook in hooks)
 
 
 def step_arguments(function: Callable[..., Any], loaders: int = 1) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.part import StoragePart
 from lightning_par.mesh.batch_broadcast import broadcast_batch
+from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.optim.shared_memory import Rivals, gradients_written, look_at_gradients
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
@@ -19,7 +20,7 @@ from lightning_par.sharded.gradient_shares import shared_over
 from lightning_par.sharded.patches import look_for_compiled
 from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.strategies.dataloader_iter import Fetching
-from lightning_par.strategies.entry_points import fetches_itself
+from lightning_par.strategies.entry_points import fetches_itself, meets_the_loss
 from lightning_par.strategies.ranks import RanksMixin
 from lightning_par.trial.step import Step
 
@@ -70,7 +71,16 @@ class StepsMixin(RanksMixin):
             # Lightning divides the loss before its backward: hooks on what the step made meet gradients of that.
             scale = (1.0 if scaler is None else scaler.get_scale()) / module.trainer.accumulate_grad_batches
             step = self._step_on("training_step", batch, args, kwargs)
-            return stages.train(step, self.optimizers, scale, self._key(number))
+            return stages.train(step, self.optimizers, scale, self._key(number), self._ahead())
+
+    def _ahead(self) -> Ahead | None:
+        """What averages gradients before backward is called, where that gives just what the step has made.
+
+        Code of the user's that meets the loss before may scale it on one rank in another way than on others.
+        """
+        module: Any = self.lightning_module
+        ahead = None if self._gradients is None else self._gradients.ahead()
+        return None if meets_the_loss(module, module.trainer.callbacks, self.precision_plugin) else ahead
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation("validation_step", batch, args, kwargs)

@@ -34,6 +34,8 @@ class ResidualAxis(SequenceAxis):
         axis = ResidualAxis(Axis("tensor", ranks=(0,), rank=0, group=None))
     """
 
+    hides_entries = True
+
     def __init__(self, tensor: Axis) -> None:
         super().__init__(tensor.name, tensor.ranks, tensor.rank, tensor.group)
         self.lengths: set[int] = set()  # of the sequences met so far

@@ -131,6 +131,7 @@ class PlacementOrder:
 
     ranks: int
     name: str = "placement"
+    splits_backward: bool = False
     _made: dict[tuple[object, ...], tuple[Sequence[Program], Schedule]] = field(default_factory=dict)
 
     def training(self, programs: Sequence[Program]) -> Schedule:

@@ -18,6 +18,10 @@ class Order(Protocol):
     def name(self) -> str:
         """What it is called."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards of weights run apart from those of inputs."""
+
     def training(self, programs: Sequence[Program]) -> Schedule:
         """Forwards and backwards of a step, given the program of each microbatch."""
 
@@ -42,6 +46,12 @@ class PipelineOrder:
     name: str
     ranks: int
     stages: int
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards of weights run apart from those of inputs."""
+        actions = make_schedule(self.name, self.ranks, self.ranks, self.stages).actions
+        return any(action.op == "W" for order in actions for action in order)
 
     def training(self, programs: Sequence[Program]) -> Schedule:
         at = programs[0].at

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,8 @@ class _Before(torch.autograd.Function):
         return grad, None
 
 
-def _note(order: list[int], p: Tensor) -> None:
+def note_last(order: list[int], p: Tensor) -> None:
+    """Keep in ``order`` the ids of parameters as they get the last of their gradients."""
     if id(p) in order:  # of another stage, or another microbatch
         order.remove(id(p))
     order.append(id(p))
@@ -102,16 +102,16 @@ def deliver_in_turn(loss: Tensor, turns: Sequence[Turn], scale: float) -> Tensor
 
 
 @contextlib.contextmanager
-def gradients_apart(parameters: Sequence[Tensor], order: list[int] | None = None) -> Iterator[None]:
+def gradients_apart(parameters: Sequence[Tensor], note: Callable[[Tensor], None] | None = None) -> Iterator[None]:
     """Inside, the parameters have no gradients and no hooks: what backward leaves in ``.grad`` is the schedule's.
 
     Args:
         parameters: leaves.
-        order: gets the ids of the parameters as they get the last of their gradients.
+        note: called with each parameter whenever a backward has added to its gradient.
     """
     # hooks run at delivery, once a step, not for each microbatch
     kept = [(p, p.grad, take_hooks(p)) for p in parameters]
-    noted = [] if order is None else [p.register_post_accumulate_grad_hook(partial(_note, order)) for p in parameters]
+    noted = [] if note is None else [p.register_post_accumulate_grad_hook(note) for p in parameters]
     for p in parameters:
         p.grad = None
     try:

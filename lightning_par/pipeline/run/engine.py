@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.pipeline.effects.backward_state import InBackward
 from lightning_par.pipeline.effects.effects import Effects, apply, merged
 from lightning_par.pipeline.effects.random_draws import stand_at
@@ -23,7 +24,8 @@ from lightning_par.pipeline.program.decisions import refuse_another_loss
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.program.prepare import Part, Prepared, Programs, call_step
 from lightning_par.pipeline.run.boundary import Crossing
-from lightning_par.pipeline.run.delivery import deliver, gradients_apart
+from lightning_par.pipeline.run.delivery import deliver, gradients_apart, note_last
+from lightning_par.pipeline.run.final_gradients import FinalGradients, stages_by_leaf
 from lightning_par.pipeline.run.located import Key, Program, StageDoneError
 from lightning_par.pipeline.run.message_plan import Traffic
 from lightning_par.pipeline.run.messages import Messenger
@@ -98,9 +100,23 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ the steps
 
     def train(
-        self, step: Step, microbatches: int, named: Mapping[str, Tensor], scale: float, key: tuple[int, ...]
+        self,
+        step: Step,
+        microbatches: int,
+        named: Mapping[str, Tensor],
+        scale: float,
+        key: tuple[int, ...],
+        ahead: Ahead | None = None,
     ) -> Any:
-        """Run a training step and its backwards; ``named`` are the leaves that get gradients here, by name.
+        """Run a training step and its backwards.
+
+        Args:
+            step: on the whole batch.
+            microbatches: into how many it is cut.
+            named: the leaves that get gradients here, by name.
+            scale: of the loss in the backward that delivers them.
+            key: of its draws.
+            ahead: averages gradients over replicas before that one, unless hooks must see them first.
 
         Returns:
             What the step returned; the loss in it has the gradients behind it.
@@ -116,17 +132,27 @@ class Engine:
         scale = scale / gradient_shares.ranks()  # each rank's share of the loss's gradient
         settled: list[Any] = []
         order: list[int] | None = [] if self.programs.hooks.on_parameters else None
+        ahead = None if order is not None else ahead
+        finals = None if ahead is None else self._finals(ready, named, ahead)
+        note: Callable[[Tensor], None] | None = None if finals is None else finals.note
+        if order is not None:
+            note = partial(note_last, order)
         # what earlier batches of the window left in .grad is put back behind it
-        with gradients_apart([*named.values()], order), gradient_shares.unshared():
-            effects = self._run(ready, schedule, scale, key, lambda x: settled.append(self._settle(step, ready, x)))
+        with gradients_apart([*named.values()], note), gradient_shares.unshared():
+            settle = lambda effects: settled.append(self._settle(step, ready, effects))  # noqa: E731
+            effects = self._run(ready, schedule, scale, key, settle, finals)
             found = {p: p.grad for p in named.values()}  # before what was there is put back
         own, found = found, self.finish_gradients(found)
+        if ahead is not None:
+            ahead.send_rest(found)
         if expected is not None:
             parts = {name: leaf(p) for name, p in self.module.named_parameters()}  # stored parameters have theirs there
             places = {n: (own[p], found.get(p), found.get(parts.get(n, p))) for n, p in named.items()}
             got = {n for n, there in places.items() if any(x is not None for x in there)}
             refuse_others(expected, got, named, self.axis.rank)
         self.messenger.finish()
+        if ahead is not None:  # gradients may share memory with messages
+            found = ahead.land(found)
         # done already where hooks in the backwards may meet what the step did
         result = settled[0] if settled else self._settle(step, ready, effects)
         loss = loss_in(result)
@@ -144,6 +170,11 @@ class Engine:
         aside = {name: rank for name, rank in counts.items() if rank != self.axis.rank}
         ordered = {name: given[id(named[name])] for name in names}
         return _with_loss(result, self.in_backward.in_turn(ready.program, loss, ordered, scale, aside))
+
+    def _finals(self, ready: Prepared, named: Mapping[str, Tensor], ahead: Ahead) -> FinalGradients:
+        programs = [part.program for part in ready.parts]
+        stages = stages_by_leaf(programs, self.axis.rank, named, self.programs.holds)
+        return FinalGradients(stages, ahead.final, ahead.refuse_late)
 
     def _expected(self, ready: Prepared, step: Step) -> frozenset[str] | None:
         """In the first step of a program, the parameters that have a gradient on one device, if that can be told."""
@@ -231,8 +262,18 @@ class Engine:
         scale: float,
         key: tuple[int, ...],
         settle: Callable[[Effects], None] | None = None,
+        finals: FinalGradients | None = None,
     ) -> Effects:
-        """Run the schedule; ``settle`` is called before the backwards, if these may meet what the step did."""
+        """Run the schedule.
+
+        Args:
+            ready: the step.
+            schedule: of it.
+            scale: of the loss.
+            key: of its draws.
+            settle: called before the backwards, if these may meet what the step did.
+            finals: told of its events.
+        """
         if self.agree is not None:
             self.agree(len(ready.parts))
         told: dict[int, Effects] = {}
@@ -252,9 +293,13 @@ class Engine:
         kept = hooked or self.rehearsing or inner.keeping or self.programs.hooks.known
         self.replays.begin(ready, apart=bool(kept))
         effects = None
+        if finals is not None:
+            finals.follow(timetable.orders[self.axis.rank])
         for event in timetable.orders[self.axis.rank]:
             if isinstance(event, Exchange):
                 crossing.exchange(event)
+                if finals is not None:
+                    finals.end(event)
                 continue
             if isinstance(event, Telling):
                 self._tell(event)
@@ -274,8 +319,12 @@ class Engine:
                         frontier[action.microbatch] = at_tail
                 del run, done  # they hold the microbatch's graph, which its backward frees
             else:
+                if finals is not None:
+                    finals.begin(action)
                 with self._keeping(meets, action), Stopping(partial(_alone, self.axis.rank)):
                     crossing.backward(action.op, action.stage, action.microbatch, once=meets)
+                if finals is not None:
+                    finals.end(action)
             if self.trace is not None:
                 start = began + self.messenger.waited  # what it waited for messages is no part of the span
                 self.trace.append(Span(self.axis.rank, action, start, self.messenger.clock()))

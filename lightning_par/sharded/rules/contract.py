@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.sharded.rules.column_linear import column_linear
 from lightning_par.sharded.rules.lookup import gathered, moves, rule, view
 from lightning_par.sharded.tensor import ShardedTensor, full
 
@@ -125,7 +126,11 @@ def linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     outer = list(range(x.ndim - 1))
     if isinstance(weight, ShardedTensor) and weight._dim == 0 and isinstance(x, ShardedTensor):
         x = full(x)  # else two letters were sharded; `n` stays, as after a column-split layer
-    return with_bias(lambda b, x, w: func(x, w, b), bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"])
+
+    def run(b: Tensor | None, x: Tensor, w: Tensor) -> Tensor:
+        return column_linear(func, x, w, b)
+
+    return with_bias(run, bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"])
 
 
 @rule("addmm")

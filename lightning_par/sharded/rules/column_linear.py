@@ -1,0 +1,84 @@
+"""A column-split linear whose weights' gradients hide the message of its input's.
+
+Its node gives the input's gradient alone and hands its own on to a second node, of the weight and the bias, which runs
+once the input's gradient has left for the other ranks (Megatron-LM's linear with asynchronous communication does this
+within one node; apart, the gradients of layers that read one input still make one message).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_par.mesh.listener import heard
+from lightning_par.mesh.overlapped_entry import hidden_behind, hides
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Gives nothing, and is given the gradient of the layer's output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Tensor]
+    ) -> Tensor:
+        ctx.inputs, ctx.dtypes = inputs, (weight.dtype, None if bias is None else bias.dtype)
+        return weight.new_zeros((), dtype=dtype).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, flat = ctx.inputs.pop(), grad.reshape(-1, grad.shape[-1])
+        weight = bias = None
+        if ctx.needs_input_grad[0]:
+            weight = (flat.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            bias = flat.sum(0).to(ctx.dtypes[1])
+        return weight, bias, None, None, None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: Tensor, inputs: list[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inputs = inputs
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.inputs[:] = [x]  # for the weights' node: an edge from there would let the message wait for it
+        return grad @ weight.to(grad.dtype), None, None, grad, None
+
+
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the two nodes do what the one would, alike on all ranks."""
+    if not (hides(x) and weight.requires_grad and torch.is_grad_enabled()):
+        return False
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    lowered = torch.is_autocast_enabled(x.device.type)
+    fit = all(each.dtype in _FLOATS for each in tensors) if lowered else all(each.dtype == x.dtype for each in tensors)
+    return fit and all(type(each) in _PLAIN for each in tensors)
+
+
+@heard
+def column_linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``func``, ``F.linear``, of plain tensors; in two nodes where ``x`` is an entry whose message they hide."""
+    if not fits(x, weight, bias):
+        result: Tensor = func(x, weight, bias)
+        return result
+    entry, kind = x, x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    inputs: list[Tensor] = []
+    shape = (*x.shape[:-1], weight.shape[0])
+    gradients = _WeightGradients.apply(weight, bias, shape, x.dtype, inputs)
+    hidden_behind(gradients, entry)
+    made: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, inputs)
+    return made
