@@ -18,9 +18,11 @@ from torch import Tensor
 
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, note
+from lightning_par.mesh.listener import heard
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.tensors import write_count
+from lightning_par.trial.memo import Memo
 
 Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
@@ -88,6 +90,8 @@ class Axis:
         """With which others a tensor may be sharded over it; see `lightning_par.sharded.rules.several_axes`."""
         self.rings = 0
         """Calls of ring attention along it so far, alike on all ranks, whose messages have tags by them."""
+        self.calls: Memo[Any, Any] = Memo()
+        """Of functions of tensors that are sharded over it; see `lightning_par.sharded.local_calls.repeated_calls`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
@@ -96,12 +100,13 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "guard": None, "mix": None, "_entries": {}}
+        return {**vars(self), "group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}}
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    @heard
     def entered(self, x: Tensor) -> Tensor:
         """`enter` ``x``, once for all that read the same tensor: their gradients then share one all-reduce."""
         if self.size == 1 or self.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
@@ -159,57 +164,75 @@ class Axis:
         group = host_group(self.group) if x.device.type == "cpu" else self.group
         return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
-        """Every rank's ``x`` (same shape on all ranks), in rank order."""
-        if self.size == 1:
-            return [x]
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in self.ranks]
-        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        dist.all_gather(parts, x, group=self.group)
-        return parts
+    def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
+        """Every rank's ``x`` (same shape on all ranks), in rank order.
+
+        Args:
+            x: of any strides.
+            purpose: for the ledger.
+            shape: of what is returned; by default a new first dim is that of the ranks.
+        """
+        shape = (self.size, *x.shape) if shape is None else shape
+        gathered, work = self.start_all_gather(x.contiguous(), purpose, shape)
+        if work is not None:
+            work.wait()
+        return gathered
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
-        out, work = self.start_sum_of_parts(parts, purpose)
+        out, work, _sent = self.start_sum_of_parts(parts, purpose)
         if work is not None:
             work.wait()
         return out
 
-    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None]:
-        """Begin a `reduce_scatter`; returns as `start_all_gather`."""
+    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None, Any]:
+        """Begin a `reduce_scatter`.
+
+        Returns:
+            As `start_all_gather`, and what the caller keeps until then.
+        """
         own = parts[self.rank]
         if self.size == 1:
-            return own, None
+            return own, None, None
+        if all(part.shape == own.shape for part in parts):  # laid out once, where a list would be copied again
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            return *self.start_reduce_scatter(flat, purpose, own.shape), flat
         numel = sum(part.numel() for part in parts)
         self._log("reduce_scatter", purpose, numel, numel * own.element_size())
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
         sent = [part.contiguous() for part in parts]
-        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True)
+        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True), sent
 
-    def start_all_gather(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
+    # What is returned below is no view, into which user code could not write behind an autograd function.
+
+    def start_all_gather(
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
+    ) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather every rank's contiguous ``x``, one after another, in one piece of memory.
 
         Returns:
-            What will be there once the caller has waited, unless there is nothing to wait on.
+            What will be there once the caller has waited, unless there is nothing to wait on: of ``shape``, by default
+            of one dim.
         """
         if self.size == 1:
-            return x, None
+            return x if shape is None else x.view(shape), None
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        out = x.new_empty(x.numel() * self.size)
-        return out, dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+        out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
+        return out, dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
-    def start_reduce_scatter(self, x: Tensor, purpose: str) -> tuple[Tensor, dist.Work | None]:
+    def start_reduce_scatter(
+        self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
+    ) -> tuple[Tensor, dist.Work | None]:
         """Begin to sum over the ranks what the contiguous ``x`` has for this one: it has as much for each, in order.
 
         Returns:
             As `start_all_gather`; the caller keeps ``x`` until then.
         """
         if self.size == 1:
-            return x, None
+            return x if shape is None else x.view(shape), None
         self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
-        out = x.new_empty(x.numel() // self.size)
-        return out, dist.reduce_scatter_tensor(out, x.view(-1), group=self.group, async_op=True)
+        out = x.new_empty(x.numel() // self.size if shape is None else tuple(shape))
+        return out, dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
         """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_par.mesh.listener import heard
 from lightning_par.mesh.overlapped_entry import Started, overlapped, pays
 from lightning_par.mesh.positions import Positions
 
@@ -72,6 +73,7 @@ def _on_parts(verb: Any, x: Any, *args: Any, dim: int | None = None) -> Tensor:
     return x.with_local(verb(x._local, *args))
 
 
+@heard
 def enter(x: Tensor, axis: Axis, purpose: str = "enter") -> Tensor:
     """A replicated ``x``, about to be used by sharded work: its gradient is summed over the axis."""
     if axis.size == 1 or axis.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
@@ -97,9 +99,10 @@ class _Entering:
     def start_backward(self, grad: Tensor) -> Started:
         # A gradient may be shared with another branch of the graph, hence the copy.
         summed = grad.clone(memory_format=torch.contiguous_format)
-        return summed, self.axis.start_all_reduce_(summed, self.purpose)
+        return summed, self.axis.start_all_reduce_(summed, self.purpose), None
 
 
+@heard
 def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
     """The sum over the axis of the partial sums ``x``, replicated, or sharded by tokens as the residual stream is."""
     if axis.size == 1:
@@ -181,9 +184,10 @@ def _part_of_rank(x: Tensor, dim: int, positions: Positions, rank: int) -> Tenso
 
 
 def _parts(x: Tensor, dim: int, positions: Positions, axis: Axis) -> list[Tensor]:
-    return [_part_of_rank(x.detach(), dim, positions, rank).contiguous() for rank in range(axis.size)]
+    return [_part_of_rank(x.detach(), dim, positions, rank) for rank in range(axis.size)]
 
 
+@heard
 def own_part(x: Tensor, dim: int, positions: Positions, axis: Axis) -> Tensor:
     return _part_of_rank(x, dim, positions, axis.rank).contiguous()
 
@@ -196,12 +200,16 @@ def _gathered(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: st
         padding = list(x.shape)
         padding[dim] = max(counts) - counts[axis.rank]
         sent = torch.cat([sent, sent.new_zeros(padding)], dim)
-    parts = axis.all_gather(sent, purpose)
-    whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
+    if min(counts) == max(counts) and all(n == 1 for n in x.shape[:dim]):  # then they lie in memory as they came
+        whole = axis.all_gather(sent, purpose, (*x.shape[:dim], positions.size, *x.shape[dim + 1 :]))
+    else:
+        parts = axis.all_gather(sent, purpose)
+        whole = torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
     order = positions.restore(axis.size, x.device)
     return (whole if order is None else whole.index_select(dim, order)).to(x.dtype)
 
 
+@heard
 def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
     """The whole tensor whose dim ``dim`` the ranks hold by ``positions``; ``x`` is this rank's part."""
     if axis.size == 1:
@@ -215,6 +223,7 @@ def gather(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str =
     return _gathered(x, dim, positions, axis, purpose)
 
 
+@heard
 def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "gather") -> Tensor:
     """This rank's part of the sum over the axis of the partial sums ``x`` along ``dim``."""
     if axis.size == 1:
@@ -224,6 +233,7 @@ def sum_scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: 
     return _SumScatter.apply(x, dim, positions, axis, purpose)
 
 
+@heard
 def scatter(x: Tensor, dim: int, positions: Positions, axis: Axis, purpose: str = "scatter") -> Tensor:
     """This rank's part, contiguous, of the replicated ``x`` along ``dim``."""
     axis.about_to_cut(x)

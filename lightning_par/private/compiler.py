@@ -35,6 +35,33 @@ def uncompiled() -> Iterator[None]:
                 stance.__exit__(None, None, None)
 
 
+def is_loaded() -> bool:
+    """Whether anything may have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def graph_owner() -> Any:
+    """The class whose method ``call_user_compiler`` hands a captured graph and its example inputs to the backend that
+    is its ``compiler_fn``. A backend of one's own has a public place, but another's can't be wrapped there."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    return OutputGraph
+
+
+def skip_frame(why: str) -> Exception:
+    """Raised where a graph is handed on, it lets the code that was captured run as it is written."""
+    from torch._dynamo.exc import SkipFrame
+
+    return SkipFrame(why)
+
+
+def is_higher_order(function: Any) -> bool:
+    """Whether a node's function runs graphs of its own, as checkpointing does and the user's autograd functions do."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(function, HigherOrderOperator)
+
+
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` made of another; its class has no public name."""
     return type(module).__module__ == "torch._dynamo.eval_frame"

@@ -19,6 +19,11 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 ``__torch_function__``, costs more."""
 
 
+def is_any_mode() -> bool:
+    """Whether a mode sees torch functions; cheaper than to look at it."""
+    return torch._C._len_torch_function_stack() > 0
+
+
 def innermost_mode() -> Any:
     """The mode that torch functions meet first, if there is one; torch has no public way to look at it."""
     from torch.overrides import _get_current_function_mode

@@ -262,6 +262,9 @@ class IteratorCell(Cell):
         for cell, key in self.holders:
             cell.lend(key, self.replay)
 
+    def moved(self) -> bool:
+        return self.change() is not None
+
     def change(self) -> ValueChange | None:
         taken = self.replay.at - self.start if self.taken is None else self.taken
         return ValueChange(taken) if taken else None

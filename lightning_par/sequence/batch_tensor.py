@@ -7,7 +7,7 @@ activation it is sharded, along the dim that is known to be the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -281,7 +281,7 @@ class _Silent(SequenceAxis):
     def about_to_gather(self, func: Any, x: Tensor) -> None:
         raise RuntimeError("a trial moves nothing")
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
+    def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
         raise RuntimeError("a trial moves nothing")
 
 

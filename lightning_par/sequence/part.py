@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -66,8 +65,8 @@ class PlanningAxis(SequenceAxis):
     def start_all_reduce_(self, x: Tensor, purpose: str, op: Any = "sum") -> None:
         return None
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
-        return [torch.empty_like(x) for _ in self.ranks]
+    def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
+        return x.new_empty((self.size, *x.shape) if shape is None else tuple(shape))
 
 
 class TokensPart(Part):

@@ -26,7 +26,8 @@ def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     state = RunState.current
     before, state.shared = state.shared, _shared(axes)
     try:
-        # Compiled submodules run as written: a graph would take in what ranks say to each other, hidden from rules.
+        # Compiled submodules run as written: ranks have been seen to wait for each other in backwards of graphs that
+        # take in what they say to each other.
         with uncompiled() if state.shared else contextlib.nullcontext():
             yield
     finally:

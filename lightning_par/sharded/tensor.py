@@ -335,6 +335,14 @@ def full(value: Tensor) -> Tensor:
     return value
 
 
+def remembered(x: Any) -> tuple[int, ...] | None:
+    """The strides that ``x`` remembers to have on one device, worked out; None where its part tells them."""
+    known = getattr(x, "_strides", None)
+    if callable(known):
+        known = x._strides = known()
+    return known  # type: ignore[no-any-return]
+
+
 def axes_of(x: Tensor) -> tuple[Axis, ...]:
     """The axes over which ``x`` is sharded, the outer one first."""
     return (x._axis, *axes_of(x._local)) if isinstance(x, ShardedTensor) else ()

@@ -17,6 +17,7 @@ from lightning_par.optim.shared_memory import Rivals, gradients_written, look_at
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.python_state import generators
 from lightning_par.sharded.gradient_shares import shared_over
+from lightning_par.sharded.patches import look_for_compiled
 from lightning_par.sharded.tensor import ShardedTensor, full
 from lightning_par.strategies.dataloader_iter import Fetching
 from lightning_par.strategies.entry_points import fetches_itself, meets_the_loss
@@ -128,6 +129,7 @@ class StepsMixin(RanksMixin):
     @contextmanager
     def _draws(self, step: int) -> Generator[None, None, None]:
         self._come("step", "came to the next step")
+        look_for_compiled()
         self._state.streams.begin_step(*self._key(step))
         try:
             with self._step("training_step" if step >= 0 else "evaluation"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,12 +160,14 @@ class ThreadAxis(Axis):
         with torch.no_grad():
             x.copy_(total)
 
-    def all_gather(self, x: Tensor, purpose: str) -> list[Tensor]:
-        if self.size == 1:
-            return [x]
-        x = x.contiguous()
-        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        return [part.clone() for part in self._meet("all_gather", purpose, x)]
+    def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
+        out = x.new_empty((self.size, *x.shape) if shape is None else tuple(shape))
+        if self.size > 1:
+            self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
+        parts = self._meet("all_gather", purpose, x.contiguous()) if self.size > 1 else [x]
+        with torch.no_grad():
+            out.view(self.size, *x.shape).copy_(torch.stack(parts))
+        return out
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         if self.size == 1:

@@ -41,23 +41,30 @@ def _alike(found: list[Any], own: Any, group: Any = None) -> None:
     found[:] = [own] * len(found)  # the fake group leaves what others say empty
 
 
+@pytest.mark.parametrize("backends, most", [("cpu:fake,cuda:fake", 11), ("cuda:nccl", 14)])
 @pytest.mark.parametrize("rank", [0, 517, 1023])
 @pytest.mark.parametrize(
     "layout", [Layout(8, 16, 1, 8), Layout(64, 1, 1, 16), Layout(4, 8, 4, 8), Layout(1, 128, 8, 1)], ids=str
 )
-def test_a_rank_of_a_thousand_makes_a_few_dozen_groups_at_most(rank: int, layout: Layout) -> None:
+def test_a_rank_of_a_thousand_makes_a_few_dozen_groups_at_most(
+    rank: int, layout: Layout, backends: str, most: int
+) -> None:
     ends = (0, layout.pipeline - 1)
     placement = Placement({"tokens": ends, "middle": (1, layout.pipeline // 2)} if layout.pipeline > 2 else {})
-    made = mock.Mock(side_effect=dist.new_group)
+    new_group = dist.new_group  # of gloo, ranks would wait for others
+    made = mock.Mock(side_effect=lambda ranks, backend, **more: new_group(ranks, backend="fake", **more))
     with (
         _one_of(1024, rank),
         mock.patch.object(dist, "all_gather_object", _alike),
+        mock.patch.object(dist, "get_backend_config", lambda group=None: backends),
         mock.patch.object(dist, "new_group", made),
     ):
         groups = make_groups(layout, TIMEOUT)
         attend_along(groups, {"ulysses": 2, "ring": layout.sequence // 2} if layout.sequence > 2 else "ring", TIMEOUT)
         make_holder_axes(placement, groups, TIMEOUT)
-        assert made.call_count <= 11 < MOST
+        assert made.call_count <= most < MOST
+        hosts = [call for call in made.call_args_list if call.kwargs["backend"] == "gloo"]
+        assert bool(hosts) == (backends == "cuda:nccl") and len(hosts) <= 3
         assert all(rank in call.args[0] for call in made.call_args_list), "a group of others was made"
         assert number_of_groups() == made.call_count + 1  # the world's
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from lightning_par.private.compiler import is_compiled_wrapper, uncompiled
+from lightning_par.private.compiler import (
+    graph_owner,
+    is_compiled_wrapper,
+    is_higher_order,
+    is_loaded,
+    skip_frame,
+    uncompiled,
+)
 
 
 def test_compiled_code_can_run_as_it_is_written() -> None:
@@ -26,3 +33,43 @@ def test_the_wrapper_that_compile_makes_is_known() -> None:
     linear = torch.nn.Linear(2, 2)
     assert is_compiled_wrapper(torch.compile(linear, backend="eager"))  # type: ignore[arg-type]
     assert not is_compiled_wrapper(linear)
+
+
+def test_graphs_are_handed_on_by_a_method_that_has_the_backend() -> None:
+    owner = graph_owner()
+    plain, seen = owner.call_user_compiler, []
+
+    def call(self: Any, graph: Any, inputs: Any) -> Any:
+        seen.append((self.compiler_fn, len(inputs)))
+        return plain(self, graph, inputs)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return graph.forward
+
+    owner.call_user_compiler = call
+    try:
+        assert torch.equal(torch.compile(lambda x: 3 * x, backend=backend)(torch.ones(2)), torch.full((2,), 3.0))
+    finally:
+        owner.call_user_compiler = plain
+        torch.compiler.reset()
+    (found,) = seen
+    assert callable(found[0]) and found[1] == 1 and is_loaded()
+
+
+def test_a_frame_that_is_skipped_runs_as_written() -> None:
+    owner = graph_owner()
+    plain = owner.call_user_compiler
+
+    def call(self: Any, graph: Any, inputs: Any) -> Any:
+        raise skip_frame("a test")
+
+    owner.call_user_compiler = call
+    try:
+        assert torch.equal(torch.compile(lambda x: 4 * x, backend="eager")(torch.ones(2)), torch.full((2,), 4.0))
+    finally:
+        owner.call_user_compiler = plain
+        torch.compiler.reset()
+
+
+def test_code_within_code_is_told_from_functions() -> None:
+    assert is_higher_order(torch.ops.higher_order.cond) and not is_higher_order(torch.add)

@@ -15,6 +15,7 @@ from lightning_par.private.modes import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
     innermost_mode,
+    is_any_mode,
     no_modes,
     surroundings,
 )
@@ -101,3 +102,9 @@ def test_what_user_code_puts_around_a_call_shows(around: Any) -> None:
     with around():
         assert surroundings() != before
     assert surroundings() == before
+
+
+def test_whether_a_mode_is_entered() -> None:
+    assert not is_any_mode()
+    with torch.device("cpu"):
+        assert is_any_mode()

@@ -53,6 +53,7 @@ _BETWEEN = (
     *(Elsewhere.__module__, "lightning_par.pipeline.between_steps.remote_gradient"),
     "lightning_par.pipeline.between_steps.optimizer_state",
     *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
+    "lightning_par.sharded.patches.tensor_data",  # of ``x.data``, for whoever wrote that
 )
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.

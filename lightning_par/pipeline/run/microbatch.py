@@ -7,6 +7,7 @@ need the other microbatches' values at that moment can't run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -67,5 +68,5 @@ class MicrobatchAxis(Axis):
         name = func if isinstance(func, str) else getattr(func, "__name__", str(func))
         raise SamplesMixError(f"`{name}` needs the samples of a batch together")
 
-    def all_gather(self, x: Tensor, purpose: str) -> NoReturn:
+    def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> NoReturn:
         raise SamplesMixError("a function needs the samples of a batch together")

@@ -1,8 +1,8 @@
 """Stages run by the tape of the step's dry run, without the user's step: its events alone, on each microbatch.
 
 That is the same where the step's own code does nothing but make events, which the tape shows, and where what units
-reach is as the dry run left it. Units may still be other than they seemed: the first run of each stage is looked at,
-and where it changed what the step watches, it is undone and the step is run as ever, from then on.
+reach is as the dry run left it. Units may still be other than they seemed: where a run changed what the step watches,
+it is undone and the step is run as ever, from then on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Replays:
         self._unfit: list[Program] = []  # whose units changed what is watched
         self._tape: Tape | None = None
         self._stages: dict[int, _Stage] = {}
-        self._looked: set[int] = set()  # stages of which one run was looked at
+        self._looked: set[int] = set()  # stages that have run once
         self._looking = False  # whether the watched state is looked at
 
     def begin(self, ready: Prepared, apart: bool) -> None:
@@ -64,10 +64,8 @@ class Replays:
         self._stages, self._looked, self._looking = {}, set(), False
 
     def pause(self) -> None:
-        """A run of the user's step follows: what units have changed is undone."""
-        if self._looking and self.watch.moves():
-            self._undo()
-        elif self._looking:
+        """A run of the user's step follows, or none: what changes from now on stays."""
+        if self._looking:
             self.watch.let_go()
         self._looking = False
 
@@ -86,9 +84,7 @@ class Replays:
         first = run.stage not in self._looked
         if first:
             stand_at(part.before)
-        if not self._looking:
-            self.watch.look()
-            self._looking = True
+        self._look()
         said = _Said()
         try:
             with self.watch.listening(said), hushed() if run.axis is not None and run.axis.rank else _NOTHING:
@@ -97,7 +93,10 @@ class Replays:
             self._looking = False
             self.watch.put_back()
             raise
-        if first and not self._is_fit(run) or counts and said.any:
+        if first:
+            run.checked = 0
+            run.finish()  # looks at global generators
+        if self.watch.moves() or counts and said.any:
             self._undo()
             run.begin_anew()
             return None
@@ -112,10 +111,14 @@ class Replays:
             self._stages[run.stage] = _stage_of(tape, run)
         return self._stages[run.stage]
 
-    def _is_fit(self, run: StageRun) -> bool:
-        run.checked = 0
-        run.finish()  # looks at global generators
-        return not self.watch.moves()
+    def _look(self) -> None:
+        """What the run that follows changes can be undone; what others have changed since the last one stays."""
+        if self._looking and self.watch.moves():  # a backward of the user's, say
+            self.watch.let_go()
+            self._looking = False
+        if not self._looking:
+            self.watch.look()
+            self._looking = True
 
     def _undo(self) -> None:
         assert self._tape is not None

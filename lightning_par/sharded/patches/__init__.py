@@ -8,6 +8,7 @@ them: `lightning_par.sharded.patches.installed`.
     transforms: ``torch.vmap``, those of `torch.func`, and flex attention
     tensor_data: ``x.data = value``
     module_hooks: full backward hooks of modules
+    compiled_graphs: what ``torch.compile`` does with sharded tensors
     backward: `torch.autograd.backward` and `torch.autograd.grad`
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
     dummy_experiments: what Lightning gives ranks that log nothing
@@ -21,16 +22,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from lightning_par.sharded.patches.installed import Patch, Patches
 from lightning_par.strategies.namespace import Namespace
+
+if TYPE_CHECKING:
+    from lightning_par.sharded.patches.compiled_graphs import CompiledGraphs
 
 
 def _for_sharded_tensors() -> Iterable[Patch]:
     from lightning_par.sharded.patches import autograd_functions, checkpointing, module_hooks, tensor_data, transforms
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch()  # fmt: skip
+        module_hooks.patch(), _compiled_graphs()  # fmt: skip
+
+
+@functools.cache
+def _compiled_graphs() -> CompiledGraphs:
+    from lightning_par.sharded.patches.compiled_graphs import CompiledGraphs
+
+    return CompiledGraphs()
+
+
+def look_for_compiled() -> None:
+    """Called before a step: what is compiled by now runs on parts."""
+    _compiled_graphs().look()
 
 
 def _for_gradient_shares() -> Iterable[Patch]:

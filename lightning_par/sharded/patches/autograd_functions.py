@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import node_of
 from lightning_par.private.module_hooks import marks_module_ends
@@ -88,6 +89,8 @@ class _Whole(torch.autograd.Function):
 
 def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``cls.apply(*args)``, of which no torch function tells."""
+    if cls.__module__ == collectives.__name__ and all(type(x) is not ShardedTensor for x in args):
+        return apply(cls, *args)  # a verb
     if marks_module_ends(cls):
         return on_parts(functools.partial(apply, cls), args)
     views = [x for x in tree_leaves(args) if isinstance(x, ShardedTensor)]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.mesh.listener import heard
 from lightning_par.mesh.overlapped_entry import hidden_behind, hides
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -66,8 +67,11 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return hides(x) and (all(each.dtype in _FLOATS for each in tensors) if lowered else alike)
 
 
+@heard
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of an entry ``x``, and the parts of weight and bias of this rank."""
+    if not fits(x, weight, bias):  # any more, where it is called again without its rule
+        return F.linear(x, weight, bias)
     entry, kind = x, x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))

@@ -19,7 +19,7 @@ def draw(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, from this shard's own stream."""
     if not isinstance(x, ShardedTensor) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
-    off, streams = _draws_nothing(func.__name__, args, kwargs), RunState.current.streams
+    off, streams = draws_nothing(func.__name__, args, kwargs), RunState.current.streams
     if kwargs.get("generator") is not None or not (streams.in_step or off):
         return NotImplemented  # this generator stays in step on all ranks: draw for the whole tensor
     if func.__name__.endswith("_"):
@@ -41,7 +41,7 @@ _SWITCHES = {
 """Which argument after the tensor says whether it draws, and its default."""
 
 
-def _draws_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a dropout lets everything pass, as in evaluation."""
     if name not in _SWITCHES:
         return False

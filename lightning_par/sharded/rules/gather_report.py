@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.listener import thread
 from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
@@ -28,6 +29,8 @@ def on_send(func: Any, x: Tensor, axis: Axis) -> None:
 
 
 def _tell_once(func: Any, what: str, shape: tuple[int, ...], axis: Axis) -> None:
+    if thread.listener is not None:
+        thread.listener.missed()
     name, place, gathers = name_of(func), user_line(), RunState.current.gathers
     gathers[name, place] += 1
     if gathers[name, place] == 1 and axis.ranks[axis.rank] == 0:

@@ -18,6 +18,7 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import MEMORY_KINDS, METADATA
 from lightning_par.sharded.functions import writes as writes
+from lightning_par.sharded.local_calls import repeated_calls
 from lightning_par.sharded.packed_parameters import has_own_functions
 from lightning_par.sharded.rules import raw_memory, several_axes, stored_weights
 from lightning_par.sharded.rules.alias import kept, shown
@@ -61,6 +62,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _rules[func]
     if found is _metadata or found is _data:
         return found(func, *args, **kwargs)
+    call = repeated_calls.call_of(func, args, kwargs)
+    if call is not None:  # nothing of what follows looks at it
+        result = call.run(func, args, kwargs, on_parts)
+        if result is NotImplemented:
+            result = run_whole(func, args, kwargs)
+        return shown(result, {}) if Memory.count else result
     if found is _memory and (memory := _memory(func, *args)) is not NotImplemented:
         return memory
     if _writers[func]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import memory_of
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, remembered
 from lightning_par.trial.memo import Memo
 
 Strides = tuple[int, ...]
@@ -27,11 +27,9 @@ _known: Memo[Any, tuple[Strides | None, ...]] = Memo()
 
 def strides_of(x: Any) -> Strides:
     """The strides that ``x``, sharded or plain, has on one device."""
-    known = getattr(x, "_strides", None)
-    if callable(known):
-        known = x._strides = known()
+    known = remembered(x)
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     if not isinstance(x, ShardedTensor):
         return tuple(x.stride())
     local, dim, size = strides_of(x._local), x._dim, x._positions.size

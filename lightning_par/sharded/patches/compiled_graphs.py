@@ -1,0 +1,90 @@
+"""``torch.compile`` of code that meets sharded tensors.
+
+Its front end takes a sharded tensor for a whole one, by torch's protocol for tensors that wrap others, and guards on
+how it is sharded. The graph that it captures runs on parts: `lightning_par.sharded.local_calls.compiled_graph`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_par.private import compiler
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.sharded.gradient_shares import unshared
+from lightning_par.sharded.local_calls.compiled_graph import CompiledGraph, may_be_split
+from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+class CompiledGraphs:
+    """The patch. It is in place once the compiler was loaded, which takes seconds, and is seen to at each step."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self._replacement: Replacement | None = None
+
+    def install(self) -> None:
+        self._wanted = True
+        self.look()
+
+    def look(self) -> None:
+        """Called before a step."""
+        if self._wanted and self._replacement is None and compiler.is_loaded():
+            self._replacement = Replacement(compiler.graph_owner(), "call_user_compiler", _on_parts)
+            self._replacement.install()
+            for name, method in _PROTOCOL.items():
+                setattr(ShardedTensor, name, method)
+
+    def undo(self) -> None:
+        self._wanted = False
+        if self._replacement is not None:
+            self._replacement.undo()
+            self._replacement = None
+            for name in _PROTOCOL:
+                delattr(ShardedTensor, name)
+
+
+def _flatten(x: ShardedTensor) -> tuple[list[str], Any]:
+    return ["_local"], (x._dim, x._positions, x._axis)
+
+
+def _as_whole(inner: dict[str, Tensor], _: Any, size: Any, stride: Any) -> Tensor:
+    """What the front end computes shapes with."""
+    part = inner["_local"]
+    return part.detach().new_empty_strided(size, stride).requires_grad_(part.requires_grad)
+
+
+def _untyped_storage(x: ShardedTensor) -> torch.UntypedStorage:
+    """What makes fake tensors asks whether two share memory; nobody's entries are there."""
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._subclasses."):
+        with DisableTorchFunctionSubclass():
+            return Tensor.untyped_storage(x)
+    return Tensor.untyped_storage(x)
+
+
+_PROTOCOL: dict[str, Any] = {
+    "__tensor_flatten__": _flatten,
+    "__tensor_unflatten__": staticmethod(_as_whole),
+    "untyped_storage": _untyped_storage,
+}
+
+
+def _on_parts(plain: Callable[..., Any], use: Use) -> Callable[..., Any]:
+    def call_user_compiler(self: Any, graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        sharded = any(isinstance(x, ShardedTensor) for x in example_inputs)
+        if not use.on or not (sharded or RunState.current.shared):
+            return plain(self, graph, example_inputs)
+        if not may_be_split(graph):
+            raise compiler.skip_frame("it has code within code, which rules are not told of")
+        if sharded:
+            return CompiledGraph(graph, self.compiler_fn)
+        with unshared(()):  # as in `compiled_graph.Segment`
+            return plain(self, graph, example_inputs)
+
+    return call_user_compiler

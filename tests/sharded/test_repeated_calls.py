@@ -1,0 +1,80 @@
+"""What repeated calls come to, noted once, gives what their rules give."""
+
+from __future__ import annotations
+
+import sys
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.positions import Positions
+from lightning_par.sharded import patches
+from lightning_par.sharded.local_calls.repeated_calls import Call
+from lightning_par.sharded.tensor import ShardedTensor
+from tests.helpers.rule_check import KINDS, Case, check
+from tests.helpers.slow import in_turn, slow
+from tests.helpers.thread_ranks import SequenceThreadAxis
+from tests.rule_cases import CASES
+
+patches.SHARES.hold(sys.modules[__name__])  # the cases' backwards begin with shares
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings that the cases call on purpose
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """All calls are noted and done again at once; whether each could be."""
+    found: list[bool] = []
+
+    def run(self: Call, func: Any, args: Any, kwargs: Any, by_rule: Any) -> Any:
+        result, program = self._noted(func, args, kwargs, by_rule)
+        found.append(program is not None)
+        return result if program is None else program(*self.tensors)
+
+    monkeypatch.setattr(Call, "run", run)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), list(zip(CASES, cycle(KINDS))), ids=in_turn([case.name for case in CASES], KINDS)
+)
+def test_value_and_gradient(noted: list[bool], case: Case, kind: str) -> None:
+    check(case, [kind])
+
+
+@slow(but=[case.name for case in CASES[::8]])
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_value_and_gradient_along_the_sequence(noted: list[bool], case: Case) -> None:
+    check(case, ["zigzag"], SequenceThreadAxis)
+
+
+def test_a_setting_that_equals_another_is_another() -> None:
+    axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+    x = ShardedTensor(torch.ones(2, 4), 1, Positions.of([0] * 4), axis)
+    for zero in (0.0, -0.0) * 4:
+        assert torch.equal((x / zero).full_tensor(), torch.ones(2, 4) / zero)
+    for number in (1, True, 1.0) * 4:
+        assert (x.long() * number).dtype == (torch.ones(1).long() * number).dtype
+
+
+def test_what_autograd_and_autocast_do_is_part_of_a_call() -> None:
+    axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    split = ShardedTensor(weight, 0, Positions.of([0] * 4), axis)
+    x = torch.ones(2, 4)
+    for _ in range(4):
+        assert F.linear(x, split).requires_grad
+        with torch.no_grad():
+            assert not F.linear(x, split).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.linear(x, split).dtype == torch.bfloat16
+        weight.requires_grad_(False)
+        assert not F.linear(x, split).requires_grad
+        weight.requires_grad_(True)
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.equal(F.linear(x, split).full_tensor(), F.linear(x, weight))
