@@ -180,23 +180,28 @@ class Axis:
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
-        out, work = self.start_sum_of_parts(parts, purpose)
+        out, work, _sent = self.start_sum_of_parts(parts, purpose)
         if work is not None:
             work.wait()
         return out
 
-    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None]:
-        """Begin a `reduce_scatter`; returns as `start_all_gather`."""
+    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None, Any]:
+        """Begin a `reduce_scatter`.
+
+        Returns:
+            As `start_all_gather`, and what the caller keeps until then.
+        """
         own = parts[self.rank]
         if self.size == 1:
-            return own, None
+            return own, None, None
         if all(part.shape == own.shape for part in parts):  # laid out once, where a list would be copied again
-            return self.start_reduce_scatter(torch.cat([part.reshape(-1) for part in parts]), purpose, own.shape)
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            return *self.start_reduce_scatter(flat, purpose, own.shape), flat
         numel = sum(part.numel() for part in parts)
         self._log("reduce_scatter", purpose, numel, numel * own.element_size())
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
         sent = [part.contiguous() for part in parts]
-        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True)
+        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True), sent
 
     # What is returned below is no view, into which user code could not write behind an autograd function.
 

@@ -99,7 +99,7 @@ class _Entering:
     def start_backward(self, grad: Tensor) -> Started:
         # A gradient may be shared with another branch of the graph, hence the copy.
         summed = grad.clone(memory_format=torch.contiguous_format)
-        return summed, self.axis.start_all_reduce_(summed, self.purpose)
+        return summed, self.axis.start_all_reduce_(summed, self.purpose), None
 
 
 @heard

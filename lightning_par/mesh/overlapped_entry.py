@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LEAST_BYTES = 2**20
 """Of a gradient whose message is hidden: the two nodes, and those that hide it, take tens of microseconds of a host."""
 
-Started = tuple[Tensor, dist.Work | None]
-"""What will be there once the work has been waited for."""
+Started = tuple[Tensor, dist.Work | None, Any]
+"""What will be there once the work has been waited for, and what is kept until then."""
 
 
 class Verb(Protocol):
@@ -47,9 +47,10 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         while ctx.under_way:
-            _, work = ctx.under_way.pop()
+            _, work, sent = ctx.under_way.pop()
             if work is not None:
                 work.wait()
+            del sent
         return grad, None
 
 

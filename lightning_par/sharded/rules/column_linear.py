@@ -68,11 +68,10 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 @heard
-def column_linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``func``, ``F.linear``, of plain tensors; in two nodes where ``x`` is an entry whose message they hide."""
-    if not fits(x, weight, bias):
-        result: Tensor = func(x, weight, bias)
-        return result
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of an entry ``x``, and the parts of weight and bias of this rank."""
+    if not fits(x, weight, bias):  # any more, where it is called again without its rule
+        return F.linear(x, weight, bias)
     entry, kind = x, x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
