@@ -58,13 +58,13 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the two nodes do what the one would, alike on all ranks."""
-    if not (hides(x) and weight.requires_grad and torch.is_grad_enabled()):
-        return False
+    """Whether `column_linear` may run a linear of these plain tensors, alike on all ranks."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
+    if not (weight.requires_grad and torch.is_grad_enabled() and all(type(each) in _PLAIN for each in tensors)):
+        return False
+    alike = all(each.dtype == x.dtype for each in tensors)
     lowered = torch.is_autocast_enabled(x.device.type)
-    fit = all(each.dtype in _FLOATS for each in tensors) if lowered else all(each.dtype == x.dtype for each in tensors)
-    return fit and all(type(each) in _PLAIN for each in tensors)
+    return hides(x) and (all(each.dtype in _FLOATS for each in tensors) if lowered else alike)
 
 
 @heard

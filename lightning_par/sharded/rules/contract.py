@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded.rules.column_linear import column_linear
+from lightning_par.sharded.rules.column_linear import column_linear, fits
 from lightning_par.sharded.rules.lookup import gathered, moves, rule, view
 from lightning_par.sharded.tensor import ShardedTensor, full
 
@@ -128,7 +128,7 @@ def linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         x = full(x)  # else two letters were sharded; `n` stays, as after a column-split layer
 
     def run(b: Tensor | None, x: Tensor, w: Tensor) -> Tensor:
-        return column_linear(func, x, w, b)
+        return column_linear(x, w, b) if fits(x, w, b) else func(x, w, b)
 
     return with_bias(run, bias, [x, weight], [[*outer, "k"], ["n", "k"]], [*outer, "n"])
 
