@@ -32,6 +32,15 @@ PARAMETER_MARK = "_is_param"
 """The attribute by which a tensor of a subclass is an `nn.Parameter` to ``isinstance``."""
 
 
+_same_memory = torch.ops.aten._unsafe_view.default
+
+
+def with_node(x: Tensor) -> Tensor:
+    """``x`` in the same memory, with a node of the graph behind it: neither a leaf, nor a view of one to autograd, so
+    that it may be written into. A custom function does the same in Python, here and in backward."""
+    return _same_memory(x, x.shape)  # type: ignore[no-any-return]
+
+
 def is_view(x: Tensor) -> bool:
     """Whether ``x`` is a view to autograd; unlike `view_base` it makes no tensor."""
     return x._is_view()

@@ -165,6 +165,8 @@ class Snapshot(Reach):
         """What is other than before, as a run goes on: empty where nothing is, equal where nothing more has changed."""
         found: set[tuple[str, Any, int]] = set()
         for cell in self.cells.values():
+            if not (cell.lent or cell.versions or cell.moved()):
+                continue
             change = cell.change() if cell.lent or cell.moved() else None
             if isinstance(change, MappingChange) and not (change.inplace or change.deleted or change.order):
                 found.update((cell.name, key, id(x)) for key, x in change.entries.items())

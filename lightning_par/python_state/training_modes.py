@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
 
 from lightning_par.python_state.mutable_objects import NamesCell
+
+_training = attrgetter("training")
 
 
 class ModesCell(NamesCell):
@@ -26,6 +29,10 @@ class ModesCell(NamesCell):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__(self.NAME, modules, modules)
+        self._modules = [*modules.values()]
+
+    def moved(self) -> bool:  # asked around every microbatch
+        return not all(map(is_, map(_training, self._modules), self.values))
 
     def _get(self, name: str) -> Any:
         return self.owner[name].training

@@ -21,6 +21,7 @@ from lightning_par.private.tensors import (
     no_torch_function,
     set_data,
     view_base,
+    with_node,
     write_count,
 )
 
@@ -62,6 +63,19 @@ def test_a_view_leads_to_its_base() -> None:
     x = torch.zeros(2, 2)
     assert view_base(x[0].t()) is x and view_base(x) is None
     assert is_view(x[0]) and not is_view(x)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 3), (4, 1)])
+def test_a_leaf_with_a_node_may_be_written_into(shape: tuple[int, ...]) -> None:
+    leaf = torch.rand(shape, dtype=torch.float64).requires_grad_()
+    if leaf.ndim:
+        leaf = leaf.detach().transpose(0, 1).requires_grad_()
+    x = with_node(leaf)
+    assert x.data_ptr() == leaf.data_ptr() and x.is_contiguous() == leaf.is_contiguous()
+    assert not x.is_leaf and not is_view(x)
+    x.mul_(3)
+    x.sum().backward()
+    assert leaf.grad is not None and (leaf.grad == 3).all()
 
 
 def test_a_marked_tensor_is_a_parameter() -> None:

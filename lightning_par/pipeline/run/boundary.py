@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
@@ -16,6 +14,7 @@ from lightning_par.pipeline.run.message_plan import Message, Traffic
 from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.timetable import Exchange
+from lightning_par.private.tensors import with_node
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -32,16 +31,6 @@ class Held:
     leaves: list[Tensor] = field(default_factory=list)  # received, wanting a gradient, in the order of `Routes.coming`
     outputs: list[Tensor] = field(default_factory=list)  # sent on, wanting a gradient, or the loss
     split: SplitBackward | None = None
-
-
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()  # neither a leaf nor a view of one
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 class Crossing:
@@ -122,7 +111,7 @@ class Crossing:
 
         def value(key: Key) -> Tensor:
             x = arrived[key]
-            x = _Arrived.apply(x) if x.requires_grad else x  # not a leaf: user code may write into it
+            x = with_node(x) if x.requires_grad else x  # not a leaf: user code may write into it
             model = program.values[key]
             return wrapped(self.tokens.wrapped(x, local_shape(model, axis)), model, axis)
 

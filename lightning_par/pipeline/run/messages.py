@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +14,8 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis, Kind, PeerOp
 from lightning_par.trial.fake_functions import is_fake
 
+MOST_UNDER_WAY = 8
+"""Messages, on gloo: their memory is held until they have left."""
 _PURPOSES: dict[Kind, str] = {"forward": "activations", "backward": "gradients of activations"}
 
 
@@ -62,6 +62,8 @@ class _Sent:
     work: dist.Work
     x: Tensor
     what: str
+    to: int
+    batch: int  # in which it was sent, counted from the first on
 
 
 class Messenger:
@@ -90,6 +92,7 @@ class Messenger:
         self._device = device
         self._gloo = axis.size > 1 and _backend(axis, device) == "gloo"
         self._sending: _Departures | _Queue = _Departures() if self._gloo else _Queue()
+        self._batches = 0
         self.timed = False  # whether `waited` counts
         self.waited = 0.0  # seconds, in receives
 
@@ -115,7 +118,8 @@ class Messenger:
             whats = [*(one.what for one, _ in leaving), *(one.what for one, _ in coming)]
             raise lost(" and ".join(dict.fromkeys(whats))) from error
         for (one, x), work in zip(leaving, works):
-            self._sending.add(_Sent(work, x, one.what))
+            self._sending.add(_Sent(work, x, one.what, one.to, self._batches))
+        self._batches += 1
         arriving = iter(works[len(leaving) :])
         return [self._wait(one, x, next(arriving) if x.numel() else None) for one, x in rooms]
 
@@ -134,13 +138,17 @@ class Messenger:
         return torch.empty(tuple(one.shape), dtype=one.dtype, device="cpu" if self._gloo else self._device)
 
     def _wait(self, one: Incoming, x: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
-        received = _Received(work, x, one.what, self._device)
+        received, batch = _Received(work, x, one.what, self._device), self._batches - 1
 
         def wait() -> Tensor:
-            began = self.clock()
-            there = received()
-            if self.timed:
+            if not self.timed:
+                there = received()
+            else:
+                began = self.clock()
+                there = received()
                 self.waited += self.clock() - began
+            if work is not None:  # one without elements tells nothing
+                self._sending.came(one.source, batch)
             return there
 
         return wait
@@ -204,47 +212,46 @@ class _Queue:
     def check(self) -> None:
         self._sent = deque(sent for sent in self._sent if not sent.work.is_completed())  # lets go of their memory
 
+    def came(self, source: int, batch: int) -> None:
+        """A message has come from ``source``, which was asked for in this batch."""
+
     def finish(self) -> None:
         while self._sent:
-            sent = self._sent.popleft()
-            try:
-                sent.work.wait()
-            except RuntimeError as error:
-                raise lost(sent.what) from error
+            _wait_for(self._sent.popleft())
 
 
 class _Departures:
-    """Messages under way on gloo, where a send tells that it has left only to who waits for it: a thread does."""
+    """Messages under way on gloo, where a send tells that it has left only to who waits for it.
+
+    When a message has come that was asked for later than another was sent, its sender has asked for that other one
+    before: to wait for it then takes no longer than its way does. Where nothing comes back, as in steps without
+    backwards, who sends is a few batches ahead.
+    """
 
     def __init__(self) -> None:
-        self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._failed: RuntimeError | None = None
+        self._sent: deque[_Sent] = deque()
 
     def add(self, sent: _Sent) -> None:
-        if self._thread is None:
-            # A daemon: it must not keep a process alive whose step ended in an exception.
-            self._thread = threading.Thread(target=self._wait, name="messages under way", daemon=True)
-            self._thread.start()
-        self._sent.put(sent)
+        self._sent.append(sent)
 
     def check(self) -> None:
-        if self._failed is not None:
-            raise self._failed
+        while len(self._sent) > MOST_UNDER_WAY:
+            _wait_for(self._sent.popleft())
+
+    def came(self, source: int, batch: int) -> None:
+        left = [sent for sent in self._sent if sent.to == source and sent.batch < batch]
+        if left:
+            self._sent = deque(sent for sent in self._sent if sent.to != source or sent.batch >= batch)
+            for sent in left:
+                _wait_for(sent)
 
     def finish(self) -> None:
-        if self._thread is not None:
-            self._sent.put(None)
-            self._thread.join()
-            self._thread = None
-        self.check()
+        while self._sent:
+            _wait_for(self._sent.popleft())
 
-    def _wait(self) -> None:
-        while (sent := self._sent.get()) is not None:
-            try:
-                sent.work.wait()
-            except RuntimeError as error:
-                if self._failed is None:
-                    self._failed = lost(sent.what)
-                    self._failed.__cause__ = error
-            del sent  # else the last one would live until the next comes
+
+def _wait_for(sent: _Sent) -> None:
+    try:
+        sent.work.wait()
+    except RuntimeError as error:
+        raise lost(sent.what) from error

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-import weakref
 from datetime import timedelta
 
 import pytest
@@ -12,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_par.mesh.axis import Axis, Kind
 from lightning_par.mesh.layout import Layout, make_groups
 from lightning_par.mesh.ledger import Transfer, ledger
-from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
+from lightning_par.pipeline.run.messages import MOST_UNDER_WAY, Incoming, Messenger, Outgoing
 from lightning_par.private.process_groups import tells_of_a_lost_peer
 from tests.helpers.pool import Pool, RanksFailedError
 
@@ -109,15 +108,18 @@ def _release() -> None:
     messenger = Messenger(axis, CPU)
     if axis.rank == 0:
         x = torch.ones(1000)
-        reference = weakref.ref(x)
+        memory = StorageWeakRef(x.untyped_storage())
         _send(messenger, x, 1, "forward", 0)
         del x
+        (wait,) = messenger.exchange([], [Incoming((4,), torch.float32, 1, "backward", 0)])
         _send(messenger, torch.ones(1000), 1, "forward", 1)
+        assert not memory.expired()
+        wait()
+        assert memory.expired()  # what comes back tells that the first has left
         dist.barrier()
-        while reference() is not None:  # a thread lets it go
-            time.sleep(0.02)
     else:
         _receive(messenger, torch.ones(1000), 0, "forward", 0)
+        _send(messenger, torch.ones(4), 0, "backward", 0)
         dist.barrier()
     dist.barrier()
     if axis.rank == 1:
@@ -127,6 +129,27 @@ def _release() -> None:
 
 def test_what_has_left_is_let_go(pool: Pool) -> None:
     pool.run(2, _release)  # ends
+
+
+def _send_many() -> None:
+    """Where nothing comes back, a few messages are under way at most."""
+    axis = _axis(Layout(pipeline=2))
+    messenger, memories = Messenger(axis, CPU), list[StorageWeakRef]()
+    for tag in range(3 * MOST_UNDER_WAY):
+        if axis.rank == 0:
+            x = torch.ones(1000)
+            memories.append(StorageWeakRef(x.untyped_storage()))
+            _send(messenger, x, 1, "forward", tag)
+            del x
+            assert sum(not x.expired() for x in memories) <= MOST_UNDER_WAY + 1
+        else:
+            _receive(messenger, torch.ones(1000), 0, "forward", tag)
+    messenger.finish()
+    assert all(x.expired() for x in memories)
+
+
+def test_a_few_messages_are_under_way(pool: Pool) -> None:
+    pool.run(2, _send_many)
 
 
 def _talk_to_the_dead() -> None:
