@@ -5,7 +5,6 @@ The next block's gather is begun before a block computes, in the order of the st
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.block_use import Use
-from lightning_par.fsdp.flat import Flat, Place
+from lightning_par.fsdp.flat import Flat, Mixed, Place
+from lightning_par.fsdp.served import Precisions, Served
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
 from lightning_par.private.graph import in_backward
 from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
@@ -41,7 +41,10 @@ class StoredBlock:
         self.axis: StorageAxis = weights[0]._peers
         self.dtype = weights[0]._local.dtype
         self.kind = weights[0].device.type
+        self.numbers = {id(x): i for i, x in enumerate(weights)}
         self.flat = flat_of(weights)
+        self.precisions = Precisions([x._local.dtype for x in weights])
+        self.parcels = Mixed(self.flat.places, self.precisions.travel, self.axis.size)
         self._flats: dict[tuple[bool, ...], Flat] = {}
 
     @property
@@ -50,11 +53,10 @@ class StoredBlock:
 
     def slots(self, module: nn.Module) -> list[Slot]:
         """Where ``module`` and those in it hold the weights."""
-        numbers = {id(x): i for i, x in enumerate(self.weights)}
         found: list[Slot] = []
         for m in module.modules():
             held: dict[str, Any] = parameters_of(m)  # type: ignore[assignment]
-            found += [(held, name, numbers[id(x)]) for name, x in held.items() if id(x) in numbers]
+            found += [(held, name, self.numbers[id(x)]) for name, x in held.items() if id(x) in self.numbers]
         return found
 
     def flat_of(self, trains: list[bool]) -> Flat:
@@ -66,9 +68,10 @@ class StoredBlock:
             self._flats[key] = Flat([p for p, t in zip(self.flat.places, trains) if t], self.axis.size)
         return self._flats[key]
 
-    def index_at(self, offset: int) -> int:
-        """Which weight lies there."""
-        return bisect_right(self.flat.starts, offset) - 1
+    def decide(self) -> None:
+        """Weights travel from now on as they were asked for."""
+        if self.precisions.decide():
+            self.parcels = Mixed(self.flat.places, self.precisions.travel, self.axis.size)
 
 
 def fits(x: Any) -> bool:
@@ -101,6 +104,8 @@ class BlockCalls:
         self.blocks: list[StoredBlock] = []
         self.kind = "outside"
         self.live: list[Use] = []  # of the calls that run now, the innermost last
+        self.serving: list[Served] = []  # those of them under autocast
+        self._decided: set[str] = set()  # kinds of steps, of which one has asked for precisions
         self._orders: dict[str, list[StoredBlock]] = {}
         self._now: dict[str, list[StoredBlock]] = {}
         self._ahead: dict[int, Use] = {}  # begun for the next call
@@ -138,6 +143,20 @@ class BlockCalls:
         self._kept.clear()
         self._last = None
 
+    def agree(self) -> None:
+        """A step has run: after the first one under autocast of its kind weights travel in the precisions that they
+        are used in. All ranks come here alike, with the same blocks."""
+        asked = [x for x in self.blocks if x.precisions.is_asked]
+        if not asked or self.kind in self._decided:
+            return
+        self._decided.add(self.kind)
+        precisions = [block.precisions for block in self.blocks]
+        flags = torch.tensor([flag for x in precisions for flag in x.asked], dtype=torch.uint8)
+        found = iter(self.blocks[0].axis.all_reduce_(flags, "precisions", "max").tolist())
+        for block in self.blocks:
+            block.precisions.asked = [next(found) for _ in block.precisions.asked]
+            block.decide()
+
     def forget(self) -> None:
         self._now.clear()
         self.end_backward()
@@ -146,7 +165,7 @@ class BlockCalls:
         """Until backward has ended ``use`` may have weights. Those that no gradient ends are let go as others come."""
         if use not in self._held:
             self._held.append(use)
-        frozen = [x for x in self._held if not x.is_tracked and x.whole is not None]
+        frozen = [x for x in self._held if not x.is_tracked and x.wholes is not None]
         for x in frozen[:-2]:
             x.let_go()
 
@@ -155,6 +174,16 @@ class BlockCalls:
         for block in [use.block for use in self._ahead.values()] + [kept[0].block for kept in self._kept.values()]:
             if any(memory_of(x._local) in memories for x in block.weights):
                 self._give_up(block)
+        for call in self.serving:
+            call.spoil(memories)
+
+    def served(self, x: Stored, dtype: torch.dtype | None) -> Tensor | None:
+        """What a call that runs has of ``x``, in ``dtype`` if one is given."""
+        for call in reversed(self.serving):
+            number = call.use.block.numbers.get(id(x))
+            if number is not None:
+                return call.get(number, dtype)
+        return None
 
     def use_of(self, block: StoredBlock) -> tuple[Use, list[Any]]:
         """The weights of ``block`` for a call that begins now, and the gather for the next call is begun."""
@@ -264,9 +293,11 @@ class BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, calls = self.block, self.calls
-        if self._is_within() or torch.is_autocast_enabled(block.kind) or in_functorch():
+        if self._is_within() or in_functorch():
             return self.original(*args, **kwargs)  # or weights are gathered as they are used
         use, weights = calls.use_of(block)
+        if torch.is_autocast_enabled(block.kind):
+            return self._served(Served(use, weights), args, kwargs)
         filled = _fill(block, self.slots, weights)
         calls.live.append(use)
         try:
@@ -276,8 +307,22 @@ class BlockCall:
             _empty(use, weights, filled)
             calls.leave(use)
 
+    def _served(self, call: Served, args: Any, kwargs: Any) -> Any:
+        """Functions ask for weights one by one, each in the precision that it uses it in."""
+        calls = self.calls
+        calls.live.append(call.use)
+        calls.serving.append(call)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            calls.serving.remove(call)
+            calls.live.remove(call.use)
+            calls.leave(call.use)
+
     def _is_within(self) -> bool:
         """Whether a call that runs has filled the module already, its own or that of one that it is in."""
+        if any(call.use.block is self.block for call in self.calls.serving):
+            return True
         return not any(isinstance(held.get(name), Stored) for held, name, _ in self.slots)
 
 
