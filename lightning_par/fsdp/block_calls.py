@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.block_use import Use
+from lightning_par.fsdp.escaped import Escaped
 from lightning_par.fsdp.flat import Flat, Mixed, Place
 from lightning_par.fsdp.served import Precisions, Served
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
@@ -104,7 +105,8 @@ class BlockCalls:
         self.blocks: list[StoredBlock] = []
         self.kind = "outside"
         self.live: list[Use] = []  # of the calls that run now, the innermost last
-        self.serving: list[Served] = []  # those of them under autocast
+        self.serving: list[Served] = []  # what stored weights are to them
+        self.escaped = Escaped()
         self._decided: set[str] = set()  # kinds of steps, of which one has asked for precisions
         self._orders: dict[str, list[StoredBlock]] = {}
         self._now: dict[str, list[StoredBlock]] = {}
@@ -142,6 +144,7 @@ class BlockCalls:
         self._held.clear()
         self._kept.clear()
         self._last = None
+        self.escaped.become_stored()
 
     def agree(self) -> None:
         """A step has run: after the first one under autocast of its kind weights travel in the precisions that they
@@ -299,16 +302,14 @@ class BlockCall:
         if torch.is_autocast_enabled(block.kind):
             return self._served(Served(use, weights), args, kwargs)
         filled = _fill(block, self.slots, weights)
-        calls.live.append(use)
         try:
-            return self.original(*args, **kwargs)
+            return self._served(Served(use, weights), args, kwargs)
         finally:
-            calls.live.remove(use)
             _empty(use, weights, filled)
-            calls.leave(use)
+            calls.escaped.look(block.weights, weights)
 
     def _served(self, call: Served, args: Any, kwargs: Any) -> Any:
-        """Functions ask for weights one by one, each in the precision that it uses it in."""
+        """Where stored weights are used, these are there."""
         calls = self.calls
         calls.live.append(call.use)
         calls.serving.append(call)

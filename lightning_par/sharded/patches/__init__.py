@@ -10,6 +10,7 @@ them: `lightning_par.sharded.patches.installed`.
     module_hooks: full backward hooks of modules
     backward: `torch.autograd.backward` and `torch.autograd.grad`
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
+    kept_weights: ``nn.Module.register_parameter``
     dummy_experiments: what Lightning gives ranks that log nothing
     sync_advice: a warning of Lightning's
     module_attributes: assignments to attributes of modules, while a trial of a step runs
@@ -27,10 +28,17 @@ from lightning_par.strategies.namespace import Namespace
 
 
 def _for_sharded_tensors() -> Iterable[Patch]:
-    from lightning_par.sharded.patches import autograd_functions, checkpointing, module_hooks, tensor_data, transforms
+    from lightning_par.sharded.patches import (
+        autograd_functions,
+        checkpointing,
+        kept_weights,
+        module_hooks,
+        tensor_data,
+        transforms,
+    )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch()  # fmt: skip
+        module_hooks.patch(), kept_weights.patch()  # fmt: skip
 
 
 def _for_gradient_shares() -> Iterable[Patch]:
