@@ -18,7 +18,7 @@ from lightning_par.fsdp.flat import Flat, Mixed, Place
 from lightning_par.fsdp.served import Precisions, Served
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
 from lightning_par.private.graph import in_backward
-from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
+from lightning_par.private.module_calls import drop_calls, set_inner_call
 from lightning_par.private.modules import parameters_of
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter, write_count
@@ -98,10 +98,11 @@ class BlockCalls:
 
     Args:
         keep: whether weights stay whole until the end of the step.
+        cut: whether a step runs forward and backward of several microbatches, in any order.
     """
 
-    def __init__(self, keep: bool) -> None:
-        self.keep = keep
+    def __init__(self, keep: bool, cut: bool = False) -> None:
+        self.keep, self.cut = keep, cut
         self.blocks: list[StoredBlock] = []
         self.kind = "outside"
         self.live: list[Use] = []  # of the calls that run now, the innermost last
@@ -113,6 +114,7 @@ class BlockCalls:
         self._ahead: dict[int, Use] = {}  # begun for the next call
         self._kept: dict[int, tuple[Use, list[Any], bool]] = {}
         self._last: Use | None = None
+        self._passed: set[int] = set()  # blocks of the microbatch that runs
         self._held: list[Use] = []  # still whole, for backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockCalls:
@@ -122,7 +124,7 @@ class BlockCalls:
         """From now on gather ``block`` around its modules' calls."""
         self.blocks.append(block)
         for module in block.modules:
-            set_call(module, BlockCall(self, block, module))
+            set_inner_call(module, lambda plain, m=module: BlockCall(self, block, m, plain))  # type: ignore[misc]
 
     def begin_step(self, kind: str) -> None:
         self.forget()
@@ -144,6 +146,7 @@ class BlockCalls:
         self._held.clear()
         self._kept.clear()
         self._last = None
+        self._passed.clear()
         self.escaped.become_stored()
 
     def agree(self) -> None:
@@ -237,11 +240,16 @@ class BlockCalls:
 
     def _is_last(self, block: StoredBlock) -> bool:
         """Whether it is the last one of a step's forward."""
-        known = self._orders.get(self.kind, ()) if self.kind == "training_step" else ()
+        known = self._orders.get(self.kind, ()) if self.kind == "training_step" and not self.cut else ()
         return next((x for x in reversed(known) if not x.stays), None) is block
 
     def _made(self, block: StoredBlock) -> Use:
-        use = Use(block, self._last)
+        if self.cut and not in_backward():
+            if id(block) in self._passed:  # another microbatch, whose backward comes at another time
+                self._last = None
+                self._passed.clear()
+            self._passed.add(id(block))
+        use = Use(block, self._last, self.cut)
         if not in_backward():
             self._last = use
         use.start()
@@ -283,9 +291,8 @@ class BlockCalls:
 class BlockCall:
     """Takes the place of a block's call."""
 
-    def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module) -> None:
-        self.calls, self.block = calls, block
-        self.original = plain_call(module)
+    def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.calls, self.block, self.original = calls, block, original
         self.slots = block.slots(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -330,9 +337,7 @@ class BlockCall:
 def release_blocks(module: nn.Module) -> None:
     """Undo `BlockCalls.take_over`, be it of an earlier run that failed."""
     for m in module.modules():
-        call = get_call(m)
-        if isinstance(call, BlockCall):
-            reset_call(m, call.original)
+        drop_calls(m, BlockCall)
 
 
 def _fill(block: StoredBlock, slots: list[Slot], weights: list[Any]) -> list[Slot]:

@@ -38,6 +38,7 @@ class Use:
     Args:
         block: whose weights they are.
         before: the use for whose weights backward comes next.
+        in_passes: whether backward may run in two passes, of inputs and of weights, which both need the weights.
 
     Attributes:
         is_needed: whether backward needs the weights.
@@ -46,8 +47,8 @@ class Use:
         memories: of what lies there, which weight in which precision.
     """
 
-    def __init__(self, block: StoredBlock, before: Use | None) -> None:
-        self.block, self.before = block, before
+    def __init__(self, block: StoredBlock, before: Use | None, in_passes: bool = False) -> None:
+        self.block, self.before, self.in_passes = block, before, in_passes
         self.is_needed = self.is_tracked = self.has_begun = self.has_ended = False
         self.parcels = block.parcels
         self.wholes: list[Tensor | None] | None = None
@@ -158,7 +159,7 @@ class Use:
                 self._casts[kept] = found.to(dtype)
             found = self._casts[kept]
         left[kept] -= 1
-        if left[kept] <= 0:
+        if left[kept] <= 0 and not self.in_passes:
             self._casts.pop(kept, None)
             if not any(n == number and count > 0 for (n, _), count in left.items()):
                 self.wholes[number] = None

@@ -51,14 +51,15 @@ class Prefetch(Gathering):
 
     Args:
         reshard: whether it is let go after each call of a module, and gathered again for backward.
+        cut: whether a step runs forward and backward of several microbatches, in any order.
 
     Attributes:
         blocks: those of the weights that are gathered together, around calls of their modules.
     """
 
-    def __init__(self, reshard: bool) -> None:
+    def __init__(self, reshard: bool, cut: bool = False) -> None:
         super().__init__()
-        self.blocks = BlockCalls(keep=not reshard)
+        self.blocks = BlockCalls(keep=not reshard, cut=cut)
         self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
         self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
         self._memories: dict[int, Regathered] = {}  # by the memory of what was gathered

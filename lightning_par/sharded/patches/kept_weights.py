@@ -1,5 +1,6 @@
-"""A module that keeps a weight that was gathered for a call, as ``self.kept = self.weight``, keeps the one that it stands
-for: what is gathered is gone after the call, and is no leaf, which torch would refuse."""
+"""A module that keeps a weight that was gathered for a call, as ``self.kept = self.weight``, keeps the stored one.
+
+What is gathered is gone after the call, and is no leaf, which torch would refuse."""
 
 from __future__ import annotations
 
