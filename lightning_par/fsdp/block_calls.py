@@ -310,10 +310,11 @@ class BlockCall:
             return self._served(Served(use, weights), args, kwargs)
         filled = _fill(block, self.slots, weights)
         try:
-            return self._served(Served(use, weights), args, kwargs)
+            result = self._served(Served(use, weights), args, kwargs)
         finally:
             _empty(use, weights, filled)
-            calls.escaped.look(block.weights, weights)
+        calls.escaped.look(block.weights, weights)
+        return result
 
     def _served(self, call: Served, args: Any, kwargs: Any) -> Any:
         """Where stored weights are used, these are there."""

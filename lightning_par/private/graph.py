@@ -59,8 +59,11 @@ def in_backward() -> bool:
 def saves_for_python() -> bool:
     """Whether what is now saved for backward is of a `torch.autograd.Function`, whose backward may read it as often as
     it likes; torch's own nodes read it once a pass. For functions that a hook of saved tensors calls itself."""
-    frame = sys._getframe(3)
-    return frame.f_code is torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(2).f_back
+    return frame is None or frame.f_code is _APPLY  # in a thread of autograd's it is not known
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # before anybody replaces it
 
 
 def checkpoint_generator() -> tuple[Any, str]:
