@@ -5,7 +5,7 @@ The next block's gather is begun before a block computes, in the order of the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,83 +14,15 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.block_use import Use
 from lightning_par.fsdp.escaped import Escaped
-from lightning_par.fsdp.flat import Flat, Mixed, Place
-from lightning_par.fsdp.served import Precisions, Served
-from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
+from lightning_par.fsdp.served import Served
+from lightning_par.fsdp.stored_block import Slot, StoredBlock
+from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.graph import in_backward
 from lightning_par.private.module_calls import drop_calls, set_inner_call
-from lightning_par.private.modules import parameters_of
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter, write_count
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import leaf
-
-Slot = tuple[dict[str, Any], str, int]  # the parameters of a module, a name there, which weight it is
-
-
-class StoredBlock:
-    """The weights of one block.
-
-    Args:
-        modules: whose calls use them; of several the weights stay whole until backward has ended.
-        weights: in the order of their messages; of one precision, on one device.
-        calls: who gathers it.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[Stored], calls: BlockCalls) -> None:
-        self.modules, self.weights, self.calls = modules, list(weights), calls
-        self.axis: StorageAxis = weights[0]._peers
-        self.dtype = weights[0]._local.dtype
-        self.kind = weights[0].device.type
-        self.numbers = {id(x): i for i, x in enumerate(weights)}
-        self.flat = flat_of(weights)
-        self.precisions = Precisions([x._local.dtype for x in weights])
-        self.parcels = Mixed(self.flat.places, self.precisions.travel, self.axis.size)
-        self._flats: dict[tuple[bool, ...], Flat] = {}
-
-    @property
-    def stays(self) -> bool:
-        return len(self.modules) > 1
-
-    def slots(self, module: nn.Module) -> list[Slot]:
-        """Where ``module`` and those in it hold the weights."""
-        found: list[Slot] = []
-        for m in module.modules():
-            held: dict[str, Any] = parameters_of(m)  # type: ignore[assignment]
-            found += [(held, name, self.numbers[id(x)]) for name, x in held.items() if id(x) in self.numbers]
-        return found
-
-    def flat_of(self, trains: list[bool]) -> Flat:
-        """Of those weights alone that have gradients."""
-        if all(trains):
-            return self.flat
-        key = tuple(trains)
-        if key not in self._flats:
-            self._flats[key] = Flat([p for p, t in zip(self.flat.places, trains) if t], self.axis.size)
-        return self._flats[key]
-
-    def decide(self) -> None:
-        """Weights travel from now on as they were asked for."""
-        if self.precisions.decide():
-            self.parcels = Mixed(self.flat.places, self.precisions.travel, self.axis.size)
-
-
-def fits(x: Any) -> bool:
-    """Whether ``x`` can be gathered beside others."""
-    plain = isinstance(x, Stored) and type(x._local) is nn.Parameter and x._local.is_floating_point()
-    return plain and _placed(x) is not None
-
-
-def _placed(x: Stored) -> Place | None:
-    shape = list(x._local.shape)
-    shape[x._dim] = x._inner.size
-    return Place.of(shape, x._dim, x._inner, x._peers.size, x._peers.rank)
-
-
-def flat_of(weights: Sequence[Stored]) -> Flat:
-    """The message of ``weights``, all of which `fits`."""
-    places = [place for x in weights if (place := _placed(x)) is not None]
-    return Flat(places, weights[0]._peers.size)
 
 
 class BlockCalls:
@@ -249,7 +181,7 @@ class BlockCalls:
                 self._last = None
                 self._passed.clear()
             self._passed.add(id(block))
-        use = Use(block, self._last, self.cut)
+        use = Use(block, self._last, self)
         if not in_backward():
             self._last = use
         use.start()

@@ -26,7 +26,8 @@ from lightning_par.private.tensors import get_data, write_count
 from lightning_par.sharded.run_state import RunState
 
 if TYPE_CHECKING:
-    from lightning_par.fsdp.block_calls import StoredBlock
+    from lightning_par.fsdp.block_calls import BlockCalls
+    from lightning_par.fsdp.stored_block import StoredBlock
 
 Kept = tuple[int, torch.dtype]  # which weight, in which precision
 FOR_GOOD = 1 << 30  # more than any backward counts
@@ -38,7 +39,7 @@ class Use:
     Args:
         block: whose weights they are.
         before: the use for whose weights backward comes next.
-        in_passes: whether backward may run in two passes, of inputs and of weights, which both need the weights.
+        calls: of the run.
 
     Attributes:
         is_needed: whether backward needs the weights.
@@ -47,8 +48,8 @@ class Use:
         memories: of what lies there, which weight in which precision.
     """
 
-    def __init__(self, block: StoredBlock, before: Use | None, in_passes: bool = False) -> None:
-        self.block, self.before, self.in_passes = block, before, in_passes
+    def __init__(self, block: StoredBlock, before: Use | None, calls: BlockCalls) -> None:
+        self.block, self.before, self.calls = block, before, calls
         self.is_needed = self.is_tracked = self.has_begun = self.has_ended = False
         self.parcels = block.parcels
         self.wholes: list[Tensor | None] | None = None
@@ -137,8 +138,8 @@ class Use:
             before = before.before  # back to this one at the latest
         if before is not None and not before.has_begun and not before.has_ended:
             before.start()
-            self.block.calls.hold(before)
-        self.block.calls.hold(self)
+            self.calls.hold(before)
+        self.calls.hold(self)
 
     def for_backward(self, kept: Kept, writes: int) -> Tensor:
         """What backward needs of the gathered weights, as it was after so many ``writes``; the last one lets it go."""
@@ -159,7 +160,7 @@ class Use:
                 self._casts[kept] = found.to(dtype)
             found = self._casts[kept]
         left[kept] -= 1
-        if left[kept] <= 0 and not self.in_passes:
+        if left[kept] <= 0 and not self.calls.cut:  # else it may run in two passes, of inputs and of weights
             self._casts.pop(kept, None)
             if not any(n == number and count > 0 for (n, _), count in left.items()):
                 self.wholes[number] = None

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.fsdp.block_calls import fits, flat_of
 from lightning_par.fsdp.flat import Flat
+from lightning_par.fsdp.stored_block import fits, flat_of
 from lightning_par.fsdp.stored_parameter import PURPOSE, Stored
 
 BUCKET_BYTES = 25 * 2**20  # of whole weights: large enough for bandwidth, small beside them all

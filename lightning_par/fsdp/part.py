@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.fsdp.block_calls import StoredBlock, fits, release_blocks
+from lightning_par.fsdp.block_calls import release_blocks
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
 from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
+from lightning_par.fsdp.stored_block import StoredBlock, fits
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
@@ -97,7 +98,7 @@ class StoragePart(Part):
                 kinds.setdefault((p.dtype, p.device), []).append(p)
             most = max(kinds.values(), key=len)
             modules = [*map(module.get_submodule, block.paths)]
-            self.prefetch.blocks.take_over(StoredBlock(modules, most, self.prefetch.blocks))
+            self.prefetch.blocks.take_over(StoredBlock(modules, most))
 
     def _plan(self, module: nn.Module, sizes: dict[str, int]) -> tuple[Block, ...]:
         if self.groups.pipeline.size == 1:

@@ -74,6 +74,10 @@ class Teaches(Layer):
         return super().forward(x) - 0.1 * target
 
 
+class Apart(Layer):
+    """The model calls it without autocast, too."""
+
+
 class Model(L.LightningModule):
     def __init__(self, kind: type[Layer]) -> None:
         super().__init__()
@@ -84,6 +88,9 @@ class Model(L.LightningModule):
         x = self.first(batch)
         for layer in self.layers:
             x = layer(x)
+            if isinstance(layer, Apart):
+                with torch.autocast("cpu", enabled=False):
+                    x = layer(x.float())
         return x.float().square().mean()
 
     def validation_step(self, batch: Tensor) -> None:
@@ -121,7 +128,7 @@ def _train(kind: type[Layer], precision: Any, blocks: bool, **options: Any) -> t
     return model.state_dict(), model.moved
 
 
-@pytest.mark.parametrize("kind", [Layer, Clamps, Checks, Teaches])
+@pytest.mark.parametrize("kind", [Layer, Clamps, Checks, Teaches, Apart])
 def test_results_are_those_of_weights_that_travel_one_by_one(pool: Pool, kind: type[Layer]) -> None:
     expected = pool.run(2, _train, kind, "bf16-mixed", False)
     for (found, _), (state, _) in zip(pool.run(2, _train, kind, "bf16-mixed", True), expected, strict=True):
