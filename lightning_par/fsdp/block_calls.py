@@ -5,8 +5,7 @@ The next block's gather is begun before a block computes, in the order of the st
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,79 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.block_use import Use
-from lightning_par.fsdp.flat import Flat, Place
-from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
+from lightning_par.fsdp.escaped import Escaped
+from lightning_par.fsdp.served import Served
+from lightning_par.fsdp.stored_block import Slot, StoredBlock
+from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.graph import in_backward
-from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
-from lightning_par.private.modules import parameters_of
+from lightning_par.private.module_calls import drop_calls, set_inner_call
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter, write_count
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.tensor import leaf
-
-Slot = tuple[dict[str, Any], str, int]  # the parameters of a module, a name there, which weight it is
-
-
-class StoredBlock:
-    """The weights of one block.
-
-    Args:
-        modules: whose calls use them; of several the weights stay whole until backward has ended.
-        weights: in the order of their messages; of one precision, on one device.
-        calls: who gathers it.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[Stored], calls: BlockCalls) -> None:
-        self.modules, self.weights, self.calls = modules, list(weights), calls
-        self.axis: StorageAxis = weights[0]._peers
-        self.dtype = weights[0]._local.dtype
-        self.kind = weights[0].device.type
-        self.flat = flat_of(weights)
-        self._flats: dict[tuple[bool, ...], Flat] = {}
-
-    @property
-    def stays(self) -> bool:
-        return len(self.modules) > 1
-
-    def slots(self, module: nn.Module) -> list[Slot]:
-        """Where ``module`` and those in it hold the weights."""
-        numbers = {id(x): i for i, x in enumerate(self.weights)}
-        found: list[Slot] = []
-        for m in module.modules():
-            held: dict[str, Any] = parameters_of(m)  # type: ignore[assignment]
-            found += [(held, name, numbers[id(x)]) for name, x in held.items() if id(x) in numbers]
-        return found
-
-    def flat_of(self, trains: list[bool]) -> Flat:
-        """Of those weights alone that have gradients."""
-        if all(trains):
-            return self.flat
-        key = tuple(trains)
-        if key not in self._flats:
-            self._flats[key] = Flat([p for p, t in zip(self.flat.places, trains) if t], self.axis.size)
-        return self._flats[key]
-
-    def index_at(self, offset: int) -> int:
-        """Which weight lies there."""
-        return bisect_right(self.flat.starts, offset) - 1
-
-
-def fits(x: Any) -> bool:
-    """Whether ``x`` can be gathered beside others."""
-    plain = isinstance(x, Stored) and type(x._local) is nn.Parameter and x._local.is_floating_point()
-    return plain and _placed(x) is not None
-
-
-def _placed(x: Stored) -> Place | None:
-    shape = list(x._local.shape)
-    shape[x._dim] = x._inner.size
-    return Place.of(shape, x._dim, x._inner, x._peers.size, x._peers.rank)
-
-
-def flat_of(weights: Sequence[Stored]) -> Flat:
-    """The message of ``weights``, all of which `fits`."""
-    places = [place for x in weights if (place := _placed(x)) is not None]
-    return Flat(places, weights[0]._peers.size)
 
 
 class BlockCalls:
@@ -94,18 +30,23 @@ class BlockCalls:
 
     Args:
         keep: whether weights stay whole until the end of the step.
+        cut: whether a step runs forward and backward of several microbatches, in any order.
     """
 
-    def __init__(self, keep: bool) -> None:
-        self.keep = keep
+    def __init__(self, keep: bool, cut: bool = False) -> None:
+        self.keep, self.cut = keep, cut
         self.blocks: list[StoredBlock] = []
         self.kind = "outside"
         self.live: list[Use] = []  # of the calls that run now, the innermost last
+        self.serving: list[Served] = []  # what stored weights are to them
+        self.escaped = Escaped()
+        self._decided: set[str] = set()  # kinds of steps, of which one has asked for precisions
         self._orders: dict[str, list[StoredBlock]] = {}
         self._now: dict[str, list[StoredBlock]] = {}
         self._ahead: dict[int, Use] = {}  # begun for the next call
         self._kept: dict[int, tuple[Use, list[Any], bool]] = {}
         self._last: Use | None = None
+        self._passed: set[int] = set()  # blocks of the microbatch that runs
         self._held: list[Use] = []  # still whole, for backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockCalls:
@@ -115,7 +56,7 @@ class BlockCalls:
         """From now on gather ``block`` around its modules' calls."""
         self.blocks.append(block)
         for module in block.modules:
-            set_call(module, BlockCall(self, block, module))
+            set_inner_call(module, lambda plain, m=module: BlockCall(self, block, m, plain))  # type: ignore[misc]
 
     def begin_step(self, kind: str) -> None:
         self.forget()
@@ -137,6 +78,22 @@ class BlockCalls:
         self._held.clear()
         self._kept.clear()
         self._last = None
+        self._passed.clear()
+        self.escaped.become_stored()
+
+    def agree(self) -> None:
+        """A step has run: after the first one under autocast of its kind weights travel in the precisions that they
+        are used in. All ranks come here alike, with the same blocks."""
+        asked = [x for x in self.blocks if x.precisions.is_asked]
+        if not asked or self.kind in self._decided:
+            return
+        self._decided.add(self.kind)
+        precisions = [block.precisions for block in self.blocks]
+        flags = torch.tensor([flag for x in precisions for flag in x.asked], dtype=torch.uint8)
+        found = iter(self.blocks[0].axis.all_reduce_(flags, "precisions", "max").tolist())
+        for block in self.blocks:
+            block.precisions.asked = [next(found) for _ in block.precisions.asked]
+            block.decide()
 
     def forget(self) -> None:
         self._now.clear()
@@ -146,7 +103,7 @@ class BlockCalls:
         """Until backward has ended ``use`` may have weights. Those that no gradient ends are let go as others come."""
         if use not in self._held:
             self._held.append(use)
-        frozen = [x for x in self._held if not x.is_tracked and x.whole is not None]
+        frozen = [x for x in self._held if not x.is_tracked and x.wholes is not None]
         for x in frozen[:-2]:
             x.let_go()
 
@@ -155,6 +112,16 @@ class BlockCalls:
         for block in [use.block for use in self._ahead.values()] + [kept[0].block for kept in self._kept.values()]:
             if any(memory_of(x._local) in memories for x in block.weights):
                 self._give_up(block)
+        for call in self.serving:
+            call.spoil(memories)
+
+    def served(self, x: Stored, dtype: torch.dtype | None) -> Tensor | None:
+        """What a call that runs has of ``x``, in ``dtype`` if one is given."""
+        for call in reversed(self.serving):
+            number = call.use.block.numbers.get(id(x))
+            if number is not None:
+                return call.get(number, dtype)
+        return None
 
     def use_of(self, block: StoredBlock) -> tuple[Use, list[Any]]:
         """The weights of ``block`` for a call that begins now, and the gather for the next call is begun."""
@@ -205,11 +172,16 @@ class BlockCalls:
 
     def _is_last(self, block: StoredBlock) -> bool:
         """Whether it is the last one of a step's forward."""
-        known = self._orders.get(self.kind, ()) if self.kind == "training_step" else ()
+        known = self._orders.get(self.kind, ()) if self.kind == "training_step" and not self.cut else ()
         return next((x for x in reversed(known) if not x.stays), None) is block
 
     def _made(self, block: StoredBlock) -> Use:
-        use = Use(block, self._last)
+        if self.cut and not in_backward():
+            if id(block) in self._passed:  # another microbatch, whose backward comes at another time
+                self._last = None
+                self._passed.clear()
+            self._passed.add(id(block))
+        use = Use(block, self._last, self)
         if not in_backward():
             self._last = use
         use.start()
@@ -251,9 +223,8 @@ class BlockCalls:
 class BlockCall:
     """Takes the place of a block's call."""
 
-    def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module) -> None:
-        self.calls, self.block = calls, block
-        self.original = plain_call(module)
+    def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.calls, self.block, self.original = calls, block, original
         self.slots = block.slots(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -264,29 +235,42 @@ class BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, calls = self.block, self.calls
-        if self._is_within() or torch.is_autocast_enabled(block.kind) or in_functorch():
+        if self._is_within() or in_functorch():
             return self.original(*args, **kwargs)  # or weights are gathered as they are used
         use, weights = calls.use_of(block)
+        if torch.is_autocast_enabled(block.kind):
+            return self._served(Served(use, weights), args, kwargs)
         filled = _fill(block, self.slots, weights)
-        calls.live.append(use)
+        try:
+            result = self._served(Served(use, weights), args, kwargs)
+        finally:
+            _empty(use, weights, filled)
+        calls.escaped.look(block.weights, weights)
+        return result
+
+    def _served(self, call: Served, args: Any, kwargs: Any) -> Any:
+        """Where stored weights are used, these are there."""
+        calls = self.calls
+        calls.live.append(call.use)
+        calls.serving.append(call)
         try:
             return self.original(*args, **kwargs)
         finally:
-            calls.live.remove(use)
-            _empty(use, weights, filled)
-            calls.leave(use)
+            calls.serving.remove(call)
+            calls.live.remove(call.use)
+            calls.leave(call.use)
 
     def _is_within(self) -> bool:
         """Whether a call that runs has filled the module already, its own or that of one that it is in."""
+        if any(call.use.block is self.block for call in self.calls.serving):
+            return True
         return not any(isinstance(held.get(name), Stored) for held, name, _ in self.slots)
 
 
 def release_blocks(module: nn.Module) -> None:
     """Undo `BlockCalls.take_over`, be it of an earlier run that failed."""
     for m in module.modules():
-        call = get_call(m)
-        if isinstance(call, BlockCall):
-            reset_call(m, call.original)
+        drop_calls(m, BlockCall)
 
 
 def _fill(block: StoredBlock, slots: list[Slot], weights: list[Any]) -> list[Slot]:

@@ -11,6 +11,7 @@ before the call of the block before, along with the gather: so the sum travels w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import PURPOSE
-from lightning_par.private.tensors import write_count
+from lightning_par.private.graph import saves_for_python
+from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import get_data, write_count
 from lightning_par.sharded.run_state import RunState
 
 if TYPE_CHECKING:
-    from lightning_par.fsdp.block_calls import StoredBlock
+    from lightning_par.fsdp.block_calls import BlockCalls
+    from lightning_par.fsdp.stored_block import StoredBlock
+
+Kept = tuple[int, torch.dtype]  # which weight, in which precision
+FOR_GOOD = 1 << 30  # more than any backward counts
 
 
 class Use:
@@ -32,33 +39,39 @@ class Use:
     Args:
         block: whose weights they are.
         before: the use for whose weights backward comes next.
+        calls: of the run.
 
     Attributes:
         is_needed: whether backward needs the weights.
         is_tracked: whether it is in a graph, whose backward sums gradients.
-        whole: their memory while they are gathered.
+        wholes: the weights while they are gathered, less those that backward has no more need of.
+        memories: of what lies there, which weight in which precision.
     """
 
-    def __init__(self, block: StoredBlock, before: Use | None) -> None:
-        self.block, self.before = block, before
+    def __init__(self, block: StoredBlock, before: Use | None, calls: BlockCalls) -> None:
+        self.block, self.before, self.calls = block, before, calls
         self.is_needed = self.is_tracked = self.has_begun = self.has_ended = False
-        self.whole: Tensor | None = None
-        self.low = self.high = 0  # where it lies
+        self.parcels = block.parcels
+        self.wholes: list[Tensor | None] | None = None
+        self.memories: dict[int, Kept] = {}
         self.locals = [x._local for x in block.weights]
         self.trains = [x.requires_grad for x in self.locals]
         self.taken: set[int] = set()  # weights whose ``data`` user code has
         self.writes: dict[int, int] = {}  # of weights that the call wrote to, how often
         self._versions = self._now()
+        self._refers: Counter[Kept] = Counter()  # how often the graph refers to what
+        self._left: Counter[Kept] | None = None  # in the backward that runs
+        self._casts: dict[Kept, Tensor] = {}
         self._token: Tensor | None = None
         self._summing: list[_Sum] = []
         self._arriving: tuple[Tensor, Tensor, dist.Work | None] | None = None  # with what was sent, until it has left
 
     def start(self) -> None:
         """Begin to gather."""
-        if self._arriving is None and self.whole is None:
+        if self._arriving is None and self.wholes is None:
             self._name()
             with torch.no_grad():
-                message = self.block.flat.message([x.detach() for x in self.locals])
+                message = self.parcels.message([x.detach() for x in self.locals])
                 self._arriving = message, *self.block.axis.start_all_gather(message, PURPOSE)
 
     def track(self) -> None:
@@ -70,22 +83,32 @@ class Use:
     def is_current(self) -> bool:
         """Whether what was begun has the weights as they are now."""
         now = [x._local for x in self.block.weights]
-        same = all(a is b for a, b in zip(now, self.locals))
+        same = self.parcels is self.block.parcels and all(a is b for a, b in zip(now, self.locals))
         return same and self._versions == self._now() and self.trains == [x.requires_grad for x in now]
 
     def weights(self) -> list[Tensor]:
         """The whole weights; waits for them."""
-        self._land()
-        assert self.whole is not None
         token, self._token = self._token, None  # which holds the graph, which holds this
         if token is None or not torch.is_grad_enabled():
-            return self.block.flat.weights(self.whole)
+            return self.landed()
         return list(_Whole.apply(token, self))
 
-    def refers_to(self, x: Tensor) -> Later:
+    def landed(self) -> list[Tensor]:
+        """The whole weights, of no graph, each with a version of its own."""
+        self._land()
+        assert self.wholes is not None
+        return [get_data(x) for x in self.wholes if x is not None]
+
+    def is_as_gathered(self, number: int) -> bool:
+        """Whether a weight is as it was."""
+        x = self.block.weights[number]._local
+        return x is self.locals[number] and self._versions[number] == (write_count(x), x.data_ptr())
+
+    def refers_to(self, kept: Kept, x: Tensor) -> Later:
         """What stands for ``x``, which lies in the gathered weights, until backward needs it."""
         self.is_needed = True
-        return Later(self, x)
+        self._refers[kept] += FOR_GOOD if saves_for_python() else 1
+        return Later(self, kept, x)
 
     def was_written(self, weight: int, count: int) -> None:
         """The call has written to a weight, and then to the part of it."""
@@ -94,13 +117,15 @@ class Use:
 
     def let_go(self) -> None:
         """Forget what was gathered; who holds a weight keeps it."""
-        self.whole = None
+        self.wholes = self._left = None
+        self._casts.clear()
 
     def drop(self) -> None:
         """Give up what was begun and not used."""
         if self._arriving is not None and self._arriving[2] is not None:
             self._arriving[2].wait()
-        self._arriving = self.whole = self._token = None
+        self._arriving = self._token = None
+        self.let_go()
 
     def begin_backward(self) -> None:
         """Backward comes to the call: gather what it needs here, and begin with what it needs next."""
@@ -113,18 +138,40 @@ class Use:
             before = before.before  # back to this one at the latest
         if before is not None and not before.has_begun and not before.has_ended:
             before.start()
-            self.block.calls.hold(before)
-        self.block.calls.hold(self)
+            self.calls.hold(before)
+        self.calls.hold(self)
 
-    def for_backward(self, weight: int, writes: int) -> Tensor:
-        """The memory of the gathered weights, one of which backward needs, as it was after so many ``writes``."""
-        own = self.locals[weight]
-        if (write_count(own), own.data_ptr()) != self._versions[weight] or writes != self.writes.get(weight, writes):
+    def for_backward(self, kept: Kept, writes: int) -> Tensor:
+        """What backward needs of the gathered weights, as it was after so many ``writes``; the last one lets it go."""
+        number, dtype = kept
+        own = self.locals[number]
+        if (write_count(own), own.data_ptr()) != self._versions[number] or writes != self.writes.get(number, writes):
             raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
         self.begin_backward()
-        self._land()  # again, where another backward comes
-        assert self.whole is not None
-        return self.whole
+        if self.wholes is not None and self.wholes[number] is None:  # another backward comes
+            self.let_go()
+        self._land()
+        assert self.wholes is not None
+        left = self._left = self._count() if self._left is None else self._left
+        found = self.wholes[number]
+        assert found is not None
+        if found.dtype is not dtype:
+            if kept not in self._casts:
+                self._casts[kept] = found.to(dtype)
+            found = self._casts[kept]
+        left[kept] -= 1
+        if left[kept] <= 0 and not self.calls.cut:  # else it may run in two passes, of inputs and of weights
+            self._casts.pop(kept, None)
+            if not any(n == number and count > 0 for (n, _), count in left.items()):
+                self.wholes[number] = None
+        return found
+
+    def _count(self) -> Counter[Kept]:
+        """How often backward will need what; the rest it does not need."""
+        needed = {number for number, _ in self._refers}
+        assert self.wholes is not None
+        self.wholes = [x if i in needed else None for i, x in enumerate(self.wholes)]
+        return Counter(self._refers)
 
     def sum(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Begin to sum whole gradients over the ranks. What it returns has a shape alone."""
@@ -145,7 +192,7 @@ class Use:
         return bool(self._summing)
 
     def _land(self) -> None:
-        if self.whole is not None:
+        if self.wholes is not None:
             return
         self.start()
         if self._arriving is None:
@@ -154,9 +201,9 @@ class Use:
         if work is not None:
             work.wait()
         with torch.no_grad():
-            self.whole = self.block.flat.whole(gathered)
-        self.low = self.whole.data_ptr()
-        self.high = self.low + self.whole.numel() * self.whole.element_size()
+            wholes = self.parcels.wholes(gathered)
+        self.wholes = [*wholes]
+        self.memories = {memory_of(x): (i, x.dtype) for i, x in enumerate(wholes)}
 
     def _name(self) -> None:
         """Ranks that come to different weights are told of these."""
@@ -171,15 +218,14 @@ class Use:
 class Later:
     """A gathered weight that backward needs, or a view of it."""
 
-    __slots__ = ("offset", "size", "stride", "use", "writes")
+    __slots__ = ("kept", "offset", "size", "stride", "use", "writes")
 
-    def __init__(self, use: Use, x: Tensor) -> None:
-        self.use, self.size, self.stride = use, x.size(), x.stride()
+    def __init__(self, use: Use, kept: Kept, x: Tensor) -> None:
+        self.use, self.kept, self.size, self.stride = use, kept, x.size(), x.stride()
         self.offset, self.writes = int(x.storage_offset()), write_count(x)
 
     def get(self) -> Tensor:
-        weight = self.use.block.index_at(self.offset)
-        return self.use.for_backward(weight, self.writes).as_strided(self.size, self.stride, self.offset)
+        return self.use.for_backward(self.kept, self.writes).as_strided(self.size, self.stride, self.offset)
 
 
 class _Sum:
@@ -247,8 +293,7 @@ class _Whole(torch.autograd.Function):
         ctx.use = use
         ctx.set_materialize_grads(False)
         ctx.gathered = [(x, i) for i, x in enumerate(use.locals)]
-        assert use.whole is not None
-        weights = use.block.flat.weights(use.whole)
+        weights = use.landed()
         ctx.mark_non_differentiable(*(x for x, trained in zip(weights, use.trains) if not trained))
         return tuple(weights)
 

@@ -9,7 +9,7 @@ element that is made of blocks itself and is large, as a stage of a ResNet is, i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,7 +49,25 @@ def plan_blocks(module: nn.Module, sizes: Mapping[str, int]) -> tuple[Block, ...
         assert [block.paths for block in plan_blocks(module, sizes)] == [("0",), ("1",)]
     """
     names = {id(x): name for name, x in module.named_parameters() if name in sizes}
-    found = _joined([*_walk("", module, names, sizes)], sizes)
+    return _of_one(_joined([*_walk("", module, names, sizes)], sizes))
+
+
+def plan_units(module: nn.Module, units: Iterable[str], sizes: Mapping[str, int]) -> tuple[Block, ...]:
+    """The blocks of ``module`` in a pipeline: each of its ``units``, which run as a whole, or the blocks in that."""
+    names = {id(x): name for name, x in module.named_parameters() if name in sizes}
+    found: list[Block] = []
+    for path in units:
+        unit = module.get_submodule(path)
+        if _has_blocks(unit):
+            found += _walk(path, unit, names, sizes)
+        else:
+            weights = dict.fromkeys(names[id(x)] for x in unit.parameters() if id(x) in names)
+            found.append(Block((path,), tuple(weights)))
+    return _of_one(found)
+
+
+def _of_one(found: list[Block]) -> tuple[Block, ...]:
+    """Without weights that two use."""
     times = Counter(name for block in found for name in block.weights)
     once = (Block(x.paths, tuple(w for w in x.weights if times[w] == 1), x.repeated) for x in found)
     return tuple(block for block in once if block.weights)

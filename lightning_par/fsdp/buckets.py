@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.fsdp.block_calls import fits, flat_of
 from lightning_par.fsdp.flat import Flat
+from lightning_par.fsdp.stored_block import fits, flat_of
 from lightning_par.fsdp.stored_parameter import PURPOSE, Stored
 
 BUCKET_BYTES = 25 * 2**20  # of whole weights: large enough for bandwidth, small beside them all
@@ -26,7 +26,7 @@ def gather_all(weights: Sequence[Stored]) -> list[Tensor]:
         return message, *bucket[0]._peers.start_all_gather(message, PURPOSE)
 
     for bucket, flat, gathered in _one_ahead(_buckets(weights), start):
-        found.update(zip(map(id, bucket), flat.apart(gathered), strict=True))
+        found.update(zip(map(id, bucket), flat.wholes(gathered), strict=True))
     return [found[id(x)] if id(x) in found else x.held(x._local.dtype) for x in weights]
 
 

@@ -1,7 +1,7 @@
-"""How the parts of several weights lie in one message, and the whole weights in one piece of memory. No communication.
+"""How the parts of several weights lie in one message. No communication.
 
 A rank's message is its parts, one after another. All ranks' messages, one after another, are what a gather gives and
-what a sum is scattered from; the whole weights lie one after another.
+what a sum is scattered from. The whole weights lie in memory of their own, so that each can be let go by itself.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Flat:
     def __init__(self, places: Sequence[Place], ranks: int) -> None:
         self.places, self.ranks = tuple(places), ranks
         self.parts = [p.part for p in places]
-        self.wholes = [p.part * ranks for p in places]
+        self.whole_sizes = [p.part * ranks for p in places]
         self.shapes = [p.shape for p in places]
         self.part_shapes = [p.part_shape for p in places]
         self.entries = sum(self.parts)
@@ -82,10 +82,6 @@ class Flat:
         self.padded = any(p.missing for p in places)
         self.cut = [p.part * ranks > prod(p.shape) for p in places]
         self.is_cut = any(self.cut)
-        starts = [0]
-        for size in self.wholes:
-            starts.append(starts[-1] + size)
-        self.starts = starts
 
     def message(self, parts: Sequence[Tensor]) -> Tensor:
         """This rank's ``parts`` in one piece."""
@@ -94,36 +90,24 @@ class Flat:
             rows = [F.pad(x, (0, p.missing)) if p.missing else x for x, p in zip(rows, self.places)]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
-    def whole(self, gathered: Tensor) -> Tensor:
-        """The memory of the whole weights, of all ranks' messages, one after another."""
-        if len(self.places) == 1 and self.ordered:
-            return gathered
-        found = torch.empty_like(gathered)
+    def wholes(self, gathered: Tensor) -> list[Tensor]:
+        """The whole weights, each in memory of its own, of all ranks' messages, one after another."""
         given = gathered.view(self.ranks, -1)
-        if self.ordered:
-            into = [x.view(self.ranks, -1) for x in found.split(self.wholes)]
-            torch.split_with_sizes_copy(given, self.parts, 1, out=into)
-            return found
-        for into, x, p in zip(found.split(self.wholes), given.split(self.parts, 1), self.places):
-            into.view(p.before, self.ranks, -1).copy_(x.view(self.ranks, p.before, -1).transpose(0, 1))
-        return found
-
-    def weights(self, whole: Tensor) -> list[Tensor]:
-        """The weights in ``whole``, each with a version of its own."""
-        found = [*whole.split(self.wholes)]
+        if len(self.places) == 1 and self.ordered and given.is_contiguous():
+            found = [given.view(-1)]
+        else:
+            found = [given.new_empty(size) for size in self.whole_sizes]
+            self._fill(found, given)
         if self.is_cut:
             found = [x[: prod(p.shape)] if cut else x for x, p, cut in zip(found, self.places, self.cut)]
         return [get_data(x.view(shape)) for x, shape in zip(found, self.shapes)]
 
-    def apart(self, gathered: Tensor) -> list[Tensor]:
-        """The weights of all ranks' messages, each in memory of its own."""
-        found = []
-        for x, p in zip(gathered.view(self.ranks, -1).split(self.parts, 1), self.places):
-            rows = x.reshape(self.ranks, p.before, -1).transpose(0, 1)
-            whole = torch.empty(p.part * self.ranks, dtype=x.dtype, device=x.device)
-            whole.view(p.before, self.ranks, -1).copy_(rows)
-            found.append(get_data(whole[: prod(p.shape)].view(p.shape)))
-        return found
+    def _fill(self, wholes: list[Tensor], given: Tensor) -> None:
+        if self.ordered:
+            torch.split_with_sizes_copy(given, self.parts, 1, out=[x.view(self.ranks, -1) for x in wholes])
+            return
+        for whole, x, p in zip(wholes, given.split(self.parts, 1), self.places):
+            whole.view(p.before, self.ranks, -1).copy_(x.view(self.ranks, p.before, -1).transpose(0, 1))
 
     def messages(self, gradients: Sequence[Tensor], flags: Tensor | None = None) -> Tensor:
         """Each rank's parts of whole ``gradients`` in a row, and ``flags``; the ranks one after another."""
@@ -146,3 +130,44 @@ class Flat:
         if self.padded:
             found = [x[: x.numel() - p.missing].clone() if p.missing else x for x, p in zip(found, self.places)]
         return [x.view(shape) for x, shape in zip(found, self.part_shapes)]
+
+
+class Mixed:
+    """Weights in one message of several precisions: those of one precision lie together.
+
+    Args:
+        places: of the weights.
+        dtypes: in which they travel.
+        ranks: that have parts of them.
+    """
+
+    def __init__(self, places: Sequence[Place], dtypes: Sequence[torch.dtype], ranks: int) -> None:
+        self.dtypes, self.ranks = tuple(dtypes), ranks
+        kinds = sorted({*dtypes}, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+        self.numbers = [[i for i, x in enumerate(dtypes) if x is dtype] for dtype in kinds]
+        self.kinds = [(dtype, Flat([places[i] for i in n], ranks)) for dtype, n in zip(kinds, self.numbers)]
+        self.bytes = [flat.entries * dtype.itemsize for dtype, flat in self.kinds]
+        self.padding = -sum(self.bytes) % _ALIGNED
+
+    def message(self, parts: Sequence[Tensor]) -> Tensor:
+        """This rank's ``parts`` in one piece."""
+        found = []
+        for (dtype, flat), numbers in zip(self.kinds, self.numbers):
+            found.append(flat.message([parts[i].to(dtype) for i in numbers]))
+        if len(found) == 1:
+            return found[0]
+        rows = [x.view(torch.uint8) for x in found]
+        return torch.cat([*rows, rows[0].new_zeros(self.padding)] if self.padding else rows)
+
+    def wholes(self, gathered: Tensor) -> list[Tensor]:
+        """The whole weights, of all ranks' messages, one after another."""
+        if len(self.kinds) == 1:
+            return self.kinds[0][1].wholes(gathered)
+        found: dict[int, Tensor] = {}
+        columns = gathered.view(self.ranks, -1)[:, : sum(self.bytes)].split(self.bytes, 1)
+        for (dtype, flat), numbers, x in zip(self.kinds, self.numbers, columns):
+            found.update(zip(numbers, flat.wholes(x.view(dtype)), strict=True))
+        return [found[i] for i in range(len(found))]
+
+
+_ALIGNED = 16  # bytes: where any precision may begin

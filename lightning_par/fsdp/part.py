@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.fsdp.block_calls import StoredBlock, fits, release_blocks
-from lightning_par.fsdp.blocks import plan_blocks
+from lightning_par.fsdp.block_calls import release_blocks
+from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
 from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
+from lightning_par.fsdp.stored_block import StoredBlock, fits
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
 from lightning_par.private.leaf_hooks import hooks_of
+from lightning_par.private.module_calls import is_within_call
 from lightning_par.sharded import aliases
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.overlapping_parameters import overlapping
@@ -42,7 +44,7 @@ class StoragePart(Part):
 
     def __init__(self, groups: Groups, reshard: bool) -> None:
         copies = groups.data.size
-        self.prefetch = Prefetch(reshard)
+        self.prefetch = Prefetch(reshard, groups.pipeline.size > 1)
         self.peers = StorageAxis(groups.gradients, copies, self.prefetch)
         self.all = StorageAxis(groups.stage, copies, self.prefetch)
         self.groups = groups
@@ -76,7 +78,7 @@ class StoragePart(Part):
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
         if self.reshard:
             let_go_after_calls(module, self.prefetch)
-        if self.groups.pipeline.size == 1:
+        if not self.throughout:
             self._take_blocks(module)
         names = RunState.current.names
         if names.on:
@@ -89,14 +91,19 @@ class StoragePart(Part):
         stored: dict[str, Any] = {name: p for name, p in module.named_parameters() if fits(p)}
         hidden = {id(p) for m in module.modules() if isinstance(m, nn.RNNBase) for p in m.parameters(recurse=False)}
         sizes = {name: p._local.numel() for name, p in stored.items() if id(p) not in hidden}
-        for block in plan_blocks(module, sizes):
+        for block in self._plan(module, sizes):
             kinds: dict[Any, list[Any]] = {}
             for name in block.weights:
                 p = stored[name]
                 kinds.setdefault((p.dtype, p.device), []).append(p)
             most = max(kinds.values(), key=len)
             modules = [*map(module.get_submodule, block.paths)]
-            self.prefetch.blocks.take_over(StoredBlock(modules, most, self.prefetch.blocks))
+            self.prefetch.blocks.take_over(StoredBlock(modules, most))
+
+    def _plan(self, module: nn.Module, sizes: dict[str, int]) -> tuple[Block, ...]:
+        if self.groups.pipeline.size == 1:
+            return plan_blocks(module, sizes)
+        return plan_units(module, [path for path, m in module.named_modules() if is_within_call(m)], sizes)
 
     def step(self, kind: str) -> AbstractContextManager[Any]:
         if kind == "optimizer_step":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,15 @@ class Prefetch(Gathering):
 
     Args:
         reshard: whether it is let go after each call of a module, and gathered again for backward.
+        cut: whether a step runs forward and backward of several microbatches, in any order.
 
     Attributes:
         blocks: those of the weights that are gathered together, around calls of their modules.
     """
 
-    def __init__(self, reshard: bool) -> None:
+    def __init__(self, reshard: bool, cut: bool = False) -> None:
         super().__init__()
-        self.blocks = BlockCalls(keep=not reshard)
+        self.blocks = BlockCalls(keep=not reshard, cut=cut)
         self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
         self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
         self._memories: dict[int, Regathered] = {}  # by the memory of what was gathered
@@ -77,6 +78,9 @@ class Prefetch(Gathering):
                     f"{user_line()}. Make it of the whole weight: `weight.clone().detach().requires_grad_()`."
                 )
             return full(x)  # a gradient, or something else that lies as a weight does
+        found = self.blocks.served(x, dtype) if self.blocks.serving else None
+        if found is not None:
+            return found
         if dtype is None or id(x) in self._throughout:  # it is there in one precision, with one leaf
             dtype = x._local.dtype
         use = torch.is_grad_enabled() and x.requires_grad and not torch.is_inference_mode_enabled(), dtype
@@ -147,26 +151,25 @@ class Prefetch(Gathering):
     def in_step(self, kind: str, keep: bool) -> Iterator[None]:
         """Around a step, at whose end all is let go at the latest; unless ``keep``, backward gathers again."""
         self.blocks.begin_step(kind)
+        # weights that backward needs are noted, not kept
+        noted = nullcontext() if keep else torch.autograd.graph.saved_tensors_hooks(self._packed, unpacked)
         try:
-            if keep:
+            with noted:
                 yield
-            else:
-                # weights that backward needs are noted, not kept
-                with torch.autograd.graph.saved_tensors_hooks(self._packed, unpacked):
-                    yield
+            self.blocks.agree()
         finally:
             self.blocks.end_step()
             self.let_go()
 
     def _packed(self, x: Tensor) -> Tensor | Again | Later:
-        if self.blocks.live:
-            place = x.data_ptr()
-            for use in self.blocks.live:
-                if use.low <= place < use.high:
-                    return use.refers_to(x)
-        if not self._memories:
+        if not self.blocks.live and not self._memories or x.layout != torch.strided:
             return x
-        known = self._memories.get(memory_of(x))
+        memory = memory_of(x)
+        for use in self.blocks.live:
+            kept = use.memories.get(memory)
+            if kept is not None:
+                return use.refers_to(kept, x)
+        known = self._memories.get(memory)
         return x if known is None else known.view_like(x)
 
 

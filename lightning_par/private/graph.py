@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,16 @@ def set_order(node: Any, place: int) -> None:
 def in_backward() -> bool:
     """Whether a backward runs in this thread, as in a hook of a tensor."""
     return torch._C._current_graph_task_id() != -1
+
+
+def saves_for_python() -> bool:
+    """Whether what is now saved for backward is of a `torch.autograd.Function`, whose backward may read it as often as
+    it likes; torch's own nodes read it once a pass. For functions that a hook of saved tensors calls itself."""
+    frame = sys._getframe(2).f_back
+    return frame is None or frame.f_code is _APPLY  # in a thread of autograd's it is not known
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # before anybody replaces it
 
 
 def checkpoint_generator() -> tuple[Any, str]:

@@ -28,6 +28,31 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
     module.__dict__[CALL] = call
 
 
+def set_inner_call(module: torch.nn.Module, make: Callable[[Callable[..., Any]], Any]) -> None:
+    """Let ``module(...)`` run what ``make`` makes of its call. One that was set before and has an ``original`` stays
+    around it, and decides whether that runs."""
+    outer = get_call(module)
+    if is_within_call(module):
+        outer.original = make(outer.original)  # type: ignore[union-attr]
+    else:
+        set_call(module, make(plain_call(module)))
+
+
+def is_within_call(module: torch.nn.Module) -> bool:
+    """Whether what ``module(...)`` runs decides whether the module's own call runs, as `set_inner_call` has it."""
+    return hasattr(get_call(module), "original")
+
+
+def drop_calls(module: torch.nn.Module, kind: type) -> None:
+    """Undo `set_inner_call`, where that made one of ``kind``, which has an ``original``."""
+    call = get_call(module)
+    inner = getattr(call, "original", None)
+    if isinstance(call, kind):
+        reset_call(module, inner)  # type: ignore[arg-type]
+    elif isinstance(inner, kind):
+        call.original = inner.original  # type: ignore[union-attr, attr-defined]
+
+
 def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """What `set_call` set."""
     return module.__dict__.get(CALL)

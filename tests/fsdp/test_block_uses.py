@@ -62,6 +62,27 @@ class Escapes(Layer):
         return super().forward(x)
 
 
+class KeepsParameter(Layer):
+    """Under another name, which makes it a tied weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other = self.down.bias
+        return super().forward(x) + self.other
+
+
+class KeepsInList(Layer):
+    """From the first step on: there it is later what the weight is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.list:
+            self.list.append(self.down.weight)
+        return super().forward(x) + self.list[0].square().sum()
+
+
 class SparesSome(Layer):
     """By value: on one rank alone a weight is used."""
 
@@ -155,6 +176,7 @@ def _run(kind: type[Layer], how: str, ranks: int) -> Any:
 
 CASES = [
     *((kind, "") for kind in (WritesData, WritesUnderNoGrad, Hooks, Escapes, SparesSome, ChecksInside)),
+    *((kind, "") for kind in (KeepsParameter, KeepsInList)),
     *((Layer, how) for how in ("frozen", "checkpointed", "twice", "penalty", "gradients of weights", "two backwards")),
 ]
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
-from lightning_par.fsdp.flat import Flat, Place
+from lightning_par.fsdp.flat import Flat, Mixed, Place
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.storage import memory_of
 
 
 def _plan(module: nn.Module) -> list[tuple[str, ...]]:
@@ -90,14 +91,30 @@ def test_messages_hold_what_the_ranks_have(shapes: list[tuple[tuple[int, ...], i
         flats.append(Flat(places, ranks))  # type: ignore[arg-type]
     parts = [_parts(x, dim, ranks) for x, (_, dim) in zip(wholes, shapes)]
     sent = [flat.message([p[rank] for p in parts]) for rank, flat in enumerate(flats)]
-    memory = flats[0].whole(torch.cat(sent))
-    for found, x in zip(flats[0].weights(memory), wholes, strict=True):
+    given = flats[0].wholes(torch.cat(sent))
+    for found, x in zip(given, wholes, strict=True):
         assert torch.equal(found, x) and not found._is_view()
+    assert len({memory_of(x) for x in given}) == len(shapes)  # each can be let go by itself
     rows = flats[0].messages(wholes, torch.ones(1, 2))
     for rank, flat in enumerate(flats):
         assert rows[rank, -2:].tolist() == [1, 1]
         for found, p in zip(flat.split(rows[rank]), parts, strict=True):
             assert torch.equal(found, p[rank])
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_messages_hold_weights_of_several_precisions(shapes: list[tuple[tuple[int, ...], int]]) -> None:
+    dtypes = [torch.bfloat16 if i == 0 else torch.float32 for i in range(len(shapes))]
+    wholes = [torch.randn(shape) for shape, _ in shapes]
+    parts = [_parts(x, dim, 2) for x, (_, dim) in zip(wholes, shapes)]
+    sent, mixed = [], []
+    for rank in range(2):
+        places = [Place.of(s, dim, Positions.even(s[dim], 2), 2, rank) for s, dim in shapes]
+        mixed.append(Mixed(places, dtypes, 2))  # type: ignore[arg-type]
+        sent.append(mixed[-1].message([p[rank] for p in parts]))
+    assert sent[0].dtype is (torch.bfloat16 if len(shapes) == 1 else torch.uint8)
+    for found, x, dtype in zip(mixed[0].wholes(torch.cat(sent)), wholes, dtypes, strict=True):
+        assert torch.equal(found, x.to(dtype))
 
 
 def test_parts_that_leave_gaps_are_not_gathered_together() -> None:

@@ -187,9 +187,9 @@ def test_under_autocast_weights_travel_in_low_precision_and_gradients_in_their_o
     for _, moved in pool.run(2, _run, DP, "bf16-mixed"):
         gathers = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("all_gather", "parameters"))
         # Those for backward show that autocast's copies were not kept.
-        assert gathers == sorted([BIAS // 4, WEIGHT // 4] * LAYERS + [WEIGHT // 4] * (LAYERS - 1))
+        assert gathers == [(WEIGHT + BIAS) // 4] * (LAYERS + LAYERS - 2)
         scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
-        assert scatters == sorted([BIAS // 2, WEIGHT // 2] * LAYERS)
+        assert scatters == [(WEIGHT + BIAS + FLAGS) // 2] * LAYERS
 
 
 def test_in_a_pipeline_nothing_is_gathered_again_between_microbatches(pool: Pool) -> None:
@@ -213,9 +213,9 @@ def test_in_a_pipeline_each_microbatch_gathers_weights_where_asked(pool: Pool) -
     for rank, (_, moved) in enumerate(pool.run(4, _run, asked)):
         again = LAYERS // 2 - (rank in FIRST_STAGE)  # the first layer's input wants no gradient
         gathers = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("all_gather", "parameters"))
-        assert gathers == sorted(([BIAS, WEIGHT] * (LAYERS // 2) + [WEIGHT] * again) * 4)
+        assert gathers == [WEIGHT + BIAS] * (LAYERS // 2 + again) * 4
         scatters = sorted(size for verb, purpose, size in moved if (verb, purpose) == ("reduce_scatter", "parameters"))
-        assert scatters == sorted([BIAS, WEIGHT] * (LAYERS // 2) * 4)
+        assert scatters == [WEIGHT + BIAS + FLAGS] * (LAYERS // 2) * 4
 
 
 FIRST_STAGE = (0, 2)  # of two replicas

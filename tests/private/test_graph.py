@@ -16,6 +16,7 @@ from lightning_par.private.graph import (
     in_backward,
     is_of_package,
     node_of,
+    saves_for_python,
 )
 
 
@@ -93,3 +94,26 @@ def test_a_checkpoint_is_given_what_it_runs_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(*checkpoint_generator(), generator)
     checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     assert runs == [torch.sin]
+
+
+def test_what_a_python_function_saves_is_told_from_what_torchs_own_nodes_save() -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            ctx.save_for_backward(x)
+            return x.exp()
+
+    found: list[bool] = []
+
+    def hook(x: torch.Tensor) -> torch.Tensor:
+        def asks() -> None:
+            found.append(saves_for_python())
+
+        asks()
+        return x
+
+    leaf = torch.ones(1, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(hook, lambda x: x):
+        Saves.apply(leaf)
+        leaf.exp()
+    assert found == [True, False]

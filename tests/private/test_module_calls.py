@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_par.private.module_calls import CALL, METHODS, forget_call, get_call, plain_call, reset_call, set_call
+from lightning_par.private.module_calls import (
+    CALL,
+    METHODS,
+    drop_calls,
+    forget_call,
+    get_call,
+    is_within_call,
+    plain_call,
+    reset_call,
+    set_call,
+    set_inner_call,
+)
 
 
 class Double(nn.Module):
@@ -61,3 +72,29 @@ def test_a_modules_calls_saving_and_loading_run_this_code(kind: Any) -> None:
     finally:
         sys.setprofile(before)
     assert ran >= METHODS
+
+
+class _Around:
+    def __init__(self, name: str, original: Any) -> None:
+        self.name, self.original = name, original
+
+    def __call__(self, x: Any) -> Any:
+        return [self.name, self.original(x)]
+
+
+class _Inner(_Around):
+    pass
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_call_is_set_within_one_that_decides_whether_it_runs(outer: bool) -> None:
+    module, x = Double(), torch.ones(1)
+    if outer:
+        set_call(module, _Around("outer", plain_call(module)))
+    assert is_within_call(module) is outer
+    set_inner_call(module, lambda plain: _Inner("inner", plain))
+    assert module(x) == (["outer", ["inner", 2 * x]] if outer else ["inner", 2 * x])
+    drop_calls(module, _Inner)
+    assert module(x) == (["outer", 2 * x] if outer else 2 * x)
+    drop_calls(module, _Inner)
+    assert (get_call(module) is not None) is outer

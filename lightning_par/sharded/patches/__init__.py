@@ -11,6 +11,7 @@ them: `lightning_par.sharded.patches.installed`.
     compiled_graphs: what ``torch.compile`` does with sharded tensors
     backward: `torch.autograd.backward` and `torch.autograd.grad`
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
+    kept_weights: ``nn.Module.register_parameter``
     dummy_experiments: what Lightning gives ranks that log nothing
     sync_advice: a warning of Lightning's
     module_attributes: assignments to attributes of modules, while a trial of a step runs
@@ -32,10 +33,17 @@ if TYPE_CHECKING:
 
 
 def _for_sharded_tensors() -> Iterable[Patch]:
-    from lightning_par.sharded.patches import autograd_functions, checkpointing, module_hooks, tensor_data, transforms
+    from lightning_par.sharded.patches import (
+        autograd_functions,
+        checkpointing,
+        kept_weights,
+        module_hooks,
+        tensor_data,
+        transforms,
+    )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch(), _compiled_graphs()  # fmt: skip
+        module_hooks.patch(), kept_weights.patch(), _compiled_graphs()  # fmt: skip
 
 
 @functools.cache
