@@ -1,8 +1,9 @@
 """How much of the messages of a tensor axis backward hides behind weights' gradients.
 
 Each message takes so many milliseconds behind the one before it (the group of `tests.gpu_rules`). Two ranks train the
-same blocks as ever and with entries' messages hidden, run after run; figures are medians over each one's steps. With ``--seconds`` the gradient of each weight behind an entry takes so much more, in a hook that sleeps: small
-layers then tell how much is hidden whatever else the machine does. It takes two minutes::
+same blocks as ever and with entries' messages hidden, run after run; figures are medians over each one's steps. With
+``--seconds`` the gradient of each weight behind an entry takes so much more, in a hook that sleeps: small layers then
+tell how much is hidden whatever else the machine does. It takes two minutes::
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0.02 --seconds 0.02 --width 32 --length 8
     OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0  # on an idle machine: what it costs or saves
