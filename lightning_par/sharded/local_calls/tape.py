@@ -21,7 +21,7 @@ from lightning_par.sharded.tensor import ShardedTensor, remembered
 
 _FACTS = METADATA | STRIDES | frozenset("""
 shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized is_nested is_mps is_cpu
-untyped_storage nelement itemsize nbytes is_mkldnn is_xpu names __hash__
+untyped_storage nelement itemsize nbytes is_mkldnn is_xpu names __hash__ grad_fn
 """.split())  # fmt: skip
 """What a rule may ask of a tensor: those things go by what a call's key holds."""
 
