@@ -1,9 +1,9 @@
 """How much of the messages of a tensor axis backward hides behind weights' gradients.
 
 Each message takes so many milliseconds behind the one before it (the group of `tests.gpu_rules`). Two ranks train the
-same blocks by turns as ever and with entries' messages hidden, pair by pair in one run; figures are medians over the
-pairs. With ``--seconds`` the gradient of each weight behind an entry takes so much more, in a hook that sleeps: small
-layers then tell how much is hidden whatever else the machine does. It takes half a minute::
+same blocks as ever and with entries' messages hidden, run after run; figures are medians over each one's steps. With
+``--seconds`` the gradient of each weight behind an entry takes so much more, in a hook that sleeps: small layers then
+tell how much is hidden whatever else the machine does. It takes two minutes::
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0.02 --seconds 0.02 --width 32 --length 8
     OMP_NUM_THREADS=1 python -m tests.benchmarks.tensor_messages --delay 0  # on an idle machine: what it costs or saves
@@ -30,37 +30,34 @@ from tests.gpu_rules.report import Rules
 WARM = 3
 
 
-class Turns(Callback):
-    """Every other step hides its messages."""
-
-    def __init__(self, least: int) -> None:
-        self.least = least
-        self.seconds: tuple[list[float], list[float]] = ([], [])
-        self.moved: list[list[tuple[str, str, int]]] = []
+class Times(Callback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.moved: list[tuple[str, str, int]] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        overlapped_entry.LEAST_BYTES = self.least if batch_idx % 2 else 2**40
         self.books = ledger()
         self.open = self.books.__enter__()
         torch.distributed.barrier()
         self.began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 2 * WARM:
-            self.seconds[batch_idx % 2].append(time.perf_counter() - self.began)
+        self.seconds.append(time.perf_counter() - self.began)
         self.books.__exit__(None, None, None)
-        self.moved.append([(t.verb, t.purpose, t.nbytes) for t in self.open.transfers])
+        self.moved = sorted((t.verb, t.purpose, t.nbytes) for t in self.open.transfers)
 
 
 def train(
-    width: int, length: int, layers: int, pairs: int, least: int, seconds: float, residual: bool
-) -> tuple[list[float], list[float], Any]:
+    width: int, length: int, layers: int, steps: int, seconds: float, residual: bool, least: int
+) -> tuple[list[float], list[tuple[str, str, int]]]:
+    """The times of the steps, and what moved in one."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    turns, steps = Turns(least), 2 * (WARM + pairs)
+    overlapped_entry.LEAST_BYTES = least
+    times, steps = Times(), WARM + steps
     trainer = Trainer(
         strategy=TensorParallelStrategy(shard_residual=residual), accelerator="cpu", devices=2,
-        max_steps=steps, callbacks=[turns],
+        max_steps=steps, callbacks=[times],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches = [*torch.randint(WORDS, (steps, 4, length))]
@@ -69,7 +66,7 @@ def train(
         for layer in (block.qkv, block.mlp[0]):  # type: ignore[union-attr,index,operator]
             layer.weight.register_hook(lambda _: time.sleep(seconds))
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return *turns.seconds, turns.moved[-2:]
+    return times.seconds[WARM:], times.moved
 
 
 def main() -> None:
@@ -80,24 +77,29 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     from tests.benchmarks.tensor_messages import train as _train  # as the ranks know it
 
     pool = StrictPool("cpu", Rules(delay=options.delay, checks=False))
+    sizes = options.width, options.length, options.layers, options.steps, options.seconds, options.shard_residual
+    found: dict[int, list[float]] = {2**40: [], 0: []}
+    moved = []
     try:
-        sizes = options.width, options.length, options.layers, options.pairs, 0, options.seconds, options.shard_residual
-        plain, hidden, (before, after) = pool.run(2, _train, *sizes, timeout=600)[0]
+        for least in [*found] * options.rounds:
+            seconds, messages = pool.run(2, _train, *sizes, least, timeout=600)[0]
+            found[least] += seconds
+            moved.append(messages)
     finally:
         pool.close()
-    entries = 2 * options.layers
-    saved = statistics.median(a - b for a, b in zip(plain, hidden, strict=True))
-    ratios = [b / a for a, b in zip(plain, hidden, strict=True)]
-    print(f"{statistics.median(plain) * 1e3:.0f} and {statistics.median(hidden) * 1e3:.0f} ms a step")
-    print(f"median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({min(ratios):.3f} to {max(ratios):.3f})")
+    plain, hidden = (statistics.median(seconds) for seconds in found.values())
+    print(f"{plain * 1e3:.0f} ms a step, {hidden * 1e3:.0f} with messages hidden: {hidden / plain:.3f} times")
     if options.delay:
-        print(f"{saved / (entries * options.delay):.2f} of {entries} x {options.delay * 1e3:.0f} ms hidden")
-    print(f"messages alike: {sorted(before) == sorted(after)}")
+        entries = 2 * options.layers
+        share = (plain - hidden) / (entries * options.delay)
+        print(f"{share:.2f} of {entries} x {options.delay * 1e3:.0f} ms hidden")
+    print(f"messages alike: {all(messages == moved[0] for messages in moved)}")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.private.graph import (
     accumulates,
     at_end_of_backward,
+    can_order_nodes,
     checkpoint_generator,
     gathers,
     in_backward,
     is_of_package,
     node_of,
+    order_of,
     saves_for_python,
+    set_order,
 )
 
 
@@ -117,3 +120,29 @@ def test_what_a_python_function_saves_is_told_from_what_torchs_own_nodes_save() 
         Saves.apply(leaf)
         leaf.exp()
     assert found == [True, False]
+
+
+def test_a_node_may_be_moved_in_the_order_in_which_backward_takes_what_is_ready() -> None:
+    order: list[str] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:  # type: ignore[override]
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+            order.append(ctx.name)
+            return grad, None
+
+    x = torch.ones(1, requires_grad=True)
+    first, second = Noted.apply(x, "first"), Noted.apply(x, "second")
+    (first + second).sum().backward()
+    assert order == ["second", "first"]
+    order.clear()
+    assert can_order_nodes()
+    first, second = Noted.apply(x, "first"), Noted.apply(x, "second")
+    set_order(node_of(first), order_of(node_of(second)) + 1)
+    (first + second).sum().backward()
+    assert order == ["first", "second"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,8 +150,6 @@ HOWS: dict[str, dict[str, Any]] = {
 def train(how: str, least: int) -> Any:
     """Gradients before each optimizer step, what moved, and how many messages began apart, on this rank."""
     warnings.simplefilter("ignore")
-    overlapped_entry.LEAST_BYTES = least
-    apart = [0]
     options = dict(precision="64-true") | HOWS[how]
     ours = ("pipeline_parallel_size", "microbatches", "schedule", "shard_residual")
     sizes = {key: options.pop(key) for key in ours if key in options}
@@ -164,19 +163,10 @@ def train(how: str, least: int) -> Any:
     dtype = torch.float32 if "autocast" in how else torch.float64
     batches = [torch.randn(2, s, h, generator=g, dtype=torch.float64).to(dtype) for _ in range(2 * STEPS)]
     module = Net(how)
-    plain = overlapped_entry.overlapped
-
-    def counted(*args: Any) -> Tensor:
-        apart[0] += 1
-        return plain(*args)
-
-    collectives.overlapped = counted
-    try:
-        with ledger() as moved:
-            trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    finally:
-        collectives.overlapped = plain
-    return module.gradients, [(t.axis, t.verb, t.purpose, t.nbytes) for t in moved.transfers], apart[0]
+    counted = patch.object(collectives, "overlapped", wraps=overlapped_entry.overlapped)
+    with counted as apart, patch.object(overlapped_entry, "LEAST_BYTES", least), ledger() as moved:
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return module.gradients, [(t.axis, t.verb, t.purpose, t.nbytes) for t in moved.transfers], apart.call_count
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -140,7 +140,9 @@ class Attention(nn.Module):
             y = torch.matmul(weights.softmax(-1), v)
         elif self.kernel == "bmm":  # heads folded into the batch
             q, k, v = (t.reshape(B * self.heads, T, self.head) for t in (q, k, v))
-            weights = torch.baddbmm(torch.zeros(1, T, T, dtype=q.dtype), q, k.transpose(1, 2), alpha=self.head**-0.5)
+            weights = torch.baddbmm(
+                torch.zeros(1, T, T, dtype=q.dtype, device=q.device), q, k.transpose(1, 2), alpha=self.head**-0.5
+            )
             weights = weights.masked_fill(self.tril[:T, :T].logical_not(), torch.finfo(q.dtype).min)
             y = torch.bmm(torch.softmax(weights, -1), v).view(B, self.heads, T, self.head)
         else:

@@ -99,7 +99,7 @@ class GPT(Base):
             case "smooth_ignore":
                 return F.cross_entropy(logits.permute(0, 2, 1), y, ignore_index=-100, label_smoothing=0.1)
             case "weighted":
-                weight = torch.linspace(0.5, 1.5, vocab, dtype=flat.dtype)
+                weight = torch.linspace(0.5, 1.5, vocab, dtype=flat.dtype, device=flat.device)
                 return F.cross_entropy(flat, target, weight=weight)
             case "z":
                 return F.cross_entropy(flat, target) + 1e-2 * logits.logsumexp(-1).pow(2).mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -135,7 +136,6 @@ def _batches(sizes: list[int]) -> list[Tensor]:
 def train(schedule: str, late: bool, keeps: bool = False, window: int = 1, sizes: tuple[int, int] = (4, 4)) -> Any:
     """Gradients before each optimizer step, what moved, and how many buckets left ahead, on this rank."""
     warnings.simplefilter("ignore")
-    gradient_sync.BUCKET_BYTES = 8 * WIDTH * (WIDTH + 1)  # a layer each
     module, watch = Net(keeps), Watch()
     trainer = Trainer(
         strategy=HybridParallelStrategy(
@@ -148,7 +148,8 @@ def train(schedule: str, late: bool, keeps: bool = False, window: int = 1, sizes
     rank = trainer.strategy.global_rank if not torch.distributed.is_initialized() else torch.distributed.get_rank()
     replica = rank // 2
     batches = _batches([*sizes] * STEPS * window)[replica::2]
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    with patch.object(gradient_sync, "BUCKET_BYTES", 8 * WIDTH * (WIDTH + 1)):  # a layer each
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return module.gradients, watch.moved, watch.ahead
 
 
