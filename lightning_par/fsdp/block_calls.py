@@ -255,6 +255,9 @@ class BlockCall:
         self.calls, self.block = calls, block
         self.original = plain_call(module)
         self.slots = block.slots(module)
+        self.held: list[Tensor] = [p for p in module.parameters() if isinstance(p, Stored)]
+        of_block = set(map(id, block.weights))
+        self.others = [p for p in self.held if id(p) not in of_block]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is called as it is
@@ -264,8 +267,13 @@ class BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, calls = self.block, self.calls
-        if self._is_within() or torch.is_autocast_enabled(block.kind) or in_functorch():
-            return self.original(*args, **kwargs)  # or weights are gathered as they are used
+        if self._is_within():
+            return self.original(*args, **kwargs)
+        if torch.is_autocast_enabled(block.kind) or in_functorch():  # weights are gathered as they are used
+            try:
+                return self.original(*args, **kwargs)
+            finally:
+                self._let_go(self.held)
         use, weights = calls.use_of(block)
         filled = _fill(block, self.slots, weights)
         calls.live.append(use)
@@ -275,6 +283,13 @@ class BlockCall:
             calls.live.remove(use)
             _empty(use, weights, filled)
             calls.leave(use)
+            self._let_go(self.others)
+
+    def _let_go(self, weights: list[Tensor]) -> None:
+        """Of what was gathered by itself."""
+        gathering = self.block.axis.gathering
+        if weights and gathering is not None and not self.calls.keep:
+            gathering.let_go(weights)
 
     def _is_within(self) -> bool:
         """Whether a call that runs has filled the module already, its own or that of one that it is in."""
