@@ -226,6 +226,9 @@ class BlockCall:
     def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module, original: Callable[..., Any]) -> None:
         self.calls, self.block, self.original = calls, block, original
         self.slots = block.slots(module)
+        self.held: list[Tensor] = [p for p in module.parameters() if isinstance(p, Stored)]
+        of_block = set(map(id, block.weights))
+        self.others = [p for p in self.held if id(p) not in of_block]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is called as it is
@@ -235,8 +238,13 @@ class BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block, calls = self.block, self.calls
-        if self._is_within() or in_functorch():
-            return self.original(*args, **kwargs)  # or weights are gathered as they are used
+        if self._is_within():
+            return self.original(*args, **kwargs)
+        if in_functorch():  # weights are gathered as they are used
+            try:
+                return self.original(*args, **kwargs)
+            finally:
+                self._let_go(self.held)
         use, weights = calls.use_of(block)
         if torch.is_autocast_enabled(block.kind):
             return self._served(Served(use, weights), args, kwargs)
@@ -259,6 +267,13 @@ class BlockCall:
             calls.serving.remove(call)
             calls.live.remove(call.use)
             calls.leave(call.use)
+            self._let_go(self.others)
+
+    def _let_go(self, weights: list[Tensor]) -> None:
+        """Of what was gathered by itself."""
+        gathering = self.block.axis.gathering
+        if weights and gathering is not None and not self.calls.keep:
+            gathering.let_go(weights)
 
     def _is_within(self) -> bool:
         """Whether a call that runs has filled the module already, its own or that of one that it is in."""

@@ -76,10 +76,10 @@ class StoragePart(Part):
                 if dim_of(parameter, self.peers.size) is not None:
                     _refuse_hooks(leaf(parameter), name)
                     become(parameter, Stored.of(parameter, self.all, self.peers), name)
-        if self.reshard:
-            let_go_after_calls(module, self.prefetch)
         if not self.throughout:
             self._take_blocks(module)
+        if self.reshard:
+            let_go_after_calls(module, self.prefetch)
         names = RunState.current.names
         if names.on:
             names.name_weights(module)

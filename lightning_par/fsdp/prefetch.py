@@ -218,9 +218,11 @@ class _LetGo:
 
 
 def let_go_after_calls(module: nn.Module, prefetch: Prefetch) -> None:
-    """Have every module in ``module`` let go of its own weights after each call."""
+    """Have every module in ``module`` let go of its own weights after each call. What lies within a block has no hook
+    for that, which compiled code would go by: the block lets go of all."""
+    inside = {id(m) for block in prefetch.blocks.blocks for part in block.modules for m in part.modules()}
     for m in module.modules():
-        if any(isinstance(p, Stored) for p in parameters_of(m).values()):
+        if id(m) not in inside and any(isinstance(p, Stored) for p in parameters_of(m).values()):
             m.register_forward_hook(_LetGo(prefetch), always_call=True)  # also where forward raises
 
 

@@ -146,8 +146,7 @@ def _record(
         with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
             call_start_hooks(copy, step, own_batch)
     result, stopped, refused = None, None, None
-    # Compiled code would read the memory that fake tensors don't have.
-    with generators.kept(), quiet(), uncompiled(), recorder, context():
+    with generators.kept(), quiet(), recorder, context():
         try:
             function = getattr(copy, step)
             given = own_batch if prepare is None else prepare(own_batch)
@@ -226,11 +225,15 @@ def _last_user_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What fake tensors can't run is told in the recording; torch's own log of it would alarm."""
+    """What fake tensors can't run is told in the recording; torch's own log of it would alarm.
+
+    Compiled code runs as it is written: it would read the memory that fake tensors don't have, and hold on to weights.
+    """
     level, log.level = log.level, logging.CRITICAL
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will give them
-            yield
+            with uncompiled():
+                yield
     finally:
         log.level = level

@@ -8,6 +8,7 @@ import torch
 
 from lightning_par.private.compiler import (
     graph_owner,
+    is_compiled,
     is_compiled_wrapper,
     is_higher_order,
     is_loaded,
@@ -73,3 +74,10 @@ def test_a_frame_that_is_skipped_runs_as_written() -> None:
 
 def test_code_within_code_is_told_from_functions() -> None:
     assert is_higher_order(torch.ops.higher_order.cond) and not is_higher_order(torch.add)
+
+
+def test_what_the_user_compiled_is_known() -> None:
+    plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    wrapper: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    assert [is_compiled(m) for m in (plain, in_place, wrapper)] == [False, True, True]

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.trial.analysis_copy import cloned
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients, other_gradient, real_gradients
+from lightning_par.private.compiler import uncompiled
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -155,8 +156,9 @@ def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iter
 
 @contextmanager
 def _without_draws() -> Iterator[None]:
-    # Fused kernels draw within: the plain one draws by functions that are seen here.
-    with sdpa_kernel([SDPBackend.MATH]), Constants():
+    # Fused kernels draw within: the plain one draws by functions that are seen here. So do compiled graphs; and what
+    # the compiler has once met under such a mode it leaves alone for ever.
+    with uncompiled(), sdpa_kernel([SDPBackend.MATH]), Constants():
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,8 @@ class Gathering:
         """Told of weights, or aliases of them, that are about to be written to in parts."""
         raise NotImplementedError
 
-    def let_go(self) -> None:
-        """Forget what was gathered."""
+    def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Forget what was gathered of ``weights``, or of all."""
         raise NotImplementedError
 
 
