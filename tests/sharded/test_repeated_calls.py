@@ -78,3 +78,14 @@ def test_what_autograd_and_autocast_do_is_part_of_a_call() -> None:
         with torch.no_grad():
             weight.mul_(2)
         assert torch.equal(F.linear(x, split).full_tensor(), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("told", [{"inplace": True}, (True,)], ids=["keyword", "by place"])
+def test_what_is_told_to_write_writes_each_time(told: Any) -> None:
+    axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+    args, kwargs = ((), told) if isinstance(told, dict) else (told, {})
+    for _ in range(4):
+        x = ShardedTensor(torch.tensor([[-1.0, 2.0]]), 1, Positions.of([0] * 2), axis)
+        with torch.no_grad():
+            F.relu(x, *args, **kwargs)
+        assert x.full_tensor().tolist() == [[0.0, 2.0]]

@@ -23,6 +23,7 @@ from lightning_par.private.modes import surroundings
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.sharded.functions import HOOKS
+from lightning_par.sharded.rules.in_place import is_told_to
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size,
@@ -120,7 +121,7 @@ class Tape:
         if index not in self.own or record.kind == "batch" or record.itself is not None:
             return
         try:
-            self._check(record, func, kwargs)
+            self._check(record, func, args, kwargs)
             given, named = tuple(map(self._told, args)), {key: self._told(x) for key, x in kwargs.items()}
             nested = any(type(x) in (tuple, list, dict) for x in (*given, *named.values()))
             self.calls[index] = Call(func, given, named, nested)
@@ -175,14 +176,14 @@ class Tape:
 
     # ------------------------------------------------------------------------------------------------------- values
 
-    def _check(self, record: StepEvent, func: Any, kwargs: Any) -> None:
+    def _check(self, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
         name = getattr(record.func, "__name__", "")
         odd = record.kind != "located" or record.writes or record.sets or record.handed or record.live or record.unsized
         if odd or is_metric_call(record) or name in HOOKS or writes_into(name):
             raise UnlikeError
         if not isinstance(func, str) and not _is_of_torch(func):
             raise UnlikeError
-        if kwargs.get("inplace") is True or "out" in kwargs or surroundings() != self.around:
+        if "out" in kwargs or is_told_to(func, args, kwargs) or surroundings() != self.around:
             raise UnlikeError
         if not _is_of_tensors(record.result):
             raise UnlikeError

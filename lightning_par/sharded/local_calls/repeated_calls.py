@@ -22,6 +22,7 @@ from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import BY_ENTRY, MATRIX_PRODUCTS, PRECISIONS, REGROUPS, SLICES, TURNS, writes
 from lightning_par.sharded.local_calls.program import program
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
+from lightning_par.sharded.rules.in_place import is_told_to
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, remembered
 from lightning_par.trial.memo import Memo
@@ -148,7 +149,7 @@ def surroundings(x: Tensor) -> tuple[Any, ...]:
 
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The call as the table knows it; None where something else looks at it, or may."""
-    if not _repeat[func] or not is_unwatched():
+    if not _repeat[func] or "out" in kwargs or is_told_to(func, args, kwargs) or not is_unwatched():
         return None
     call = Call(func)
     for x in args:

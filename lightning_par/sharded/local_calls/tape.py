@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.mesh.listener import Listener, thread
 from lightning_par.sharded.functions import DRAWS, METADATA, READS, STRIDES, name_of, writes
+from lightning_par.sharded.rules.in_place import is_told_to
 from lightning_par.sharded.tensor import ShardedTensor, remembered
 
 _FACTS = METADATA | STRIDES | frozenset("""
@@ -137,7 +138,8 @@ class Tape(TorchFunctionMode, Listener):
         if name in _FACTS:
             return result
         draws = name in DRAWS and self._draws(name, args, kwargs)
-        if writes(name) or name in READS or draws and (self._in_rule or not self._views):
+        written = writes(name) or "out" in kwargs or is_told_to(func, args, kwargs)
+        if written or name in READS or draws and (self._in_rule or not self._views):
             self.unclear = True
         else:
             self._note("view" if draws else "function", func, args, kwargs, result)
@@ -146,7 +148,7 @@ class Tape(TorchFunctionMode, Listener):
     def _of_subclass(self, func: Any, name: str, kinds: list[type], args: Any, kwargs: Any) -> Any:
         if name in _FACTS:
             return self._aside(func, args, kwargs)
-        if self.unclear or writes(name) or name in READS:
+        if self.unclear or writes(name) or "out" in kwargs or is_told_to(func, args, kwargs) or name in READS:
             self.unclear = True
             return self._aside(func, args, kwargs)
         if not self._views or self._in_rule:

@@ -16,12 +16,12 @@ def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     """The tensors that ``func`` is told to write into: by its name, by ``out=``, by ``inplace=True``."""
     into = [kwargs.get("out")]
     name = getattr(func, "__name__", "")
-    if (writes(name) and name not in WRITES_NO_ENTRY) or _told_to(func, args, kwargs):
+    if (writes(name) and name not in WRITES_NO_ENTRY) or is_told_to(func, args, kwargs):
         into.append(args[0] if args else next(iter(kwargs.values()), None))
     return [x for x in tree_leaves(into) if isinstance(x, Tensor)]
 
 
-def _told_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_told_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function has a parameter ``inplace``, and it is true."""
     if "inplace" in kwargs:
         return bool(kwargs["inplace"])
