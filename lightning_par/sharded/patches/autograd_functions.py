@@ -17,8 +17,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import node_of
 from lightning_par.private.module_hooks import marks_module_ends
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.private.tensors import write_count
 from lightning_par.private.transforms import in_functorch
+from lightning_par.python_state.mutable_objects import version_of
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
 from lightning_par.sharded.patches.checkpointing import replaying
 from lightning_par.sharded.patches.module_hooks import on_parts
@@ -128,9 +128,9 @@ def _watched(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: Any, axes: tup
     # in backward it gets whole gradients by `ends_whole`, and gives shares by this
     given = tuple(backward_reach.begins_whole(x, axes) for x in args) if axes else args
     tensors = [x for x in given if isinstance(x, Tensor)]
-    versions = [write_count(x) for x in tensors]
+    versions = [version_of(x) for x in tensors]
     result = apply(cls, *given, **kwargs)
-    if [write_count(x) for x in tensors] != versions:
+    if [version_of(x) for x in tensors] != versions:
         raise RuntimeError(
             f"The autograd function {cls.__name__!r} at {user_line()} writes into its argument, which it can't where "
             "that is a copy. Let it return a new tensor, as `x.clone()`."
