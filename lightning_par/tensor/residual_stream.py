@@ -39,7 +39,7 @@ class ResidualAxis(SequenceAxis):
     def __init__(self, tensor: Axis) -> None:
         super().__init__(tensor.name, tensor.ranks, tensor.rank, tensor.group)
         self.lengths: set[int] = set()  # of the sequences met so far
-        self._opened: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], Tensor]] = {}
+        self._opened: dict[int, tuple[weakref.ref[Tensor], tuple[int | None, int], Tensor]] = {}
 
     def spread(self, size: int) -> Positions | None:
         positions = super().spread(size)
@@ -50,7 +50,9 @@ class ResidualAxis(SequenceAxis):
     def opened(self, x: ShardedTensor) -> Tensor:
         """All tokens of ``x``, for an island. What reads the same tensor shares one all-gather, and one sum back."""
         local = x._local
-        version = write_count(local), aliases.writes_into(aliases.innermost(local))
+        # Inference tensors, as under NCCL's evaluation, count no writes themselves.
+        own = None if local.is_inference() else write_count(local)
+        version = own, aliases.writes_into(aliases.innermost(local))
         known = self._opened.get(id(local))
         differentiable = local.requires_grad and torch.is_grad_enabled()
         if known is not None and known[0]() is local and known[1] == version:

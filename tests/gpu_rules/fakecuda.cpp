@@ -207,7 +207,7 @@ const std::unordered_set<std::string> waits = {
     "aten::is_nonzero", "aten::multinomial", "aten::_unique"};
 // What takes tensors of several devices
 const std::unordered_set<std::string> mixes = {
-    "aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::index.Tensor", "aten::index_put_",
+    "aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put_",
     "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put",
     "aten::_copy_from_and_resize", "aten::set_.source_Tensor", "aten::_pin_memory"};
 

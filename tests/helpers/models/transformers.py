@@ -81,7 +81,7 @@ class EncoderDecoder(Base):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         padding = x == 0
-        causal = nn.Transformer.generate_square_subsequent_mask(y.size(1), dtype=self.head.weight.dtype)
+        causal = nn.Transformer.generate_square_subsequent_mask(y.size(1), x.device, self.head.weight.dtype)
         source, target = self.source(x), self.target(y)
         if self.whole:
             bias = torch.zeros_like(padding, dtype=source.dtype).masked_fill(padding, float("-inf"))
