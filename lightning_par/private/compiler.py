@@ -49,6 +49,32 @@ def graph_owner() -> Any:
     return OutputGraph
 
 
+_COMPILER = (
+    "torch._dynamo.",
+    "torch._functorch.",
+    "torch._inductor.",
+    "torch._subclasses.",
+    "torch._guards",
+    "torch.fx.",
+)
+
+
+def may_know(frame: types.FrameType | None) -> bool:
+    """Whether what runs there may know that a tensor wraps others: all but those who ask torch for it from outside of
+    the compiler. Its guards look at the tensor itself, in the frames of the code that they guard."""
+    where = _module(frame)
+    if where != "torch.utils._python_dispatch":
+        return True
+    while frame is not None and where == "torch.utils._python_dispatch":
+        frame = frame.f_back
+        where = _module(frame)
+    return where.startswith(_COMPILER)
+
+
+def _module(frame: types.FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
 def skip_frame(why: str) -> Exception:
     """Raised where a graph is handed on, it lets the code that was captured run as it is written."""
     from torch._dynamo.exc import SkipFrame

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_par.private.compiler import (
     graph_owner,
@@ -12,6 +14,7 @@ from lightning_par.private.compiler import (
     is_compiled_wrapper,
     is_higher_order,
     is_loaded,
+    may_know,
     skip_frame,
     uncompiled,
 )
@@ -81,3 +84,18 @@ def test_what_the_user_compiled_is_known() -> None:
     in_place.compile(backend="eager")
     wrapper: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
     assert [is_compiled(m) for m in (plain, in_place, wrapper)] == [False, True, True]
+
+
+def test_who_asks_torch_whether_a_tensor_wraps_others_is_told_from_the_compiler() -> None:
+    told: list[bool] = []
+
+    class Asked(torch.Tensor):
+        @property
+        def __tensor_flatten__(self) -> Any:
+            told.append(may_know(sys._getframe(1)))
+            return None
+
+    x = torch.ones(1).as_subclass(Asked)
+    is_traceable_wrapper_subclass(x)
+    x.__tensor_flatten__  # noqa: B018
+    assert told == [False, True]

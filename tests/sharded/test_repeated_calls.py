@@ -39,9 +39,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "kind"), list(zip(CASES, cycle(KINDS))), ids=in_turn([case.name for case in CASES], KINDS)
-)
+_IDS = in_turn([case.name for case in CASES], KINDS)
+
+
+@slow(but=_IDS[::4])
+@pytest.mark.parametrize(("case", "kind"), list(zip(CASES, cycle(KINDS))), ids=_IDS)
 def test_value_and_gradient(noted: list[bool], case: Case, kind: str) -> None:
     check(case, [kind])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,9 +69,22 @@ def _untyped_storage(x: ShardedTensor) -> torch.UntypedStorage:
     return Tensor.untyped_storage(x)
 
 
+class _OfCompiler:
+    """A method by which the compiler knows a wrapper. Others who ask torch whether this is one, as those who save
+    models do, are to see one device's tensor."""
+
+    def __init__(self, name: str, method: Callable[..., Any], static: bool = False) -> None:
+        self.name, self.method, self.static = name, method, static
+
+    def __get__(self, x: Any, kind: Any = None) -> Any:
+        if not compiler.may_know(sys._getframe(1)):
+            raise AttributeError(self.name)
+        return self.method if self.static or x is None else partial(self.method, x)
+
+
 _PROTOCOL: dict[str, Any] = {
-    "__tensor_flatten__": _flatten,
-    "__tensor_unflatten__": staticmethod(_as_whole),
+    "__tensor_flatten__": _OfCompiler("__tensor_flatten__", _flatten),
+    "__tensor_unflatten__": _OfCompiler("__tensor_unflatten__", _as_whole, static=True),
     "untyped_storage": _untyped_storage,
 }
 
