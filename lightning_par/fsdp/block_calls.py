@@ -79,7 +79,7 @@ class BlockCalls:
         self._kept.clear()
         self._last = None
         self._passed.clear()
-        self.escaped.become_stored()
+        self.escaped.end_backward()
 
     def agree(self) -> None:
         """A step has run: after the first one under autocast of its kind weights travel in the precisions that they

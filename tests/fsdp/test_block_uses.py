@@ -83,6 +83,29 @@ class KeepsInList(Layer):
         return super().forward(x) + self.list[0].square().sum()
 
 
+class KeepsViews(Layer):
+    """Of weights, from the first step on: they are what the weights are then, and have their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.list:
+            self.list.append(self.down.weight[:3])
+        return super().forward(x) + self.list[0].square().sum()
+
+
+class KeepsDetached(KeepsViews):
+    """As far as values go, those of each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.list.append(self.down.weight.detach()[0])
+        self.list.append(self.up.weight.data.t())
+        now = torch.cat([x.flatten() for x in self.list]).square().mean()  # of any number alike
+        return Layer.forward(self, x) * (1 + now)
+
+
 class SparesSome(Layer):
     """By value: on one rank alone a weight is used."""
 
@@ -176,7 +199,8 @@ def _run(kind: type[Layer], how: str, ranks: int) -> Any:
 
 CASES = [
     *((kind, "") for kind in (WritesData, WritesUnderNoGrad, Hooks, Escapes, SparesSome, ChecksInside)),
-    *((kind, "") for kind in (KeepsParameter, KeepsInList)),
+    *((kind, "") for kind in (KeepsParameter, KeepsInList, KeepsViews, KeepsDetached)),
+    *((kind, how) for kind in (KeepsViews, KeepsDetached) for how in ("twice", "checkpointed", "two backwards")),
     *((Layer, how) for how in ("frozen", "checkpointed", "twice", "penalty", "gradients of weights", "two backwards")),
 ]
 
