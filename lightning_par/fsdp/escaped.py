@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.storage import storage_of, tensor_in
-from lightning_par.private.tensors import is_referred, mark_parameter
+from lightning_par.private.tensors import is_referred, mark_parameter, set_data
 
 
 class Escaped:
@@ -28,6 +28,7 @@ class Escaped:
         self._weights: list[Stored] = []
         self._given: list[tuple[Stored, Memory]] = []  # of wholes that user code has had in this step
         self._viewed: dict[int, list[Memory]] = {}  # by the weight's id
+        self._asks, self._has_asked = True, False
 
     def look(self, weights: Sequence[Stored], wholes: list[Any]) -> None:
         """Note those of ``wholes`` that someone has beside this list, and the weights that they stand for."""
@@ -44,7 +45,22 @@ class Escaped:
         return wholes
 
     def is_viewed(self, weight: Stored) -> bool:
-        return id(weight) in self._viewed
+        return any(memory.is_there for memory in self._viewed.get(id(weight), ()))
+
+    def after_step(self, weights: Sequence[Stored]) -> None:
+        """An optimizer has changed ``weights``: views of them change, too. All ranks that have parts must call it.
+
+        One message of the first step asks whether any rank has views. Only if so later ones ask again; else views that
+        come up later change as their weights are gathered next.
+        """
+        if not self._asks or not weights:
+            return
+        flags = torch.tensor([self.is_viewed(x) for x in weights], dtype=torch.uint8)
+        found = weights[0]._peers.all_reduce_(flags, "views", "max").tolist()
+        self._asks = self._has_asked and self._asks or any(found)
+        self._has_asked = True
+        for x in (x for x, flag in zip(weights, found) if flag):
+            self._put(x, x.as_gathered())
 
     def end_backward(self) -> None:
         """No call, and no backward, uses them any more: what is still there someone keeps."""
@@ -61,11 +77,12 @@ class Escaped:
                 if not any(memory.is_same(x) for x in known):
                     known.append(memory)
 
-    def refresh(self, weight: Stored, whole: Tensor) -> None:
-        """Let the views of ``weight`` be of ``whole`` from now on: it is stored no more."""
-        place = self._put(weight, whole.detach())
-        if place is not whole:
-            whole.data = place
+    def hand_over(self, weight: Stored, whole: Tensor) -> None:
+        """It is stored no more: let the views of ``weight`` be of ``whole`` from now on."""
+        given = whole.detach()
+        place = self._put(weight, given)
+        if place is not given and place.untyped_storage().nbytes() == place.nbytes:  # or files of it would be larger
+            set_data(whole, place)
 
     def _put(self, weight: Stored, whole: Tensor) -> Tensor:
         """The weight in the first memory in which views of it lie, and in all others, too."""
