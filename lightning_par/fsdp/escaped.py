@@ -104,7 +104,7 @@ class Memory:
 
     def __init__(self, x: Tensor) -> None:
         self._storage: Callable[[], Any] = weakref.ref(storage_of(x))  # type: ignore[arg-type]
-        self._dtype, self._offset, self._shape, self._stride = x.dtype, x.storage_offset(), x.shape, x.stride()
+        self._dtype, self._offset, self._shape, self._stride = x.dtype, int(x.storage_offset()), x.shape, x.stride()
 
     @property
     def is_there(self) -> bool:
