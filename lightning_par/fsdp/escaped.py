@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.storage import storage_of, tensor_in
 from lightning_par.private.tensors import is_referred, mark_parameter, set_data
+from lightning_par.sharded import aliases
 
 
 class Escaped:
@@ -40,7 +41,7 @@ class Escaped:
     def placed(self, weights: Sequence[Stored], wholes: list[Tensor]) -> list[Tensor]:
         """``wholes``, just gathered for user code, where its views of them lie."""
         if self._viewed:
-            wholes = [self._put(x, whole) for x, whole in zip(weights, wholes)]
+            wholes = [next(iter(self._put(x, whole)), whole) for x, whole in zip(weights, wholes)]
         self._given += [(x, Memory(whole)) for x, whole in zip(weights, wholes)]
         return wholes
 
@@ -60,7 +61,10 @@ class Escaped:
         self._asks = self._has_asked and self._asks or any(found)
         self._has_asked = True
         for x in (x for x, flag in zip(weights, found) if flag):
-            self._put(x, x.as_gathered())
+            places = self._put(x, x.as_gathered())
+            if aliases.is_any():  # a slice across the tensor axis is a copy
+                with torch.no_grad():
+                    aliases.written(places)
 
     def end_backward(self) -> None:
         """No call, and no backward, uses them any more: what is still there someone keeps."""
@@ -79,22 +83,19 @@ class Escaped:
 
     def hand_over(self, weight: Stored, whole: Tensor) -> None:
         """It is stored no more: let the views of ``weight`` be of ``whole`` from now on."""
-        given = whole.detach()
-        place = self._put(weight, given)
-        if place is not given and place.untyped_storage().nbytes() == place.nbytes:  # or files of it would be larger
-            set_data(whole, place)
+        for place in self._put(weight, whole.detach())[:1]:
+            if place.untyped_storage().nbytes() == place.nbytes:  # or files of it would be larger
+                set_data(whole, place)
 
-    def _put(self, weight: Stored, whole: Tensor) -> Tensor:
-        """The weight in the first memory in which views of it lie, and in all others, too."""
-        known = self._viewed.get(id(weight))
-        if known is None:
-            return whole
+    def _put(self, weight: Stored, whole: Tensor) -> list[Tensor]:
+        """Write it where views of it lie; returns what lies as it does there."""
+        known = self._viewed.get(id(weight), [])
         there = [x for memory in known if (x := memory.like(whole)) is not None]
         for x in there:
             _copy(whole, x)
-        if not any(memory.is_there for memory in known):
+        if known and not any(memory.is_there for memory in known):
             del self._viewed[id(weight)]
-        return there[0] if there else whole
+        return there
 
 
 class Memory:
