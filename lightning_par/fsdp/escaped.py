@@ -2,7 +2,7 @@
 
 A whole weight that is kept, as in a list, becomes the stored one once the step's backward has ended. Memory in which
 views of one lie stays the weight's: whoever gathers the weight next puts it there, too, so that views are what the
-weight is whenever it is gathered, as on one device. All of this is local to a rank.
+weight is whenever it is gathered, as on one device. That is local to a rank, and so may differ between ranks.
 """
 
 from __future__ import annotations

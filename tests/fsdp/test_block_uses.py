@@ -194,8 +194,10 @@ def _train(make: Callable[[], Model], ranks: int) -> tuple[dict[str, Tensor], in
     L.seed_everything(0, verbose=False)
     model = make().double()
     x = torch.randn(6, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    own = x if ranks == 1 else x[int(os.environ["RANK"]) :: 2]
-    strategy: Any = "auto" if ranks == 1 else HybridParallelStrategy(data_parallel="fsdp")
+    tensor = max(ranks // 2, 1)
+    own = x if ranks == 1 else x[int(os.environ["RANK"]) // tensor :: 2]
+    split = {"tensor_parallel_size": tensor} if tensor > 1 else {}
+    strategy: Any = "auto" if ranks == 1 else HybridParallelStrategy(data_parallel="fsdp", **split)
     watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
@@ -247,6 +249,14 @@ def test_a_blocks_code_meets_its_weights_as_on_one_device(pool: Pool, kind: type
     for state, _, theirs, asked in pool.run(2, _run, kind, how, 2, timeout=60):
         assert theirs == without
         assert asked == issubclass(kind, KeepsViews)  # nothing in a step that follows one without views
+        for name, x in expected.items():
+            torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("how", ["read before", "read after"])
+def test_views_of_weights_that_the_tensor_axis_splits_follow_too(pool: Pool, how: str) -> None:
+    ((expected, *_),) = pool.run(1, _run, KeepsDetached, how, 1)
+    for state, *_ in pool.run(4, _run, KeepsDetached, how, 4, timeout=60):
         for name, x in expected.items():
             torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
