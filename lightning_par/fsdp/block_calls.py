@@ -5,7 +5,8 @@ The next block's gather is begun before a block computes, in the order of the st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,13 @@ class BlockCalls:
         self._kept.clear()
         self._last = None
         self._passed.clear()
-        self.escaped.become_stored()
+        self.escaped.end_backward()
+
+    @contextmanager
+    def in_optimizer_step(self) -> Iterator[None]:
+        self.end_backward()
+        yield
+        self.escaped.after_step([x for block in self.blocks for x in block.weights])
 
     def agree(self) -> None:
         """A step has run: after the first one under autocast of its kind weights travel in the precisions that they

@@ -202,6 +202,10 @@ class Use:
             work.wait()
         with torch.no_grad():
             wholes = self.parcels.wholes(gathered)
+        if not self.has_begun:  # backward's are its own
+            weights, escaped = self.block.weights, self.calls.escaped
+            wholes = escaped.placed(weights, wholes)
+            self.taken.update(i for i, x in enumerate(weights) if escaped.is_viewed(x))  # and may be written to
         self.wholes = [*wholes]
         self.memories = {memory_of(x): (i, x.dtype) for i, x in enumerate(wholes)}
 

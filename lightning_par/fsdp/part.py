@@ -107,7 +107,7 @@ class StoragePart(Part):
 
     def step(self, kind: str) -> AbstractContextManager[Any]:
         if kind == "optimizer_step":
-            self.prefetch.blocks.end_backward()
+            return self.prefetch.blocks.in_optimizer_step()
         if kind not in ("training_step", "evaluation"):
             return nullcontext()
         # an evaluation keeps nothing for backward
@@ -174,7 +174,9 @@ def unstore(module: nn.Module) -> None:
                 gathering_of(parameter).let_go()
                 if aliases.is_any():
                     aliases.look([parameter._innermost])
-                become(parameter, parameter.unstored(), name)
+                whole = parameter.unstored()
+                gathering_of(parameter).views_of(parameter, leaf(whole))
+                become(parameter, whole, name)
 
 
 def _whole(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, str]:

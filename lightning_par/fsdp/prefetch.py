@@ -147,6 +147,10 @@ class Prefetch(Gathering):
             for known in self._kept.pop(id(x), {}).values():
                 self._memories.pop(memory_of(leaf(known.used)), None)
 
+    def views_of(self, x: ShardedTensor, whole: Tensor) -> None:
+        assert isinstance(x, Stored)
+        self.blocks.escaped.hand_over(x, whole)
+
     @contextmanager
     def in_step(self, kind: str, keep: bool) -> Iterator[None]:
         """Around a step, at whose end all is let go at the latest; unless ``keep``, backward gathers again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
         return None
     with torch._C.DisableTorchFunction():
         return x.untyped_storage()
+
+
+def tensor_in(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """A tensor in memory that is there, of no graph and with a version of its own, unseen by modes."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        x = torch.empty(0, dtype=dtype, device=storage.device)
+        return x.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[arg-type, no-any-return]
 
 
 def is_mapped(x: Tensor) -> bool:

@@ -56,7 +56,11 @@ def is_marked(x: Tensor) -> bool:
     return getattr(x, PARAMETER_MARK, False)
 
 
+def is_referred(x: Tensor) -> bool:
+    """Whether C++ code refers to ``x``, as a view to its base."""
+    return x._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
 def is_held(x: Tensor) -> bool:
     """Whether C++ code or a weak reference refers to ``x``, so that it can't be swapped; torch checks the same."""
-    count: int = x._use_count()  # type: ignore[attr-defined]
-    return count > 1 or bool(weakref.getweakrefs(x))
+    return is_referred(x) or bool(weakref.getweakrefs(x))

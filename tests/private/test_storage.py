@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_par.private.storage import is_mapped, is_shared, memory_of, storage_of, trim_memory
+from lightning_par.private.storage import is_mapped, is_shared, memory_of, storage_of, tensor_in, trim_memory
 
 
 def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
@@ -30,6 +30,15 @@ def test_a_memory_is_one_object_that_lives_as_long_as_a_tensor_lies_in_it() -> N
     assert storage_of(x.view(2, 2)).note == "kept"  # type: ignore[union-attr]
     del x
     assert gone() is None
+
+
+def test_a_tensor_is_made_in_memory_that_is_there() -> None:
+    view = torch.zeros(2, 3)[1]
+    storage = storage_of(view)
+    assert storage is not None
+    x = tensor_in(storage, view.dtype, 0, (2, 3), (3, 1))
+    x.fill_(2.0)
+    assert view.tolist() == [2.0] * 3 and view._version == 0 and not x._is_view()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")

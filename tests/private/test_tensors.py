@@ -15,6 +15,7 @@ from lightning_par.private.tensors import (
     get_data,
     is_held,
     is_marked,
+    is_referred,
     is_view,
     make_wrapper_subclass,
     mark_parameter,
@@ -96,6 +97,16 @@ def test_a_tensor_that_is_referred_to_is_held() -> None:
     y = torch.ones(1, requires_grad=True)
     made = y.exp()
     assert not is_held(torch.ones(1)) and is_held(y) and made.requires_grad
+
+
+def test_a_base_is_referred_to_by_its_views() -> None:
+    x = torch.ones(2)
+    assert not is_referred(x)
+    view = x[:1]
+    assert is_referred(x)
+    del view
+    reference = weakref.ref(x)
+    assert not is_referred(x) and reference() is x
 
 
 def test_an_assignment_of_data_is_met_as_its_setter() -> None:

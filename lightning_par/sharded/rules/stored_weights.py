@@ -49,6 +49,10 @@ class Gathering:
         """Forget what was gathered of ``weights``, or of all."""
         raise NotImplementedError
 
+    def views_of(self, x: ShardedTensor, whole: Tensor) -> None:
+        """Let views of what was gathered of ``x`` be of ``whole``: it is no longer stored in parts."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class StoredCall:
