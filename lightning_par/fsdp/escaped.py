@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import storage_of, tensor_in
 from lightning_par.private.tensors import is_referred, mark_parameter, set_data
 from lightning_par.sharded import aliases
@@ -101,11 +102,11 @@ class Escaped:
 class Memory:
     """Where a whole weight lies, as long as anything lies there."""
 
-    __slots__ = ("_dtype", "_offset", "_shape", "_storage", "_stride")
+    __slots__ = ("_offset", "_shape", "_storage", "_stride", "dtype")
 
     def __init__(self, x: Tensor) -> None:
         self._storage: Callable[[], Any] = weakref.ref(storage_of(x))  # type: ignore[arg-type]
-        self._dtype, self._offset, self._shape, self._stride = x.dtype, int(x.storage_offset()), x.shape, x.stride()
+        self.dtype, self._offset, self._shape, self._stride = x.dtype, int(x.storage_offset()), x.shape, x.stride()
 
     @property
     def is_there(self) -> bool:
@@ -117,14 +118,14 @@ class Memory:
     def like(self, x: Tensor) -> Tensor | None:
         """A tensor there that lies as ``x``; None where that was given up, or is of another precision."""
         storage = self._storage()
-        if storage is None or (self._dtype, self._shape) != (x.dtype, x.shape) or storage.device != x.device:
+        if storage is None or (self.dtype, self._shape) != (x.dtype, x.shape) or storage.device != x.device:
             return None
-        return tensor_in(storage, self._dtype, self._offset, self._shape, self._stride)
+        return tensor_in(storage, self.dtype, self._offset, self._shape, self._stride)
 
 
 @torch.no_grad()
 def _copy(source: Tensor, target: Tensor) -> None:
-    with torch._C.DisableTorchFunction():  # no write of the user's
+    with DisableTorchFunction():  # no write of the user's
         target.copy_(source)
 
 
