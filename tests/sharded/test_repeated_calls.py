@@ -42,13 +42,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 _IDS = in_turn([case.name for case in CASES], KINDS)
 
 
-@slow(but=_IDS[::4])
+@slow(but=_IDS[::8])
 @pytest.mark.parametrize(("case", "kind"), list(zip(CASES, cycle(KINDS))), ids=_IDS)
 def test_value_and_gradient(noted: list[bool], case: Case, kind: str) -> None:
     check(case, [kind])
 
 
-@slow(but=[case.name for case in CASES[::8]])
+@slow(but=[case.name for case in CASES[::16]])
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_value_and_gradient_along_the_sequence(noted: list[bool], case: Case) -> None:
     check(case, ["zigzag"], SequenceThreadAxis)

@@ -35,6 +35,7 @@ from lightning_par.pipeline.run.timetable import (
     Timetable,
     make_timetable,
 )
+from tests.helpers.slow import slow
 
 RANKS = range(2, 9)
 COUNTS = (1, 2, 5)
@@ -170,6 +171,7 @@ def _cases(kinds: Sequence[str], ranks: int, counts: Sequence[int] = COUNTS) -> 
             yield from (_traffic(schedule, kind) for kind in kinds)
 
 
+@slow("7", "8")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks):
