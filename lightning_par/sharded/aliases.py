@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.fake_tensors import FakeTensor
-from lightning_par.private.storage import storage_of
+from lightning_par.private.storage import storage_of, tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.functions import name_of
 
@@ -244,7 +244,7 @@ class Copy:
         root, storage = self.root(), self.storage()
         if storage is None or (root is not None and storage_of(root) is storage):
             return None if storage is None else root
-        return _lies(storage, self.form)
+        return tensor_in(storage, *self.form)
 
     def renew(self, quiet: bool) -> None:
         """Write into it what it should hold; ``quiet``: unseen by versions, as through ``.data``."""
@@ -457,16 +457,11 @@ def renew_cuts(x: Tensor) -> None:
     for held, whole, part, cut in getattr(storage, _CUTS, ()):
         memory = held()
         if memory is not None and storage is not None:
-            _lies(memory, part).copy_(cut(_lies(storage, whole)))
+            tensor_in(memory, *part).copy_(cut(tensor_in(storage, *whole)))
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, x.storage_offset(), x.size(), x.stride()
-
-
-def _lies(storage: torch.UntypedStorage, form: tuple[Any, ...]) -> Tensor:
-    dtype, *place = form
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)  # type: ignore[call-overload,no-any-return]
 
 
 def writes_into(x: Tensor) -> int:
