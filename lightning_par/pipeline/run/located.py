@@ -24,6 +24,7 @@ from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.functions import MEMORY, MEMORY_KINDS, METADATA, SHOWS, VALUE_PROPERTIES, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Guesses, Patterns
+from lightning_par.trial.memo import Memo
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.program.routes import Routes
@@ -134,6 +135,7 @@ class Program:
         hooked_later: hooks on values of earlier stages: whose, in whose backward they run, and where they are put.
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
             that object.
+        local_events: what events came to on plain tensors; see `lightning_par.pipeline.run.local_events`.
     """
 
     events: list[StepEvent]
@@ -165,6 +167,7 @@ class Program:
     hooked_later: tuple[tuple[int, int, str], ...] = ()
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
+    local_events: Memo[Any, Any] = field(default_factory=Memo)
 
     @property
     def stages(self) -> int:

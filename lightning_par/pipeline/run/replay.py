@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.microbatch_values import local_shape
 from lightning_par.pipeline.program.prepare import Part, Prepared
 from lightning_par.pipeline.program.tape import Absent, Call, Tape, filled, keys_in
+from lightning_par.pipeline.run.local_events import Given, facts_of, given_to, noted, surroundings_of_run
 from lightning_par.pipeline.run.located import Key, Program, Run, StepEvent
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.python_state.nested_tensors import returned_tensors
@@ -35,6 +37,7 @@ class _Stage:
     fits: bool = True
     trains: bool = False  # whether all units do
     shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by event and samples
+    given: dict[int, Given | None] = field(default_factory=dict)  # to events that are no units
 
 
 class Replays:
@@ -136,7 +139,7 @@ class Replays:
                 with Draws(run.draws) if stage.trains else _NOTHING as draws:
                     for index, record, call in stage.calls:
                         if call.original is None:
-                            values.event(index, call)
+                            values.event(index, record, call)
                         else:
                             values.unit(index, record, call, draws)
                 values.finish()
@@ -179,14 +182,18 @@ class _Values:
     """
 
     def __init__(self, run: StageRun, stage: _Stage) -> None:
-        self.run, self.program, self.shapes = run, run.program, stage.shapes
+        self.run, self.program, self.shapes, self.told = run, run.program, stage.shapes, stage.given
         self._detached: dict[Key, Tensor] = {}
         self.plain: dict[Key, Tensor] = {}  # of this microbatch alone, where `run.got` has none yet
         assert run.axis is not None
         self.axis = run.axis
         self.alone = run.tokens.axis is None  # whether units are given no more than that
+        self.strides: dict[Key, Any] = {}  # on one device, of those whose part does not tell them
+        self.around = surroundings_of_run() if self.alone and stage.given else None
         for key, _ in run.program.routes.coming[run.stage]:
-            run.got[key] = run.receive(key)
+            run.got[key] = x = run.receive(key)
+            if self.alone and type(x) is ShardedTensor and x._axis is self.axis and x._strides is None:
+                self.plain[key] = x._local
 
     def get(self, key: Key) -> Tensor:
         """As the step sees it."""
@@ -194,6 +201,7 @@ class _Values:
         if found is None:
             model = self.program.events[key[0]].result
             found = self.run.got[key] = ShardedTensor(self.plain[key], model.sharded_dim, model.positions, self.axis)
+            found._strides = self.strides.get(key)
         return found
 
     def detached(self, key: Key) -> Tensor:
@@ -213,7 +221,50 @@ class _Values:
         for key, x in self.plain.items():
             self.run.got.setdefault(key, x)
 
-    def event(self, index: int, call: Call) -> None:
+    def event(self, index: int, record: StepEvent, call: Call) -> None:
+        told = None if self.around is None else self.told[index]
+        parts = None if told is None else self._parts(told)
+        if told is None or parts is None:
+            self._as_ever(index, call)
+            return
+        given, facts = parts
+        key = index, self.axis.rank, self.around, told.settings, facts
+        known = self.program.local_events.get(key, False)
+        if known is False or known is None:  # what comes once is not worth noting
+            self._as_ever(index, call)
+            if known is False:
+                self.program.local_events[key] = True
+        elif known is True:
+            ever = partial(self._as_ever, index, call)
+            self.program.local_events[key] = noted(self.run, index, record, ever, given)
+        elif known.sharded:
+            self.plain[index, 0] = known.run(*given)
+            if known.strides is not None:
+                self.strides[index, 0] = known.strides
+        else:
+            self.run.got[index, 0] = known.run(*given)
+
+    def _parts(self, told: Given) -> tuple[list[Tensor], tuple[Any, ...]] | None:
+        """The tensors that an event is given, of samples the microbatch's own, and what its rule may go by of them."""
+        given: list[Tensor] = []
+        facts: list[Any] = []
+        for x in told.places:
+            if type(x) is tuple:
+                part, strides = self.plain.get(x), self.strides.get(x)
+                if part is None:
+                    part = self.run.got[x]
+                else:
+                    facts.append(strides)
+                if type(part) is not Tensor:
+                    return None
+            else:
+                part = x
+            facts += facts_of(part)
+            facts += [number for number, other in enumerate(given) if other is part]  # a rule may go by that
+            given.append(part)
+        return given, tuple(facts)
+
+    def _as_ever(self, index: int, call: Call) -> None:
         run = self.run
         run.count = index
         if call.nested:
@@ -268,6 +319,8 @@ def _stage_of(tape: Tape, run: StageRun) -> _Stage:
                 return _Stage(fits=False)
             known.update((index, n) for n in range(len(returned_tensors(record.result))))
             stage.calls.append((index, record, call))
+            if call.original is None:
+                stage.given[index] = given_to(record, call, run.memo)
     if run.last and not known.issuperset(keys_in((tape.result, [x.value for x in tape.logs or ()]))):
         return _Stage(fits=False)
     stage.trains = all(call.module.training for *_, call in stage.calls if call.module is not None)
