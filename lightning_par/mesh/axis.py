@@ -21,6 +21,7 @@ from lightning_par.mesh.ledger import Verb, note
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
+from lightning_par.private.process_groups import coalesces
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
 
@@ -28,6 +29,9 @@ Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+_EXCHANGES = {"send": dist.isend, "recv": dist.irecv}
 
 
 class PeerOp(NamedTuple):
@@ -46,6 +50,13 @@ class PeerOp(NamedTuple):
     peer: int
     purpose: str
     tag: int = 0
+
+
+def _start(op: PeerOp, group: Any, peer: int) -> dist.Work:
+    """Begin one message; ``peer`` is the rank within ``group``."""
+    if op.verb == "send":
+        return dist.isend(raw_bytes(op.x), group=group, tag=op.tag, group_dst=peer)
+    return dist.irecv(raw_bytes(op.x), group=group, tag=op.tag, group_src=peer)
 
 
 class Axis:
@@ -93,6 +104,7 @@ class Axis:
         self.calls: Memo[Any, Any] = Memo()
         """Of functions of tensors that are sharded over it; see `lightning_par.sharded.local_calls.repeated_calls`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._peers: dict[torch.device, tuple[int, ...] | None] = {}  # see `_peers_apart`
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
@@ -100,7 +112,8 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}}
+        gone = {"group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}, "_peers": {}}
+        return {**vars(self), **gone}
 
     @property
     def size(self) -> int:
@@ -267,12 +280,23 @@ class Axis:
         if not ops:
             return []
         for op in ops:
-            self._log(op.verb, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
-        functions = {"send": dist.isend, "recv": dist.irecv}
+            numel = op.x.numel()
+            self._log(op.verb, op.purpose, numel, numel * op.x.element_size(), 2)
+        peers = self._peers_apart(ops[0].x.device)
+        if peers is not None:
+            return [_start(op, self.group, peers[op.peer]) for op in ops]
         works = dist.batch_isend_irecv(
-            [dist.P2POp(functions[op.verb], raw_bytes(op.x), self.ranks[op.peer], self.group, op.tag) for op in ops]
+            [dist.P2POp(_EXCHANGES[op.verb], raw_bytes(op.x), self.ranks[op.peer], self.group, op.tag) for op in ops]
         )
         return works if len(works) == len(ops) else [works[0]] * len(ops)  # NCCL has one for the whole batch
+
+    def _peers_apart(self, device: torch.device) -> tuple[int, ...] | None:
+        """The ranks of the axis as its group counts them, where a batch there is no more than its messages one by one,
+        as with gloo, so that what `batch_isend_irecv` looks at each time need be looked at once; else None."""
+        if device not in self._peers:
+            apart = self.group is not None and not coalesces(self.group, device)
+            self._peers[device] = tuple(dist.get_group_rank(self.group, r) for r in self.ranks) if apart else None
+        return self._peers[device]
 
     def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> dist.Work:
         """Begin to send ``x`` to index ``to``; see `PeerOp`."""

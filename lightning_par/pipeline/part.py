@@ -26,7 +26,6 @@ from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.compiler import is_compiled_wrapper
-from lightning_par.private.modules import named_parameters
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.patches import SHARDED, Patches
 from lightning_par.sharded.tensor import leaf
@@ -178,12 +177,12 @@ class StagesPart(Part):
             ahead: averages its gradients over replicas before that backward, if it may.
         """
         module = step.module
-        held = {n: p for n, p in named_parameters(module) if p.requires_grad and not is_elsewhere(p)}
+        engine = self._prepared(step)
+        held = {n: p for n, p in engine.programs.tree.parameters() if p.requires_grad and not is_elsewhere(p)}
         if self.storage is not None and self.storage.throughout:
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:
             own = [leaf(p) for p in held.values()]
-        engine = self._prepared(step)
         for p in spent_gradients(module, optimizers):
             p.grad = None
         named = dict(zip(held, own))

@@ -32,7 +32,7 @@ from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.private.modules import named_parameters
+from lightning_par.private.modules import ModuleTree
 from lightning_par.sharded.packed_parameters import packed_parameters
 from lightning_par.strategies.entry_points import has_start_hooks
 from lightning_par.trial.first_step import FirstStep
@@ -123,11 +123,11 @@ class Spread:
             send_away(copied, self.placement, self.axis)
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
-        watch = Watch(module, containers, around=_around)
+        watch, tree = Watch(module, containers, around=_around), ModuleTree(module)
 
         def finish(grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
             known = self.placement.holders  # what was registered since belongs to no stage
-            held = {name: p for name, p in named_parameters(module) if name in known and in_use(p) in grads}
+            held = {name: p for name, p in tree.parameters() if name in known and in_use(p) in grads}
             like = {name: in_use(p) for name, p in held.items()}
             named = {name: grads[x] for name, x in like.items()}
             summed = sum_over_holders(named, self.placement, axes, like)

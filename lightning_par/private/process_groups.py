@@ -40,6 +40,13 @@ def splits(world: Any) -> bool:
     return device is not None and bool(world._get_backend(device).supports_splitting)
 
 
+def coalesces(group: Any, device: torch.device) -> bool:
+    """Whether `torch.distributed.batch_isend_irecv` makes one operation of a batch on ``device``, as with NCCL, or does
+    one after the other; it asks the same, and no public function tells."""
+    plain = type(group) is torch.distributed.ProcessGroup
+    return plain and bool(group._get_backend(device).supports_coalescing)
+
+
 def number_of_groups() -> int:
     """How many groups this process has: `torch.distributed.new_group` with ``use_local_synchronization`` names a group
     by its ranks and this number, and so needs it to be the same on them."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.private.process_groups import (
+    coalesces,
     default_store,
     host_of_store,
     init_process_group,
@@ -34,6 +35,15 @@ def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> Non
         assert host_of_store() == (environment.main_address, environment.main_port)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_gloo_does_a_batch_one_by_one() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        asked = dist.group.WORLD._get_backend(torch.device("cpu")).supports_coalescing
+        assert asked is coalesces(dist.group.WORLD, torch.device("cpu")) is False
+    finally:
+        dist.destroy_process_group()
 
 
 def test_groups_are_counted_as_their_names_count_them() -> None:

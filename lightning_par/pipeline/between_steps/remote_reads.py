@@ -33,6 +33,7 @@ from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, present
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.private.graph import in_backward
+from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.modules import buffers_of
 from lightning_par.private.optimizers import scheduler_marks
 from lightning_par.sharded.rules.lookup import user_line
@@ -361,7 +362,8 @@ def _for_user(frame: types.FrameType) -> bool:
 def _held(parameter: Any) -> Tensor | None:
     if isinstance(parameter, ShardedTensor):
         return parameter.own_grad()
-    grad: Tensor | None = _GRAD.__get__(parameter)
+    with DisableTorchFunctionSubclass():  # an optimizer asks for each of them in every step
+        grad: Tensor | None = _GRAD.__get__(parameter)
     return grad
 
 

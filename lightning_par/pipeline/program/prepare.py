@@ -27,7 +27,8 @@ from lightning_par.pipeline.trial.code_attributes import Attributes
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study
 from lightning_par.private.lightning_modules import trainer_of
-from lightning_par.private.modules import named_modules, named_parameters
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.trial.step import Step
@@ -114,6 +115,7 @@ class Programs:
 
     def __post_init__(self) -> None:
         self.attributes = Attributes(self.module, self.stages.homes)
+        self.tree = ModuleTree(self.module)
 
     def prepare(self, step: Step, microbatches: int) -> Prepared:
         """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
@@ -238,8 +240,9 @@ class Programs:
 
     def _signature(self, step: Step, microbatches: int) -> Any:
         tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
-        trained = hash(tuple([p.requires_grad for _, p in named_parameters(self.module)])) if step.grad else 0
-        modes = hash(tuple([m.training for _, m in named_modules(self.module)]))
+        with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
+            trained = hash(tuple([p.requires_grad for _, p in self.tree.parameters()])) if step.grad else 0
+        modes = hash(tuple([m.training for _, m in self.tree.modules()]))
         said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
         return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
 

@@ -10,15 +10,13 @@ from torch import Tensor
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
 from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.pipeline.run.located import Key, OtherStageError, Program
-from lightning_par.pipeline.run.message_plan import Message, Traffic
+from lightning_par.pipeline.run.message_plan import Message, Traffic, Way
 from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.timetable import Exchange
 from lightning_par.private.tensors import with_node
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.tensor import ShardedTensor
-
-_MOST_VALUES = 4096  # that leave one stage; keeps tags apart
 
 Value = tuple[int, Key, int]
 """The stage that it comes from, which value, which microbatch."""
@@ -56,38 +54,41 @@ class Crossing:
         self._takers = traffic.readers(rank)  # stages that have not taken theirs
         self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
         self._givers = self._takers.copy()  # that have not given theirs
+        self._shapes: dict[tuple[Key, int], tuple[int, ...]] = {}
 
     def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
         wanted = self.traffic.wanted(microbatch)
         return [key for key in keys if key in wanted]
 
-    def _tag(self, message: Message) -> int:
-        _, stage, key, microbatch, _ = message
-        # the same on both ranks, which have the same program
-        place = list(self.programs[microbatch].routes.leaving[stage]).index(key)
-        return (stage * len(self.axes) + microbatch) * _MOST_VALUES + place
+    def _shape(self, key: Key, microbatch: int) -> tuple[int, ...]:
+        """Of this rank's part of a value, which its gradient has, too."""
+        shape = self._shapes.get((key, microbatch))
+        if shape is None:
+            shape = self.tokens.shape(local_shape(self.programs[microbatch].values[key], self.axes[microbatch]))
+            self._shapes[key, microbatch] = shape
+        return shape
 
     # ------------------------------------------------------------------------------------------- between ranks
 
     def exchange(self, exchange: Exchange) -> None:
         """Begin to send and receive what travels at one moment."""
-        orders = [_order(self.programs[m.microbatch].values[m.key]) for m in exchange.received]
+        ways = [self.traffic.way(message) for message in exchange.received]
         waits = self.messenger.exchange(
-            [self._outgoing(m) for m in exchange.sent],
-            [self._incoming(m, order) for m, order in zip(exchange.received, orders, strict=True)],
+            [self._outgoing(message) for message in exchange.sent],
+            [self._incoming(message, way) for message, way in zip(exchange.received, ways, strict=True)],
         )
-        for message, wait, order in zip(exchange.received, waits, orders, strict=True):
-            self._coming[message] = _in_order(wait, order)
+        for message, wait, way in zip(exchange.received, waits, ways, strict=True):
+            self._coming[message] = wait if way.back is None else _in_order(wait, way.back)
 
     def _outgoing(self, message: Message) -> Outgoing:
-        x, order = self._leaving.pop(message), _order(self.programs[message.microbatch].values[message.key])
-        # in the order of memory: the receiver's has the same strides, so that the same views of it work
-        return Outgoing(x.permute(order), self.traffic.ends(message)[1], message.kind, self._tag(message))
+        x, way = self._leaving.pop(message), self.traffic.way(message)
+        return Outgoing(x if way.order is None else x.permute(way.order), way.to, message.kind, way.tag)
 
-    def _incoming(self, message: Message, order: list[int]) -> Incoming:
-        model = self.programs[message.microbatch].values[message.key]
-        shape = _laid_out(self.tokens.shape(local_shape(model, self.axes[message.microbatch])), order)
-        return Incoming(shape, model.dtype, self.traffic.ends(message)[0], message.kind, self._tag(message))
+    def _incoming(self, message: Message, way: Way) -> Incoming:
+        shape = self._shape(message.key, message.microbatch)
+        if way.order is not None:
+            shape = tuple(shape[d] for d in way.order)
+        return Incoming(shape, way.dtype, way.source, message.kind, way.tag)
 
     def _peers(self, program: Program, takers: tuple[int, ...]) -> list[int]:
         """The other ranks that take a value, the one with the last stage first."""
@@ -147,9 +148,8 @@ class Crossing:
     def _check(self, values: dict[Key, Tensor], microbatch: int) -> None:
         """The receiver waits for just what the program says: anything else would never arrive."""
         for key, x in values.items():
-            model = self.programs[microbatch].values[key]
-            expected = self.tokens.shape(local_shape(model, self.axes[microbatch]))
-            if tuple(x.shape) != expected or x.dtype != model.dtype:
+            model, expected = self.programs[microbatch].values[key], self._shape(key, microbatch)
+            if x.shape != expected or x.dtype != model.dtype:
                 place = self.programs[microbatch].events[key[0]].place
                 raise OtherStageError(
                     f"{place}: a value of shape {tuple(x.shape)}, {x.dtype} goes to another stage, where {expected}, "
@@ -227,17 +227,5 @@ def wrapped(x: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> Tensor:
     return ShardedTensor(x, model.sharded_dim, model.positions, axis)
 
 
-def _order(model: Tensor) -> list[int]:
-    """The dims from the one with the largest stride on: the order in which the elements lie in memory."""
-    local: Tensor = model.local if isinstance(model, ShardedTensor) else model
-    strides: tuple[int, ...] = local.stride()
-    return sorted(range(local.ndim), key=lambda d: (-strides[d], d))
-
-
-def _laid_out(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
-    return tuple(shape[d] for d in order)
-
-
-def _in_order(wait: Callable[[], Tensor], order: list[int]) -> Callable[[], Tensor]:
-    back = [order.index(d) for d in range(len(order))]
+def _in_order(wait: Callable[[], Tensor], back: tuple[int, ...]) -> Callable[[], Tensor]:
     return lambda: wait().permute(back)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import torch
 
 from lightning_par.mesh.axis import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.run.located import Key, Program
+from lightning_par.sharded.tensor import ShardedTensor
+
+_MOST_VALUES = 4096  # that leave one stage; keeps tags apart
 
 
 class Message(NamedTuple):
@@ -31,6 +36,27 @@ class Message(NamedTuple):
     peer: int
 
 
+class Way(NamedTuple):
+    """How a message travels.
+
+    Attributes:
+        source: the rank that it goes from.
+        to: the rank that it goes to.
+        tag: says, with the kind, which one it is.
+        dtype: of the tensor.
+        order: of its dims, from the one with the largest stride on: that in which its elements lie in memory, so that
+            the receiver's tensor has the same strides, and the same views of it work. None where it is as it is.
+        back: undoes ``order``.
+    """
+
+    source: int
+    to: int
+    tag: int
+    dtype: torch.dtype
+    order: tuple[int, ...] | None
+    back: tuple[int, ...] | None
+
+
 @dataclass(frozen=True, eq=False)
 class Traffic:
     """Who sends what to whom in one step. A value goes once to each rank that takes it, its gradient once back.
@@ -47,6 +73,26 @@ class Traffic:
 
     programs: Sequence[Program]
     schedule: Schedule
+    ways: dict[Message, Way] = field(default_factory=dict, init=False, repr=False)
+
+    def way(self, message: Message) -> Way:
+        """How ``message`` travels: the same in each step."""
+        found = self.ways.get(message)
+        if found is None:
+            found = self.ways[message] = self._way(message)
+        return found
+
+    def _way(self, message: Message) -> Way:
+        _, stage, key, microbatch, _ = message
+        program, count = self.programs[microbatch], len(self.programs)
+        model = program.values[key]
+        strides = (model.local if isinstance(model, ShardedTensor) else model).stride()
+        order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+        lies_so = order == [*range(len(order))]
+        back = None if lies_so else tuple(order.index(d) for d in range(len(order)))
+        place = [*program.routes.leaving[stage]].index(key)  # the same on both ranks, which have the same program
+        tag = (stage * count + microbatch) * _MOST_VALUES + place
+        return Way(*self.ends(message), tag, model.dtype, None if lies_so else tuple(order), back)
 
     def wanted(self, microbatch: int) -> frozenset[Key]:
         """The values that get a gradient."""

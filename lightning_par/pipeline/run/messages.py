@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,7 @@ MOST_UNDER_WAY = 8
 _PURPOSES: dict[Kind, str] = {"forward": "activations", "backward": "gradients of activations"}
 
 
-@dataclass(frozen=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """What is to be sent.
 
     Attributes:
@@ -40,8 +40,7 @@ class Outgoing:
         return f"Sending {_PURPOSES[self.kind]} to pipeline rank {self.to}"
 
 
-@dataclass(frozen=True)
-class Incoming:
+class Incoming(NamedTuple):
     """What is to be received: what index ``source`` sends under ``kind`` and ``tag``."""
 
     shape: Sequence[int]
