@@ -21,7 +21,7 @@ from lightning_par.mesh.ledger import Verb, note
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
-from lightning_par.private.process_groups import coalesces
+from lightning_par.private.process_groups import has_no_batches
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
 
@@ -294,7 +294,7 @@ class Axis:
         """The ranks of the axis as its group counts them, where a batch there is no more than its messages one by one,
         as with gloo, so that what `batch_isend_irecv` looks at each time need be looked at once; else None."""
         if device not in self._peers:
-            apart = self.group is not None and not coalesces(self.group, device)
+            apart = has_no_batches(self.group, device)
             self._peers[device] = tuple(dist.get_group_rank(self.group, r) for r in self.ranks) if apart else None
         return self._peers[device]
 

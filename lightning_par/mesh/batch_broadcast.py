@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.raw_bytes import raw_bytes
-from lightning_par.private.modules import named_modules, named_parameters
+from lightning_par.private.modules import ModuleTree
 
 _EMPTY: Any = MappingProxyType({})
 
@@ -33,7 +33,7 @@ class Known:
     Args:
         names: by the ids of the source's objects.
         objects: this rank's own, by name.
-        module: its modules, parameters and buffers are known, too.
+        module: its modules, parameters and buffers are known, too; its `ModuleTree`, where it is asked often.
         late: gives more of this rank's own by name, if they are asked for.
 
     Attributes:
@@ -50,15 +50,15 @@ class Known:
         self,
         names: Mapping[int, str] = _EMPTY,
         objects: Mapping[str, Any] = _EMPTY,
-        module: nn.Module | None = None,
+        module: nn.Module | ModuleTree | None = None,
         late: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.names, self.objects, self._late = dict(names), dict(objects), late
         self.begins: dict[str, Tensor] = {}
         self.made_of: Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]] | None] = lambda _: None
-        self._module = module
+        self._tree = ModuleTree(module) if isinstance(module, nn.Module) else module
         self._parts: dict[str, Any] = {}
-        self._names_of_parts: dict[int, str] = {}
+        self._names_of_parts: dict[int, str] | None = None
 
     def add(self, name: str, value: Any) -> None:
         self.names[id(value)], self.objects[name] = name, value
@@ -68,10 +68,10 @@ class Known:
         name = self.names.get(id(value))
         if name is not None:
             return name if name in self.objects else None
-        if self._module is None or not isinstance(value, (nn.Module, Tensor)):
+        if self._tree is None or not isinstance(value, (nn.Module, Tensor)):
             return None
-        self._look()
-        return self._names_of_parts.get(id(value))
+        found = self._names_now().get(id(value))
+        return None if found is None else _part(found)
 
     def named(self, name: str) -> Any:
         """This rank's object of a name."""
@@ -88,14 +88,24 @@ class Known:
     def forget(self, values: Iterable[Any]) -> None:
         """The module holds these since a moment ago, on this rank alone: they travel by their values."""
         self._look()
+        self._names_of_parts = {**self._names_now()}
         for value in values:
             self._names_of_parts.pop(id(value), None)
 
+    def _names_now(self) -> dict[int, str]:
+        """Of the module's parts, as they were when one was asked for first."""
+        if self._names_of_parts is None:
+            self._names_of_parts = {} if self._tree is None else self._tree.names()
+        return self._names_of_parts
+
     def _look(self) -> None:
-        if not self._parts and self._module is not None:
-            own = (named_modules(self._module), named_parameters(self._module), self._module.named_buffers())
-            self._parts = {f"part {name}": x for named in own for name, x in named}
-            self._names_of_parts = {id(x): name for name, x in self._parts.items()}
+        if not self._parts and self._tree is not None:
+            own = (self._tree.modules(), self._tree.parameters(), self._tree.buffers())
+            self._parts = {_part(name): x for named in own for name, x in named}
+
+
+def _part(name: str) -> str:
+    return f"part {name}"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Positions:
         self.owner = owner_N
         self.owner.flags.writeable = False
         self._indices: dict[int, Array] = {}
+        self._pieces: dict[int, tuple[int, int] | None] = {}
         self._fewest: dict[int, int] = {}
         self._in_order: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], tuple[int, int] | Array] = {}
@@ -88,6 +89,14 @@ class Positions:
 
     def count(self, rank: int) -> int:
         return len(self.indices(rank))
+
+    def piece(self, rank: int) -> tuple[int, int] | None:
+        """Where what ``rank`` holds begins, and how much it is, if it lies in one piece."""
+        if rank not in self._pieces:
+            own = self.indices(rank)
+            whole = len(own) and own[-1] - own[0] + 1 == len(own)
+            self._pieces[rank] = (int(own[0]), len(own)) if whole else None
+        return self._pieces[rank]
 
     def fewest(self, ranks: int) -> int:
         """The least that one of ``ranks`` holds."""

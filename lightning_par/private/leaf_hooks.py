@@ -41,4 +41,5 @@ def put_hooks(taken: list[tuple[Any, Any]]) -> None:
 
 def number_of_leaf_hooks(leaf: Tensor) -> int:
     """How many hooks of the user's see the gradient of ``leaf``."""
-    return len(users_of(leaf._backward_hooks)) + len(users_of(leaf._post_accumulate_grad_hooks))
+    before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    return len(users_of(before)) + len(users_of(after)) if before or after else 0

@@ -33,6 +33,13 @@ def has_hooks(module: nn.Module) -> bool:
     return number_of_hooks(module) > 0
 
 
+def may_have_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` has hooks on its calls or gradients, of whomever."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 def hooks_on_all() -> list[Callable[..., Any]]:
     """The user's hooks on the calls of all modules there are, and on gradients there; torch can only register them."""
     from torch.nn.modules import module

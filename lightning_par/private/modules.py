@@ -48,8 +48,8 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class ModuleTree:
-    """`named_modules` and `named_parameters` of a module that is asked in every step: what is held by which module is
-    compared with the last time, which takes a tenth of a walk.
+    """`named_modules`, `named_parameters` and buffers of a module that is asked in every step: what is held by which
+    module is compared with the last time, which takes a tenth of a walk.
 
     Args:
         module: the root.
@@ -67,11 +67,13 @@ class ModuleTree:
         self._kinds: list[type] = []
         self._children = _Held(())
         self._parameters: tuple[list[tuple[str, nn.Parameter]], _Held] | None = None
+        self._buffers: tuple[list[tuple[str, Tensor]], _Held] | None = None
+        self._names: tuple[tuple[Any, ...], dict[int, str]] = (), {}
 
     def modules(self) -> list[tuple[str, nn.Module]]:
         """As ``[*module.named_modules()]``; the same list as before where nothing has changed."""
         if not self._is_as_it_was():
-            self._modules, self._parameters = named_modules(self.module), None
+            self._modules, self._parameters, self._buffers = named_modules(self.module), None, None
             self._within = [m for _, m in self._modules]
             self._kinds = [*map(type, self._within)]
             self._children = _Held(map(modules_of, self._within))
@@ -85,6 +87,21 @@ class ModuleTree:
             self._parameters = named_parameters(self.module), _Held(held)
         return self._parameters[0]
 
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """As ``[*module.named_buffers()]``; the same list as before where nothing has changed."""
+        self.modules()
+        held = [*map(buffers_of, self._within)]
+        if self._buffers is None or not self._buffers[1].is_in(held):
+            self._buffers = [*self.module.named_buffers()], _Held(held)
+        return self._buffers[0]
+
+    def names(self) -> dict[int, str]:
+        """Of all of these, by their ids; of something that is two of them the buffer's name, or the parameter's."""
+        parts = self.modules(), self.parameters(), self.buffers()
+        if len(self._names[0]) != len(parts) or not all(map(is_, self._names[0], parts)):
+            self._names = parts, {id(x): name for named in parts for name, x in named}
+        return self._names[1]
+
     def _is_as_it_was(self) -> bool:
         within, kinds = self._within, self._kinds
         return (
@@ -96,9 +113,13 @@ class ModuleTree:
 
 
 def _walks_as_ever(kind: type[nn.Module]) -> bool:
-    """Whether the class leaves it to torch which modules and parameters are within."""
+    """Whether the class leaves it to torch which modules, parameters and buffers are within."""
     ours = nn.Module
-    return kind.named_modules is ours.named_modules and kind.named_parameters is ours.named_parameters
+    return (
+        kind.named_modules is ours.named_modules
+        and kind.named_parameters is ours.named_parameters
+        and kind.named_buffers is ours.named_buffers
+    )
 
 
 class _Held:

@@ -40,11 +40,11 @@ def splits(world: Any) -> bool:
     return device is not None and bool(world._get_backend(device).supports_splitting)
 
 
-def coalesces(group: Any, device: torch.device) -> bool:
-    """Whether `torch.distributed.batch_isend_irecv` makes one operation of a batch on ``device``, as with NCCL, or does
-    one after the other; it asks the same, and no public function tells."""
+def has_no_batches(group: Any, device: torch.device) -> bool:
+    """Whether `torch.distributed.batch_isend_irecv` does no more on ``device`` than one message after the other, as with
+    gloo; with NCCL it makes one operation of them. It asks the same, and no public function tells."""
     plain = type(group) is torch.distributed.ProcessGroup
-    return plain and bool(group._get_backend(device).supports_coalescing)
+    return plain and not group._get_backend(device).supports_coalescing
 
 
 def number_of_groups() -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.tensors import view_base, write_count
 from lightning_par.python_state.changes import Change, MappingChange, SequenceChange, SetChange
 from lightning_par.python_state.dict_entries import entries_of
@@ -122,9 +121,10 @@ class MappingCell(Cell):
         self.mapping = entries_of(mapping)
         self.skipped = skipped
         self.before: dict[Any, Any] = dict(self.mapping)
-        # an OrderedDict can be put in another order without a write
-        self._counted = self.mapping if type(self.mapping) in (dict, defaultdict, Counter) else None
-        self._as_before = -1  # a version at which it held just what it held before
+        self.counted: dict[Any, Any] | None = None
+        """The dict itself, where its version tells that nothing has moved: an OrderedDict can move on within one."""
+        if type(self.mapping) in (dict, defaultdict, Counter):
+            self.counted = self.mapping  # type: ignore[assignment]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         yield from ((key, x) for key, x in self.before.items() if not self._skips(key))
@@ -142,18 +142,10 @@ class MappingCell(Cell):
         return self.mapping
 
     def moved(self) -> bool:
-        counted = self._counted
-        version = None if counted is None else version_of_dict(counted)
-        if version == self._as_before:  # asked around every microbatch
-            return False
         now, before = self.mapping, self.before
-        if len(now) != len(before) or not all(map(is_, now, before)):
-            return True
-        if not all(map(is_, now.values(), before.values())):
-            return True
-        if version is not None:
-            self._as_before = version
-        return False
+        return not (
+            len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values()))
+        )
 
     def renew(self, atoms: Collection[Any]) -> bool:
         if not self.moved():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_par.python_state.mutable_objects import Cell, TupleCell, forget_w
 from lightning_par.python_state.reachable import ATOMS, Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
+from lightning_par.python_state.still import Still
 from lightning_par.python_state.user_code import packages_of
 
 
@@ -51,6 +52,7 @@ class Snapshot(Reach):
     ) -> None:
         super().__init__(packages, apart, code, hooks)
         self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._still = Still()
         with plainly():
             self.add_modules(modules)
         self._note_versions()
@@ -102,7 +104,10 @@ class Snapshot(Reach):
 
     def renew(self) -> bool:
         """Take what is there now for what was there before; False where other objects have come or gone."""
-        return all(cell.renew(ATOMS) for cell in self.cells.values())
+        cells: Iterable[Cell] = self.cells.values()
+        if self._still.is_so(self.cells):  # but that iterators count from where they are
+            cells = [cell for cell in cells if isinstance(cell, IteratorCell)]
+        return all(cell.renew(ATOMS) for cell in cells)
 
     def lend(self, spares: Spares, as_is: Collection[int] = (), modules: bool = True) -> None:
         """Let a run have copies of tensors, and the items of iterators, until `restore`.
@@ -163,6 +168,8 @@ class Snapshot(Reach):
 
     def moves(self) -> set[tuple[str, Any, int]]:
         """What is other than before, as a run goes on: empty where nothing is, equal where nothing more has changed."""
+        if self._still.is_so(self.cells):
+            return set()
         found: set[tuple[str, Any, int]] = set()
         for cell in self.cells.values():
             if not (cell.lent or cell.versions or cell.moved()):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.private.process_groups import (
-    coalesces,
     default_store,
+    has_no_batches,
     host_of_store,
     init_process_group,
     number_of_groups,
@@ -40,8 +40,8 @@ def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> Non
 def test_gloo_does_a_batch_one_by_one() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        asked = dist.group.WORLD._get_backend(torch.device("cpu")).supports_coalescing
-        assert asked is coalesces(dist.group.WORLD, torch.device("cpu")) is False
+        assert has_no_batches(dist.group.WORLD, torch.device("cpu"))
+        assert not has_no_batches(None, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 

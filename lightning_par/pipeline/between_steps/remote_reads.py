@@ -38,6 +38,7 @@ from lightning_par.private.modules import buffers_of
 from lightning_par.private.optimizers import scheduler_marks
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.trial.memo import Memo
 
 _INNER = ("lightning_par.", "torch.")
 _GRAD: Any = torch.Tensor.grad
@@ -218,6 +219,8 @@ class JointGradients:
     def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
         """``parameter.grad`` in the code of ``frame``."""
         held = _held(parameter)
+        if _never_for_user[frame.f_globals.get("__name__", ""), frame.f_code.co_name]:
+            return held
         if _for_user(frame):
             return self.of(parameter, held)
         own = frame.f_globals.get("__name__", "").startswith(_INNER)
@@ -352,11 +355,17 @@ def _for_user(frame: types.FrameType) -> bool:
     """Whether the code that runs in ``frame`` is to see the gradients of all stages."""
     if in_backward():  # hooks of a parameter run where it is
         return False
-    module = frame.f_globals.get("__name__", "")
-    if not module.startswith(_INNER):
-        return True
-    zeroes = module == "torch.nn.modules.module" and frame.f_code.co_name == "zero_grad"
-    return zeroes or module == "torch.nn.utils.clip_grad"
+    return not _never_for_user[frame.f_globals.get("__name__", ""), frame.f_code.co_name]
+
+
+def _is_inner(place: tuple[str, str]) -> bool:
+    module, function = place
+    zeroes = module == "torch.nn.modules.module" and function == "zero_grad"
+    return module.startswith(_INNER) and not zeroes and module != "torch.nn.utils.clip_grad"
+
+
+_never_for_user = Memo(_is_inner)
+"""By the names of a Python module and of a function: whether that is torch's or our own, and not of the user's kind."""
 
 
 def _held(parameter: Any) -> Tensor | None:

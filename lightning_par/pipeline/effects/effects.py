@@ -24,6 +24,7 @@ from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
 from lightning_par.private.metrics import with_latest
+from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Effects:
 
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
-        made: Made = _NOTHING, module: nn.Module | None = None, present: Callable[[], Made] = dict,
+        made: Made = _NOTHING, module: nn.Module | ModuleTree | None = None, present: Callable[[], Made] = dict,
         within: ByPlace = _NOTHING,
     ) -> Effects:  # fmt: skip
         """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
@@ -74,7 +75,7 @@ class Effects:
             device: where the process group's tensors live.
             objects: what all ranks have, by name: it does not travel, each rank goes on with its own.
             made: what this rank stored itself in a run of the same step without any values of the model.
-            module: what it is made of does not travel, either.
+            module: what it is made of does not travel, either; its `ModuleTree`, where it is asked often.
             present: what this rank has where another has made something: it had made that before.
             within: what all ranks made within units when the step was recorded.
 

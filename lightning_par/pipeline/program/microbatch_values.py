@@ -19,13 +19,14 @@ def written_into(run: Run, target: Tensor, value: Tensor, func: Any) -> Any:
 
 def cut_to(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> ShardedTensor:
     """A whole tensor's samples of one microbatch."""
+    return ShardedTensor(own_samples(x, layout, axis), *layout, axis)
+
+
+def own_samples(x: Tensor, layout: tuple[int, Any], axis: MicrobatchAxis) -> Tensor:
+    """A whole tensor's samples of one microbatch, as a module takes them."""
     dim, positions = layout
-    own = positions.indices(axis.rank)
-    if len(own) and own[-1] - own[0] + 1 == len(own):
-        local = x.narrow(dim, int(own[0]), len(own))
-    else:
-        local = x.index_select(dim, positions.index(axis.rank, x.device))
-    return ShardedTensor(local, dim, positions, axis)
+    piece = positions.piece(axis.rank)
+    return x.index_select(dim, positions.index(axis.rank, x.device)) if piece is None else x.narrow(dim, *piece)
 
 
 def local_shape(model: Tensor, axis: MicrobatchAxis | None) -> tuple[int, ...]:

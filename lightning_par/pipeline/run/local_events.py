@@ -19,12 +19,9 @@ from lightning_par.pipeline.program.batch_values import Memo as BatchValues
 from lightning_par.pipeline.program.tape import Absent, Call
 from lightning_par.pipeline.run.located import Key, StepEvent
 from lightning_par.pipeline.run.stage_run import StageRun
-from lightning_par.private.modes import surroundings
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.sharded.local_calls.program import program
-from lightning_par.sharded.local_calls.repeated_calls import is_unwatched
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
-from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, remembered
 
 _SETTINGS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
@@ -77,12 +74,7 @@ def given_to(record: StepEvent, call: Call, memo: BatchValues) -> Given | None:
             settings.append((kind, x or repr(x)))  # 0.0 equals -0.0
         else:
             return None
-    return Given(tuple(places), tuple(settings))
-
-
-def surroundings_of_run() -> tuple[Any, ...] | None:
-    """What events of a run go by besides what they are given; None where something else looks at them."""
-    return (*surroundings(), RunState.current.shared) if is_unwatched() else None
+    return Given(tuple(places), tuple(settings)) if places else None
 
 
 def facts_of(x: Tensor) -> tuple[Any, ...]:

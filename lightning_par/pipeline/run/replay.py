@@ -19,13 +19,14 @@ from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.random_draws import Draws, drawing, stand_at
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.pipeline.program.microbatch_values import local_shape
+from lightning_par.pipeline.program.microbatch_values import local_shape, own_samples
 from lightning_par.pipeline.program.prepare import Part, Prepared
 from lightning_par.pipeline.program.tape import Absent, Call, Tape, filled, keys_in
-from lightning_par.pipeline.run.local_events import Given, facts_of, given_to, noted, surroundings_of_run
+from lightning_par.pipeline.run.local_events import Given, facts_of, given_to, noted
 from lightning_par.pipeline.run.located import Key, Program, Run, StepEvent
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.python_state.nested_tensors import returned_tensors
+from lightning_par.sharded.local_calls.repeated_calls import is_unwatched, surroundings
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -156,6 +157,7 @@ class Replays:
 
 
 _NOTHING = contextlib.nullcontext()
+_NO_KEY: Key = (-2, 0)
 
 
 class _Said:
@@ -189,7 +191,8 @@ class _Values:
         self.axis = run.axis
         self.alone = run.tokens.axis is None  # whether units are given no more than that
         self.strides: dict[Key, Any] = {}  # on one device, of those whose part does not tell them
-        self.around = surroundings_of_run() if self.alone and stage.given else None
+        self.unwatched = self.alone and bool(stage.given) and is_unwatched()
+        self.around: Any = None  # see `surroundings`
         for key, _ in run.program.routes.coming[run.stage]:
             run.got[key] = x = run.receive(key)
             if self.alone and type(x) is ShardedTensor and x._axis is self.axis and x._strides is None:
@@ -222,12 +225,14 @@ class _Values:
             self.run.got.setdefault(key, x)
 
     def event(self, index: int, record: StepEvent, call: Call) -> None:
-        told = None if self.around is None else self.told[index]
+        told = self.told[index] if self.unwatched else None
         parts = None if told is None else self._parts(told)
         if told is None or parts is None:
             self._as_ever(index, call)
             return
         given, facts = parts
+        if self.around is None:
+            self.around = surroundings(given[0])
         key = index, self.axis.rank, self.around, told.settings, facts
         known = self.program.local_events.get(key, False)
         if known is False or known is None:  # what comes once is not worth noting
@@ -303,7 +308,10 @@ class _Values:
         if type(x) is Absent:
             found = self.plain.get(x.key)
             return self.run.taken(self.get(x.key), False) if found is None else found
-        return self.run.taken(x, False) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        layout = self.program.layouts.get(self.run.memo.keys.get(id(x), _NO_KEY))
+        return x if layout is None else own_samples(x, layout, self.axis)
 
 
 def _stage_of(tape: Tape, run: StageRun) -> _Stage:

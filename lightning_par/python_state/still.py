@@ -1,0 +1,54 @@
+"""Whether nothing of a state has moved, told faster than what has: most of the time nothing has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter, is_
+from typing import Any
+
+from lightning_par.private.dict_versions import version_of_dict
+from lightning_par.python_state.mutable_objects import Cell, MappingCell
+
+_lent, _versions = attrgetter("lent"), attrgetter("versions")
+
+
+class Still:
+    """Compares versions of the dicts that cells look at, and asks cells only where these have changed.
+
+    Example::
+
+        still = Still()
+        assert still.is_so(snapshot.cells)
+        module.seen = 1
+        assert not still.is_so(snapshot.cells)
+    """
+
+    def __init__(self) -> None:
+        self._cells: list[Cell] = []  # those that were asked about last
+        self._counted: list[MappingCell] = []  # whose dicts tell by their versions
+        self._dicts: list[dict[Any, Any]] = []
+        self._versions: list[int] = []  # at which these held what they held before
+        self._others: list[Cell] = []
+
+    def is_so(self, cells: Mapping[str, Cell]) -> bool:
+        """Whether all of ``cells`` hold what they held before, and nothing stands in for anything."""
+        if len(cells) != len(self._cells) or not all(map(is_, cells.values(), self._cells)):
+            self._take(cells)
+        if any(map(_lent, self._cells)) or any(map(_versions, self._cells)):
+            return False
+        now = [*map(version_of_dict, self._dicts)]
+        if now != self._versions:
+            for place, version in enumerate(now):
+                if version != self._versions[place]:
+                    if self._counted[place].moved():
+                        return False
+                    self._versions[place] = version
+        return not any([cell.moved() for cell in self._others])
+
+    def _take(self, cells: Mapping[str, Cell]) -> None:
+        self._cells = [*cells.values()]
+        self._counted = [cell for cell in self._cells if type(cell) is MappingCell and cell.counted is not None]
+        self._dicts = [cell.counted for cell in self._counted if cell.counted is not None]
+        self._versions = [-1] * len(self._counted)
+        counted = set(map(id, self._counted))
+        self._others = [cell for cell in self._cells if id(cell) not in counted]
