@@ -56,8 +56,11 @@ class PeerOp(NamedTuple):
 def _start(op: PeerOp, group: Any, peer: int) -> dist.Work:
     """Begin one message; ``peer`` is the rank within ``group``."""
     if op.verb == "send":
-        return dist.isend(raw_bytes(op.x), group=group, tag=op.tag, group_dst=peer)
-    return dist.irecv(raw_bytes(op.x), group=group, tag=op.tag, group_src=peer)
+        work = dist.isend(raw_bytes(op.x), group=group, tag=op.tag, group_dst=peer)
+    else:
+        work = dist.irecv(raw_bytes(op.x), group=group, tag=op.tag, group_src=peer)
+    assert work is not None  # as for a rank that is not in the group
+    return work
 
 
 class Axis:
@@ -113,7 +116,14 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        gone = {"group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}, "_peers": {}}
+        gone: dict[str, Any] = {
+            "group": None,
+            "guard": None,
+            "mix": None,
+            "calls": Memo(),
+            "_entries": {},
+            "_peers": {},
+        }
         return {**vars(self), **gone}
 
     @property
@@ -301,8 +311,10 @@ class Axis:
         """The ranks of the axis as its group counts them, where a batch there is no more than its messages one by one,
         as with gloo, so that what `batch_isend_irecv` looks at each time need be looked at once; else None."""
         if device not in self._peers:
-            apart = has_no_batches(self.group, device)
-            self._peers[device] = tuple(dist.get_group_rank(self.group, r) for r in self.ranks) if apart else None
+            group = self.group
+            self._peers[device] = None
+            if group is not None and has_no_batches(group, device):
+                self._peers[device] = tuple(dist.get_group_rank(group, r) for r in self.ranks)
         return self._peers[device]
 
     def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> dist.Work:

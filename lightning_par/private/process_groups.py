@@ -41,8 +41,8 @@ def splits(world: Any) -> bool:
 
 
 def has_no_batches(group: Any, device: torch.device) -> bool:
-    """Whether `torch.distributed.batch_isend_irecv` does no more on ``device`` than one message after the other, as with
-    gloo; with NCCL it makes one operation of them. It asks the same, and no public function tells."""
+    """Whether `torch.distributed.batch_isend_irecv` does no more on ``device`` than one message after the other, as
+    with gloo; with NCCL it makes one operation of them. It asks the same, and no public function tells."""
     plain = type(group) is torch.distributed.ProcessGroup
     return plain and not group._get_backend(device).supports_coalescing
 

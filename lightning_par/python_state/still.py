@@ -43,7 +43,7 @@ class Still:
                     if self._counted[place].moved():
                         return False
                     self._versions[place] = version
-        return not any([cell.moved() for cell in self._others])
+        return not any(cell.moved() for cell in self._others)
 
     def _take(self, cells: Mapping[str, Cell]) -> None:
         self._cells = [*cells.values()]

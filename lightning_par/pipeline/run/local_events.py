@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from lightning_par.pipeline.program.batch_values import Memo as BatchValues
 from lightning_par.pipeline.program.tape import Absent, Call
 from lightning_par.pipeline.run.located import Key, StepEvent
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.sharded.local_calls.program import program
@@ -99,19 +100,22 @@ def noted(run: StageRun, index: int, record: StepEvent, call: Callable[[], Any],
     tape = Tape(dict(zip(names, given, strict=True)))
     with tape:
         call()
-    result, model = run.got[index, 0], record.result
-    sharded = type(result) is ShardedTensor
-    if tape.unclear or sharded != (type(model) is ShardedTensor):
+    result = run.got[index, 0]
+    part, strides, sharded = result, None, isinstance(result, ShardedTensor)
+    if tape.unclear or not _is_laid_out_as(result, record.result, run.axis):
         return None
-    if sharded:
-        if result._axis is not run.axis or result._dim != model._dim or result._positions is not model._positions:
-            return None
-    part = result._local if sharded else result
+    if isinstance(result, ShardedTensor):
+        part, strides = result._local, remembered(result)
     if type(part) is not Tensor:
         return None
     try:
-        return LocalEvent(
-            program(names, tape.items, tape.described(part)), remembered(result) if sharded else None, sharded
-        )
+        return LocalEvent(program(names, tape.items, tape.described(part)), strides, sharded)
     except UnclearError:
         return None
+
+
+def _is_laid_out_as(result: Tensor, model: Tensor, axis: MicrobatchAxis | None) -> bool:
+    """Whether ``result`` has samples of a microbatch where the step's value ``model`` has those of the batch."""
+    if not isinstance(result, ShardedTensor) or not isinstance(model, ShardedTensor):
+        return isinstance(result, ShardedTensor) == isinstance(model, ShardedTensor)
+    return result._axis is axis and result._dim == model._dim and result._positions is model._positions

@@ -254,16 +254,15 @@ class _Values:
         given: list[Tensor] = []
         facts: list[Any] = []
         for x in told.places:
-            if type(x) is tuple:
-                part, strides = self.plain.get(x), self.strides.get(x)
-                if part is None:
-                    part = self.run.got[x]
-                else:
-                    facts.append(strides)
+            if isinstance(x, Tensor):
+                part = x
+            elif x in self.plain:
+                part = self.plain[x]
+                facts.append(self.strides.get(x))
+            else:
+                part = self.run.got[x]
                 if type(part) is not Tensor:
                     return None
-            else:
-                part = x
             facts += facts_of(part)
             facts += [number for number, other in enumerate(given) if other is part]  # a rule may go by that
             given.append(part)
