@@ -107,25 +107,6 @@ def _empty(use: Use, weights: list[Any], filled: list[Slot]) -> None:
         if held.get(name) is weights[number]:
             held[name] = block.weights[number]
     for number, used in enumerate(weights):
-        x, whole, place = block.weights[number], leaf(used), use.places[number]
-        unseen = place.is_taken or escaped.is_viewed(x)  # which may be written to
-        if not unseen and (whole.is_inference() or write_count(whole) == 0):
-            continue
-        is_new = _write_back(x, whole, seen=not unseen)
-        if not unseen:
+        whole = leaf(used)
+        if escaped.end_call(block.weights[number], whole, use.places[number]):
             use.was_written(number, write_count(whole))
-        if not place.has(whole):  # by ``x.data = value``
-            escaped.forget(x)
-            use.places[number] = escaped.give(x, whole)
-        elif is_new:
-            escaped.wrote(x, whole)
-
-
-@torch.no_grad()
-def _write_back(x: Stored, whole: Tensor, seen: bool) -> bool:
-    """Returns whether it was anything new."""
-    part, local = x.own_part(whole.detach()), x._local
-    if torch.equal(part, local):
-        return False
-    (local if seen else local.data).copy_(part)  # as autograd has seen it of the whole weight
-    return True

@@ -50,9 +50,9 @@ class Escaped:
 
     def placed(self, weights: Sequence[Stored], wholes: list[Tensor]) -> list[Tensor]:
         """``wholes``, just gathered for user code, where its views of them lie."""
-        if not self._kept:
+        if not self.may_be_here:
             return wholes
-        there = [self._put(whole, self._kept.get(id(x), ())) for x, whole in zip(weights, wholes)]
+        there = [self._put(whole, self._places(x)) for x, whole in zip(weights, wholes)]
         return [places[0] if places else whole for places, whole in zip(there, wholes)]
 
     def give(self, weight: Stored, whole: Tensor) -> Place:
@@ -91,7 +91,10 @@ class Escaped:
         return place.weight
 
     def settle(self, weights: Iterable[Stored] | None = None) -> None:
-        """Before ``weights``, or all, are used or change: what user code wrote to their views is written to them."""
+        """Before ``weights``, or all, are used or change: what user code wrote to their views is written to them.
+
+        Those whose calls run are left to the calls' ends.
+        """
         if not self.may_be_here:
             return
         if weights is None:
@@ -100,10 +103,33 @@ class Escaped:
             for place in self._places(x):
                 whole = place.written()
                 if whole is not None and not any(x is other for other in self.in_calls()):
-                    place.write_back(whole)
-                    self.wrote(x, whole)
+                    place.write_back(whole, quiet=not place.is_seen)
+                    self._wrote(x, whole)
 
-    def wrote(self, weight: Stored, whole: Tensor) -> None:
+    def end_call(self, weight: Stored, whole: Tensor, place: Place) -> bool:
+        """A call has had the ``whole`` of a weight at ``place``: what it has written is written to the weight.
+
+        Returns:
+            Whether versions showed it.
+        """
+        if not place.has(whole):  # by ``x.data = value``
+            place.move(whole)
+            self.forget(weight)
+            self._given[id(weight)], self._memories[place.memory] = [place], place
+        elif not place.is_taken and not self.is_viewed(weight):
+            if not place.is_seen or whole.is_inference():
+                return False
+            place.write_back(whole)
+            self._wrote(weight, whole)
+            return True
+        for one in self._places(weight):
+            there = one.written()
+            if there is not None:
+                one.write_back(there, quiet=True)  # as its graph may have it from before the write
+                self._wrote(weight, there)
+        return False
+
+    def _wrote(self, weight: Stored, whole: Tensor) -> None:
         """User code has written to ``weight``, on all ranks alike, which is what is in ``whole`` from now on."""
         self._put_everywhere(weight, whole.detach())
         if aliases.is_any():
@@ -159,7 +185,7 @@ class Escaped:
             for place in places:
                 known = self._kept.get(key, [])
                 if place.is_there and not any(place.is_same(x) for x in known):
-                    place.take()
+                    place.keep()
                     self._kept[key] = [*known, place]
         if given:
             self._memories = {x.memory: x for places in self._kept.values() for x in places}

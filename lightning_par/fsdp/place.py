@@ -27,18 +27,21 @@ class Place:
         is_taken: whether what is written there may show in values alone, as through ``data``.
     """
 
-    __slots__ = ("_counter", "_offset", "_part", "_shape", "_storage", "_stride", "_writes", "dtype", "is_taken",
+    __slots__ = ("_counter", "_known", "_offset", "_shape", "_storage", "_stride", "_writes", "dtype", "is_taken",
                  "memory", "weight")  # fmt: skip
 
     def __init__(self, weight: Stored, whole: Tensor) -> None:
-        self.weight, self.is_taken = weight, False
-        self.memory = memory_of(whole)
+        self.weight = weight
+        self._begin(whole)
+
+    def _begin(self, whole: Tensor) -> None:
+        self.is_taken, self.memory = False, memory_of(whole)
         self._storage: Callable[[], Any] = weakref.ref(storage_of(whole))  # type: ignore[arg-type]
         self.dtype, self._offset, self._shape = whole.dtype, int(whole.storage_offset()), whole.shape
         self._stride = whole.stride()
         self._counter = None if whole.is_inference() else counter_of(whole)
         self._writes = self._now()
-        self._part: Tensor | None = None  # this rank's, as it was put there; where it is taken
+        self._known: Tensor | None = None  # what was put there, where it is taken
 
     @property
     def is_there(self) -> bool:
@@ -57,11 +60,24 @@ class Place:
             self.is_taken = True
             self.note()
 
+    def keep(self) -> None:
+        """Views of it outlive the step. Those of later steps have other versions: each write counts as seen, unless
+        there are such as have none."""
+        if not self.is_taken:
+            self._counter = None
+        self.take()
+
+    def move(self, whole: Tensor) -> None:
+        """It is the memory of ``whole`` from now on, and that is the weight, by ``x.data = value``."""
+        self._begin(whole)
+        _copy(self.weight.own_part(whole.detach()), get_data(self.weight._local))
+        self.take()
+
     def note(self) -> None:
         """What is there is the weight."""
         self._writes = self._now()
         whole = self._lying() if self.is_taken else None
-        self._part = None if whole is None else self.weight.own_part(whole).clone()
+        self._known = None if whole is None else whole.clone()
 
     def put(self, whole: Tensor) -> Tensor | None:
         """Write it there, if it can lie there; returns where."""
@@ -74,27 +90,34 @@ class Place:
         return there
 
     def written(self) -> Tensor | None:
-        """What lies there, if user code has written to it since it was noted or put there."""
-        if self._part is None and self._writes == self._now():
+        """What lies there, if user code has written to it since it was noted or put there; alike on all ranks."""
+        if self._known is None and self._writes == self._now():
             return None
         whole = self._lying()
         if whole is None or whole.dtype is not self.weight._local.dtype:
             return None
-        return None if _same_bits(self.weight.own_part(whole), self._before) else whole
+        if self._known is not None and _is_same(whole, self._known):
+            return None
+        return whole
 
     @torch.no_grad()
-    def write_back(self, whole: Tensor) -> None:
-        """Write to the weight what is new in ``whole``, which lies there; its version shows it where this one does."""
+    def write_back(self, whole: Tensor, quiet: bool = False) -> None:
+        """Write to the weight what is new in ``whole``, which lies there.
+
+        Args:
+            quiet: whether the weight's version is not to show it.
+        """
         local, part = self.weight._local, self.weight.own_part(whole)
-        is_seen = self._counter is None or self._writes != self._now()
+        if self._known is not None:
+            part = torch.where(_bits(part) == _bits(self.weight.own_part(self._known)), local, part)
         with DisableTorchFunction():
-            new = torch.where(_bits(part) == _bits(self._before), local, part)
-            (local if is_seen else get_data(local)).copy_(new)
+            (get_data(local) if quiet else local).copy_(part)
         self.note()
 
     @property
-    def _before(self) -> Tensor:
-        return self.weight._local if self._part is None else self._part
+    def is_seen(self) -> bool:
+        """Whether what was written shows in a version, as far as is known."""
+        return self._counter is None or self._writes != self._now()
 
     def _lying(self) -> Tensor | None:
         """A tensor there that lies as the weight, of no graph; None where the memory was given up."""
@@ -119,6 +142,6 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().view(_INTS[x.element_size()]) if x.is_floating_point() else x.detach()
 
 
-def _same_bits(x: Tensor, other: Tensor) -> bool:
+def _is_same(x: Tensor, other: Tensor) -> bool:
     with torch.no_grad(), DisableTorchFunction():
         return torch.equal(_bits(x), _bits(other))
