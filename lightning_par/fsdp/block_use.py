@@ -12,6 +12,8 @@ before the call of the block before, along with the gather: so the sum travels w
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +27,7 @@ from lightning_par.fsdp.stored_parameter import PURPOSE
 from lightning_par.fsdp.use_nodes import Parts, Whole, token_of
 from lightning_par.private.graph import saves_for_python
 from lightning_par.private.storage import memory_of
-from lightning_par.private.tensors import get_data, write_count
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded.run_state import RunState
 
 if TYPE_CHECKING:
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 
 Kept = tuple[int, torch.dtype]  # which weight, in which precision
 FOR_GOOD = 1 << 30  # more than any backward counts
+
+
+@contextmanager
+def _of_no_mode() -> Iterator[None]:
+    """Inside, tensors are made of no graph, with versions: parameters have them in inference mode, too."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+        yield
 
 
 class Use:
@@ -74,7 +83,7 @@ class Use:
         if self._arriving is None and self.wholes is None:
             self.calls.escaped.settle(self.block.weights)
             self._name()
-            with torch.no_grad():
+            with _of_no_mode():
                 message = self.parcels.message([x.detach() for x in self.locals])
                 self._arriving = message, *self.block.axis.start_all_gather(message, PURPOSE)
 
@@ -101,7 +110,8 @@ class Use:
         """The whole weights, of no graph, each with a version of its own."""
         self._land()
         assert self.wholes is not None
-        return [get_data(x) for x in self.wholes if x is not None]
+        with _of_no_mode():
+            return [self.calls.escaped.fresh(x, at) for x, at in zip(self.block.weights, self.wholes) if at is not None]
 
     def is_as_gathered(self, number: int) -> bool:
         """Whether a weight is as it was."""
@@ -213,7 +223,7 @@ class Use:
         (_sent, gathered, work), self._arriving = self._arriving, None
         if work is not None:
             work.wait()
-        with torch.no_grad():
+        with _of_no_mode():
             wholes = self.parcels.wholes(gathered)
         if not self.has_begun:  # backward's are its own
             wholes = self.calls.escaped.placed(self.block.weights, wholes)

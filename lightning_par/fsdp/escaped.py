@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.place import Place
 from lightning_par.fsdp.stored_parameter import Stored
-from lightning_par.private.tensors import is_referred, mark_parameter, set_data
+from lightning_par.private.tensors import get_data, is_referred, mark_parameter, set_data
 from lightning_par.sharded import aliases
 
 
@@ -54,6 +54,13 @@ class Escaped:
             return wholes
         there = [self._put(whole, self._places(x)) for x, whole in zip(weights, wholes)]
         return [places[0] if places else whole for places, whole in zip(there, wholes)]
+
+    def fresh(self, weight: Stored, x: Tensor) -> Tensor:
+        """What user code is to have of ``weight``, which lies as ``x``: with a version of its own, or that of views."""
+        for place in self._kept.get(id(weight), ()):
+            if place.has(x):
+                return place.whole()
+        return get_data(x)
 
     def give(self, weight: Stored, whole: Tensor) -> Place:
         """User code has the plain ``whole`` from now on."""
@@ -117,17 +124,19 @@ class Escaped:
             self.forget(weight)
             self._given[id(weight)], self._memories[place.memory] = [place], place
         elif not place.is_taken and not self.is_viewed(weight):
-            if not place.is_seen or whole.is_inference():
+            if not place.is_seen:
                 return False
             place.write_back(whole)
             self._wrote(weight, whole)
             return True
+        is_seen = False
         for one in self._places(weight):
             there = one.written()
             if there is not None:
-                one.write_back(there, quiet=True)  # as its graph may have it from before the write
+                is_seen |= one.is_seen
+                one.write_back(there, quiet=not one.is_seen)  # else its graph may have it from before the write
                 self._wrote(weight, there)
-        return False
+        return is_seen
 
     def _wrote(self, weight: Stored, whole: Tensor) -> None:
         """User code has written to ``weight``, on all ranks alike, which is what is in ``whole`` from now on."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import memory_of, storage_of, tensor_in
-from lightning_par.private.tensors import counter_of, get_data, write_count
+from lightning_par.private.tensors import counter_of, get_data, set_data, write_count
 
 
 class Place:
@@ -61,11 +61,19 @@ class Place:
             self.note()
 
     def keep(self) -> None:
-        """Views of it outlive the step. Those of later steps have other versions: each write counts as seen, unless
-        there are such as have none."""
-        if not self.is_taken:
-            self._counter = None
+        """Views of it outlive the step, which may be such as have no version."""
         self.take()
+
+    def whole(self) -> Tensor:
+        """What lies there, with the version of the views of it, so that a graph of either sees writes to the other."""
+        there = self._lying()
+        assert there is not None
+        if self._counter is None:
+            return there
+        with torch.no_grad():
+            found = self._counter.detach()
+            set_data(found, there)
+        return found
 
     def move(self, whole: Tensor) -> None:
         """It is the memory of ``whole`` from now on, and that is the weight, by ``x.data = value``."""

@@ -66,6 +66,50 @@ class OfTwoSteps(Layer):
         return self.calls in (FIRST, FIRST + 1)
 
 
+class WritesAfterUse(Layer):
+    """Within the call, in a later step than that which keeps a view: its graph has the weight from before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.calls == FIRST + 1:
+            self.write()
+        return y
+
+    def write(self) -> None:
+        with torch.no_grad():
+            self.down.weight.mul_(0.9)
+
+
+class WritesViewAfterUse(WritesAfterUse):
+    def write(self) -> None:
+        self.kept[0].mul_(0.9)
+
+
+class WritesAfterData(WritesAfterUse):
+    """Which was asked for before, so that values alone might tell."""
+
+    def view(self) -> Any:
+        return self.down.weight.data.clone()
+
+    def write(self) -> None:
+        self.seen = float(self.down.weight.data.sum())
+        super().write()
+
+
+class InInferenceMode(Layer):
+    """Evaluation keeps a view, and writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x) + sum(v.square().sum() for v in self.kept)
+        with torch.inference_mode():
+            self.down.weight.mul_(0.99)
+            if not self.kept:
+                self.kept.append(self.view())
+            self.kept[0].mul_(0.99)
+            return super().forward(x)
+
+
 class Model(L.LightningModule):
     """Notes what it sees of views and weights."""
 
@@ -308,7 +352,7 @@ def _train(model: type[Model], kind: type[Layer], ranks: int, reshard: bool) -> 
     L.seed_everything(0, verbose=False)
     own = model(kind).double()
     x = torch.randn(STEPS, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    kept = {} if reshard else {"reshard_after_forward": False}
+    kept: dict[str, Any] = {} if reshard else {"reshard_after_forward": False}
     strategy: Any = "auto" if ranks == 1 else HybridParallelStrategy(data_parallel="fsdp", **kept)
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
@@ -328,7 +372,7 @@ OF_WEIGHTS = [
     (UserWrites, InEvaluation),
 ]
 OF_VIEWS = [
-    *((Writes, kind) for kind in (Layer, OfData, Numpy, InEvaluation)),
+    *((Writes, kind) for kind in (Layer, OfData, Numpy, InEvaluation, InInferenceMode)),
     *((model, Layer) for model in (WritesBefore, WritesBeforeOptimizer, WritesBetweenCalls, WritesBeforeSaving)),
     *((model, Layer) for model in (WritesAtTheEnd, WritesOneRow)),
     *((model, OfData) for model in (WritesBeforeOptimizer, WritesBetweenCalls)),
@@ -338,6 +382,7 @@ OF_GRAPHS = [
     *((model, Layer) for model in (TwoBackwards, BackwardOfTheStepBefore, UserWritesBeforeBackward)),
     *((model, Layer) for model in (DataWrittenBeforeBackward, ActivationWritten, GraphOfAView)),
     *((WritesBeforeBackward, kind) for kind in (Layer, OfData)),
+    *((Model, kind) for kind in (WritesAfterUse, WritesViewAfterUse, WritesAfterData)),
 ]
 
 
@@ -350,7 +395,7 @@ QUICK = [
     *("Writes-OfData-", "Writes-Numpy-keep", "WritesBetweenCalls-Layer-", "WritesOneRow-Layer-"),
     "WritesToOne-OfTwoSteps-",
     *("TwoBackwards-Layer-keep", "GraphOfAView-Layer-", "WritesBeforeBackward-Layer-"),
-    "WritesBeforeBackward-OfData-keep",
+    *("WritesBeforeBackward-OfData-keep", "Model-WritesAfterUse-", "Writes-InInferenceMode-"),
 ]  # fmt: skip
 
 
