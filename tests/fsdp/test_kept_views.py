@@ -96,18 +96,16 @@ class WritesAfterData(WritesAfterUse):
         super().write()
 
 
-class InInferenceMode(Layer):
-    """Evaluation keeps a view, and writes."""
+class WritesInEvaluation(InEvaluation):
+    """And uses what it has kept in training."""
 
     def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
         if self.training:
-            return super().forward(x) + sum(v.square().sum() for v in self.kept)
-        with torch.inference_mode():
-            self.down.weight.mul_(0.99)
-            if not self.kept:
-                self.kept.append(self.view())
-            self.kept[0].mul_(0.99)
-            return super().forward(x)
+            return y + sum(v.square().sum() for v in self.kept)
+        self.down.weight.mul_(0.99)
+        self.kept[0].mul_(0.99)
+        return y
 
 
 class Model(L.LightningModule):
@@ -152,6 +150,14 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class EvaluatesInInferenceMode(Model):
+    """As Lightning does on GPUs."""
+
+    def validation_step(self, x: Tensor) -> None:
+        with torch.inference_mode():
+            super().validation_step(x)
 
 
 # Who writes to the weight: a view is what it is then.
@@ -372,7 +378,8 @@ OF_WEIGHTS = [
     (UserWrites, InEvaluation),
 ]
 OF_VIEWS = [
-    *((Writes, kind) for kind in (Layer, OfData, Numpy, InEvaluation, InInferenceMode)),
+    *((Writes, kind) for kind in (Layer, OfData, Numpy, InEvaluation)),
+    (EvaluatesInInferenceMode, WritesInEvaluation),
     *((model, Layer) for model in (WritesBefore, WritesBeforeOptimizer, WritesBetweenCalls, WritesBeforeSaving)),
     *((model, Layer) for model in (WritesAtTheEnd, WritesOneRow)),
     *((model, OfData) for model in (WritesBeforeOptimizer, WritesBetweenCalls)),
@@ -395,7 +402,7 @@ QUICK = [
     *("Writes-OfData-", "Writes-Numpy-keep", "WritesBetweenCalls-Layer-", "WritesOneRow-Layer-"),
     "WritesToOne-OfTwoSteps-",
     *("TwoBackwards-Layer-keep", "GraphOfAView-Layer-", "WritesBeforeBackward-Layer-"),
-    *("WritesBeforeBackward-OfData-keep", "Model-WritesAfterUse-", "Writes-InInferenceMode-"),
+    *("WritesBeforeBackward-OfData-keep", "Model-WritesAfterUse-", "EvaluatesInInferenceMode-WritesInEvaluation-"),
 ]  # fmt: skip
 
 
