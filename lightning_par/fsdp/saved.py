@@ -1,5 +1,7 @@
 """What backward needs, as the graph keeps it. Each can tell whether it was written to since, as on one device: torch
-itself doesn't look where hooks of saved tensors are."""
+itself doesn't look where hooks of saved tensors are.
+
+What is kept is detached: with the version of the user's tensor, which itself may become the stored weight."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Held:
     __slots__ = ("number", "use", "writes", "x")
 
     def __init__(self, use: Use, number: int, x: Tensor) -> None:
-        self.use, self.number, self.x, self.writes = use, number, x, write_count(x)
+        self.use, self.number, self.x, self.writes = use, number, x.detach(), write_count(x)
 
     def get(self) -> Tensor:
         if write_count(self.x) != self.writes:
@@ -51,7 +53,7 @@ class Viewed:
     __slots__ = ("version", "weight", "writes", "x")
 
     def __init__(self, x: Tensor, weight: Stored, version: int | None = None) -> None:
-        self.x, self.weight, self.writes = x, weight, write_count(x)
+        self.x, self.weight, self.writes = x.detach(), weight, write_count(x)
         self.version = write_count(weight._local) if version is None else version
 
     def get(self) -> Tensor:

@@ -310,6 +310,20 @@ class TwoBackwards(ByHand):
         self.manual_backward(loss)
 
 
+class TwoBackwardsBeforeTheStep(ByHand):
+    """Of a graph that has a weight itself."""
+
+    def training_step(self, x: Tensor) -> Any:
+        loss = self.loss(x)
+        for layer in self.layers:
+            for whole in layer.kept:
+                loss = loss + (whole * whole).sum()
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        for again in (True, False):
+            self.manual_backward(loss, retain_graph=again)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class BackwardOfTheStepBefore(ByHand):
     before: Tensor | None = None
 
@@ -389,6 +403,7 @@ OF_GRAPHS = [
     *((model, Layer) for model in (TwoBackwards, BackwardOfTheStepBefore, UserWritesBeforeBackward)),
     *((model, Layer) for model in (DataWrittenBeforeBackward, ActivationWritten, GraphOfAView)),
     *((WritesBeforeBackward, kind) for kind in (Layer, OfData)),
+    *((TwoBackwardsBeforeTheStep, kind) for kind in (Layer, Whole)),
     *((Model, kind) for kind in (WritesAfterUse, WritesViewAfterUse, WritesAfterData)),
 ]
 
@@ -402,7 +417,8 @@ QUICK = [
     *("Writes-OfData-", "Writes-Numpy-keep", "WritesBetweenCalls-Layer-", "WritesOneRow-Layer-"),
     "WritesToOne-OfTwoSteps-",
     *("TwoBackwards-Layer-keep", "GraphOfAView-Layer-", "WritesBeforeBackward-Layer-"),
-    *("WritesBeforeBackward-OfData-keep", "Model-WritesAfterUse-", "EvaluatesInInferenceMode-WritesInEvaluation-"),
+    *("WritesBeforeBackward-OfData-keep", "Model-WritesAfterUse-", "TwoBackwardsBeforeTheStep-Whole-keep"),
+    "EvaluatesInInferenceMode-WritesInEvaluation-",
 ]  # fmt: skip
 
 
