@@ -84,13 +84,16 @@ def train(layout: str | None, case: str = "gpt_tied", sync: bool = False, **opti
 
         arguments = LAYOUTS[layout]
         strategy = LayerPlacementStrategy if "placement" in arguments else HybridParallelStrategy
-        where = dict(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy(**arguments))
+        world_size = int(os.environ["WORLD_SIZE"])
+        where = dict(devices=world_size, strategy=strategy(**arguments))
+        if "TEST_SHARED_DEVICE" in os.environ:  # each rank is a host of its own to Lightning, with the one device
+            os.environ.update(LOCAL_RANK="0", NODE_RANK=os.environ["RANK"])
+            where |= dict(devices=1, num_nodes=world_size)
     trainer = Trainer(
-        **where,
         accelerator=accelerator(),
         callbacks=[step],
         max_steps=STEPS,
-        **{**_DEFAULTS, **options},
+        **{**where, **_DEFAULTS, **options},
     )
     batches = DataLoader(MODELS[case].data(0), MODELS[case].batch_size)  # type: ignore[arg-type,var-annotated]
     trainer.fit(module, batches)
