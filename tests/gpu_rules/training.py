@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from tests.gpu_rules import report, waits
 from tests.gpu_rules.layouts import LAYOUTS
 from tests.gpu_rules.queues import synchronize
 from tests.gpu_rules.waits import Waits
-from tests.helpers.accelerator import accelerator
+from tests.helpers.accelerator import accelerator, devices
 from tests.helpers.models import MODELS
 
 STEPS = 4
@@ -84,11 +83,7 @@ def train(layout: str | None, case: str = "gpt_tied", sync: bool = False, **opti
 
         arguments = LAYOUTS[layout]
         strategy = LayerPlacementStrategy if "placement" in arguments else HybridParallelStrategy
-        world_size = int(os.environ["WORLD_SIZE"])
-        where = dict(devices=world_size, strategy=strategy(**arguments))
-        if "TEST_SHARED_DEVICE" in os.environ:  # each rank is a host of its own to Lightning, with the one device
-            os.environ.update(LOCAL_RANK="0", NODE_RANK=os.environ["RANK"])
-            where |= dict(devices=1, num_nodes=world_size)
+        where = dict(**devices(), strategy=strategy(**arguments))
     trainer = Trainer(
         accelerator=accelerator(),
         callbacks=[step],
