@@ -25,15 +25,38 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with _stance:
-        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    _begin()
     try:
         yield
     finally:
-        with _stance:
-            stance = _uncompiled.pop()
-            if not _uncompiled:
-                stance.__exit__(None, None, None)
+        _end()
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Within `uncompiled`: inside, what the user has compiled runs compiled, unless another context is entered, too."""
+    with _stance:
+        alone = len(_uncompiled) == 1
+    if not alone:
+        yield
+        return
+    _end()
+    try:
+        yield
+    finally:
+        _begin()
+
+
+def _begin() -> None:
+    with _stance:
+        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+
+
+def _end() -> None:
+    with _stance:
+        stance = _uncompiled.pop()
+        if not _uncompiled:
+            stance.__exit__(None, None, None)
 
 
 def is_loaded() -> bool:

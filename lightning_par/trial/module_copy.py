@@ -16,6 +16,7 @@ from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
 from lightning_par.private.modes import no_modes
+from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
@@ -31,6 +32,8 @@ def stand_in(
     took: Callable[..., None],
 ) -> Any:
     """A copy of ``module`` with ``tensor(x)`` for every parameter and buffer ``x``, and Lightning's side effects off.
+
+    Modules that the user compiled run as they are written.
 
     Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with the name of a
     metric's method, and what that is given.
@@ -53,6 +56,7 @@ def stand_in(
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
             state[name] = _copied(value, memo)
+        forget_call(memo[id(submodule)])
     top = memo[id(module)]
     trainer = trainer_of(module)
     optimizers = Optimizers(top, lambda: _made(trainer), memo)
