@@ -25,6 +25,7 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import OutsideWriteError
+from lightning_par.pipeline.run.compiled_containers import compile_units, restore_calls
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.located import Program, Run, intercept_units, release_units
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -121,6 +122,8 @@ class Spread:
         axes = make_holder_axes(self.placement, self.groups, self.timeout)
         for copied in (module, *copies_of(module, first.trainer.callbacks)):
             send_away(copied, self.placement, self.axis)
+        _release(module)  # after a run that failed
+        compile_units(module, stages.homes)
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
         watch = Watch(module, containers, around=_around)
@@ -151,7 +154,7 @@ class Spread:
 
     def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
         """Give every rank the whole module again. All ranks must call it."""
-        release_units(module)
+        _release(module)
         agree_on_buffers(module, self.axis)
         bring_back(module, self.axis, also)
 
@@ -290,6 +293,11 @@ class Spread:
         self.reason = f"samples need one another: {reason}"
         if step.grad:
             self.microbatches = 1
+
+
+def _release(module: nn.Module) -> None:
+    release_units(module)
+    restore_calls(module)
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _uncompiled: list[Any] = []  # one for each context that is entered, of whatever thread
 
@@ -120,3 +122,23 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether the user has compiled ``module``, in place or by a wrapper."""
     return is_compiled_wrapper(module) or isinstance(module._compiled_call_impl, types.FunctionType)
+
+
+def compiler_of(module: nn.Module) -> Compiler | None:
+    """What compiles a function as the user has compiled ``module``; None where it is not compiled.
+
+    ``torch.compile`` gives its arguments to an object that a wrapper keeps, and what was compiled in place closes over.
+    """
+    if is_compiled_wrapper(module):
+        return module.dynamo_ctx  # type: ignore[return-value]
+    call = module._compiled_call_impl
+    return compiler_of_function(call) if isinstance(call, types.FunctionType) else None
+
+
+def compiler_of_function(function: types.FunctionType) -> Compiler | None:
+    """As `compiler_of`, of what ``torch.compile`` made of a function."""
+    names = function.__code__.co_freevars
+    if not hasattr(function, "_torchdynamo_orig_callable") or "self" not in names or function.__closure__ is None:
+        return None
+    found: Compiler = function.__closure__[names.index("self")].cell_contents
+    return found
