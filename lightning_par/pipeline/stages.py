@@ -25,7 +25,6 @@ from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import OutsideWriteError
-from lightning_par.pipeline.run.compiled_containers import compile_units, restore_calls
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.located import Program, Run, intercept_units, release_units
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -35,6 +34,7 @@ from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.private.modules import named_parameters
 from lightning_par.sharded.packed_parameters import packed_parameters
+from lightning_par.strategies.compiled_layers import compile_units, restore_calls
 from lightning_par.strategies.entry_points import has_start_hooks
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
@@ -123,7 +123,7 @@ class Spread:
         for copied in (module, *copies_of(module, first.trainer.callbacks)):
             send_away(copied, self.placement, self.axis)
         _release(module)  # after a run that failed
-        compile_units(module, stages.homes)
+        compile_units(module, stages.homes, first.trainer.strategy.compiler)
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
         watch = Watch(module, containers, around=_around)

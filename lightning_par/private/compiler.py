@@ -135,6 +135,13 @@ def compiler_of(module: nn.Module) -> Compiler | None:
     return compiler_of_function(call) if isinstance(call, types.FunctionType) else None
 
 
+def as_written(function: Any) -> Any:
+    """``function`` before any ``torch.compile``."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
+
+
 def compiler_of_function(function: types.FunctionType) -> Compiler | None:
     """As `compiler_of`, of what ``torch.compile`` made of a function."""
     names = function.__code__.co_freevars

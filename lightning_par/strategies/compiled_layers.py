@@ -1,19 +1,32 @@
-"""Modules that the user compiled and that are cut over stages: each of their units is compiled in their place.
+"""Modules that the user compiled and that can't be one graph: their layers are compiled one by one in their place.
 
-No graph goes across messages, so what such a module does itself runs as it is written.
+No graph goes across the messages of a step, so what such a module does itself runs as it is written. It is the
+LightningModule itself, of ``Trainer.fit(torch.compile(module))``, or one that is cut over stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import Compiler, compiler_of, compiler_of_function, is_compiled_wrapper, uncompiled
-from lightning_par.private.module_calls import drop_calls, get_call, plain_call, reset_call, set_call, set_inner_call
+from lightning_par.private.module_calls import (
+    drop_calls,
+    get_call,
+    is_within_call,
+    plain_call,
+    reset_call,
+    set_call,
+    set_inner_call,
+)
+from lightning_par.strategies.part import Part
+
+if TYPE_CHECKING:
+    from lightning_par.trial.first_step import FirstStep
 
 
 class _AsWritten:
@@ -71,6 +84,35 @@ def compile_units(module: nn.Module, units: Collection[str], whole: Compiler | N
         unit = module.get_submodule(path)
         if not is_compiled_wrapper(unit):
             set_inner_call(unit, lambda plain, compiler=compiler: _compiled(plain, compiler))  # type: ignore[misc]
+
+
+class CompiledPart(Part):
+    """The layers of a LightningModule that the user compiled, where each rank runs all of them.
+
+    Args:
+        compiler: what it was compiled by.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.compiler = compiler
+
+    def apply(self, first: FirstStep) -> None:
+        restore_calls(first.module)  # after a run that failed
+        compile_units(first.module, [*_layers(first.module)], self.compiler)
+
+    def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
+        restore_calls(module)
+
+
+def _layers(module: nn.Module, path: str = "") -> Iterator[str]:
+    """The modules with parameters that are called as a whole: the outermost, within which no other call is set."""
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        inner = [m for m in child.modules() if m is not child]
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or any(map(is_within_call, inner)):
+            yield from _layers(child, below)
+        elif next(child.parameters(), None) is not None:
+            yield below
 
 
 def restore_calls(module: nn.Module) -> None:
