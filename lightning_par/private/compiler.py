@@ -135,6 +135,22 @@ def compiler_of(module: nn.Module) -> Compiler | None:
     return compiler_of_function(call) if isinstance(call, types.FunctionType) else None
 
 
+def own_frame(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, of a module with this ``forward``, as what its compiler begins with.
+
+    It passes over frames of torch's own modules, and would begin within functions that these call. Where it is given
+    one of the user's it begins there, once for all modules of a class; here each has code, hence a cache, of its own.
+    """
+    if not getattr(forward, "__module__", "").startswith("torch.nn."):
+        return call
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    called.__code__ = called.__code__.replace(co_varnames=called.__code__.co_varnames)  # a copy
+    return called
+
+
 def as_written(function: Any) -> Any:
     """``function`` before any ``torch.compile``."""
     while hasattr(function, "_torchdynamo_orig_callable"):

@@ -71,4 +71,4 @@ def forget_call(module: torch.nn.Module) -> None:
     """Let ``module(...)`` run what is not compiled, as the copy of a module must: what is compiled runs the first."""
     module.__dict__.pop(CALL, None)
     if is_compiled_wrapper(module):
-        module.__dict__["forward"] = module._orig_mod.__call__  # type: ignore[union-attr]
+        module.__dict__["forward"] = module._orig_mod.__call__  # type: ignore[union-attr, operator]

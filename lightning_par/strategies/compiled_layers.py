@@ -7,13 +7,21 @@ LightningModule itself, of ``Trainer.fit(torch.compile(module))``, or one that i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_par.pipeline.run.located import Run
-from lightning_par.private.compiler import Compiler, compiler_of, compiler_of_function, is_compiled_wrapper, uncompiled
+from lightning_par.private.compiler import (
+    Compiler,
+    compiler_of,
+    compiler_of_function,
+    is_compiled_wrapper,
+    own_frame,
+    uncompiled,
+)
 from lightning_par.private.module_calls import (
     drop_calls,
     get_call,
@@ -26,6 +34,8 @@ from lightning_par.private.module_calls import (
 from lightning_par.strategies.part import Part
 
 if TYPE_CHECKING:
+    from lightning_par.mesh.layout import Groups
+    from lightning_par.strategies.namespace import Namespace
     from lightning_par.trial.first_step import FirstStep
 
 
@@ -48,9 +58,9 @@ class _AsWritten:
 class _CompiledUnit:
     """The call of a unit, compiled as the module around it was."""
 
-    def __init__(self, original: Any, compiler: Compiler) -> None:
+    def __init__(self, unit: nn.Module, original: Callable[..., Any], compiler: Compiler) -> None:
         self.original = original
-        self.compiled = compiler(original)
+        self.compiled = compiler(own_frame(original, unit.forward))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -59,9 +69,9 @@ class _CompiledUnit:
         return self.compiled(*args, **kwargs)
 
 
-def _compiled(plain: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+def _compiled(unit: nn.Module, compiler: Compiler, plain: Callable[..., Any]) -> Callable[..., Any]:
     by_itself = isinstance(plain, FunctionType) and compiler_of_function(plain) is not None
-    return plain if by_itself else _CompiledUnit(plain, compiler)
+    return plain if by_itself else _CompiledUnit(unit, plain, compiler)
 
 
 def compile_units(module: nn.Module, units: Collection[str], whole: Compiler | None = None) -> None:
@@ -83,22 +93,35 @@ def compile_units(module: nn.Module, units: Collection[str], whole: Compiler | N
     for path, compiler in compilers.items():
         unit = module.get_submodule(path)
         if not is_compiled_wrapper(unit):
-            set_inner_call(unit, lambda plain, compiler=compiler: _compiled(plain, compiler))  # type: ignore[misc]
+            set_inner_call(unit, partial(_compiled, unit, compiler))
 
 
 class CompiledPart(Part):
-    """The layers of a LightningModule that the user compiled, where each rank runs all of them.
+    """The layers of a LightningModule that the user compiled.
 
     Args:
         compiler: what it was compiled by.
+        groups: the mesh axes.
+        namespace: whose Lightning it is.
+        in_stages: whether each rank runs layers of its own, which are compiled where they are dealt out.
     """
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, groups: Groups, namespace: Namespace, in_stages: bool) -> None:
         self.compiler = compiler
+        self.namespace = namespace
+        self.as_written = groups.sequence.size > 1
+        self.in_stages = in_stages
+
+    def check(self, trainer: Any, module: nn.Module) -> None:
+        how = "runs as written" if self.as_written else "is compiled layer by layer, and its steps run as written"
+        self.namespace.from_pytorch("utilities.rank_zero", "rank_zero_info")(
+            f"{type(module).__name__} {how}: no graph can go across the messages between ranks."
+        )
 
     def apply(self, first: FirstStep) -> None:
-        restore_calls(first.module)  # after a run that failed
-        compile_units(first.module, [*_layers(first.module)], self.compiler)
+        if not (self.as_written or self.in_stages):
+            restore_calls(first.module)  # after a run that failed
+            compile_units(first.module, [*_layers(first.module)], self.compiler)
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         restore_calls(module)

@@ -90,11 +90,6 @@ class RanksMixin(_Base):
         No graph goes across the messages that a step sends: Lightning compiles steps as a whole, and is not let.
         """
         compiler = uncompile(module, self.namespace)
-        if compiler is not None:
-            self.namespace.from_pytorch("utilities.rank_zero", "rank_zero_info")(
-                f"{type(module).__name__} is compiled: its layers stay so, one by one, and its steps run as written, "
-                "since no graph can go across the messages between ranks."
-            )
         if compiler is not None or module is not self.lightning_module:
             self.compiler = compiler
 
