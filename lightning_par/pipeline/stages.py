@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, list_names, walk
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import OutsideWriteError
 from lightning_par.pipeline.run.engine import Engine
@@ -38,6 +39,8 @@ from lightning_par.strategies.compiled_layers import compile_units, restore_call
 from lightning_par.strategies.entry_points import has_start_hooks
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
+
+log = logging.getLogger(__name__)
 
 
 class Spread:
@@ -123,7 +126,9 @@ class Spread:
         for copied in (module, *copies_of(module, first.trainer.callbacks)):
             send_away(copied, self.placement, self.axis)
         _release(module)  # after a run that failed
-        compile_units(module, stages.homes, first.trainer.strategy.compiler)
+        cut = compile_units(module, stages.homes, first.trainer.strategy.compiler)
+        if cut and first.world.rank == 0:
+            log.warning("Compiled layer by layer, and run as written around the layers: %s.", list_names(cut))
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
         watch = Watch(module, containers, around=_around)

@@ -74,26 +74,32 @@ def _compiled(unit: nn.Module, compiler: Compiler, plain: Callable[..., Any]) ->
     return plain if by_itself else _CompiledUnit(unit, plain, compiler)
 
 
-def compile_units(module: nn.Module, units: Collection[str], whole: Compiler | None = None) -> None:
+def compile_units(module: nn.Module, units: Collection[str], whole: Compiler | None = None) -> list[str]:
     """Compile the ``units`` in compiled modules, in place of these. To be called before units are intercepted.
 
     Args:
         module: the LightningModule.
         units: the modules that are called as a whole.
         whole: what compiled ``module`` itself, if anything.
+
+    Returns:
+        The names of the compiled modules that run as written but for units.
     """
     inner = {id(unit): unit for path in units for unit in module.get_submodule(path).modules()}
     compilers = {} if whole is None else dict.fromkeys(units, whole)
     paths = {id(module.get_submodule(path)): path for path in units}
-    for container in [*module.modules()]:  # the outer before the inner
+    cut = []
+    for name, container in [*module.named_modules()]:  # the outer before the inner
         compiler = None if id(container) in inner else compiler_of(container)
         if compiler is not None:
+            cut.append(name)
             compilers.update({paths[id(m)]: compiler for m in container.modules() if id(m) in paths})
             set_call(container, _AsWritten(container))
     for path, compiler in compilers.items():
         unit = module.get_submodule(path)
         if not is_compiled_wrapper(unit):
             set_inner_call(unit, partial(_compiled, unit, compiler))
+    return cut
 
 
 class CompiledPart(Part):

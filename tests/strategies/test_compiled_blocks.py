@@ -134,7 +134,7 @@ ROWS = [
 
 
 class _Lines(logging.Handler):
-    """What Lightning says to the user."""
+    """What is said to the user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,9 @@ def _trained(name: str | None, way: str, whole: bool = False) -> dict[str, Any]:
     torch.compiler.reset()
     torch.set_default_dtype(torch.float64)
     said = _Lines()
-    rank_zero.log.addHandler(said)
+    loggers = [rank_zero.log, logging.getLogger("lightning_par")]
+    for logger in loggers:
+        logger.addHandler(said)
     try:
         module = Net(WAYS.get(way, nn.ModuleList))
         ids = torch.arange(STEPS * 8 * 6).remainder(13).view(STEPS, 8, 6)
@@ -185,7 +187,8 @@ def _trained(name: str | None, way: str, whole: bool = False) -> dict[str, Any]:
         breaks = sum(counters["graph_break"].values())
         return {"gave": gave, "graphs": counters["stats"]["unique_graphs"], "breaks": breaks, "said": said.lines}
     finally:
-        rank_zero.log.removeHandler(said)
+        for logger in loggers:
+            logger.removeHandler(said)
         torch.set_default_dtype(torch.float32)
         torch.compiler.reset()
 
@@ -207,8 +210,10 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_blocks_stay_compiled(way: str, name: str, expected: Callable[..., Any], pool: Pool) -> None:
     one = expected(way)
     assert (one["graphs"], one["breaks"]) == (1, 0)
-    for rank in pool.run(2, _trained, name, way):
+    for number, rank in enumerate(pool.run(2, _trained, name, way)):
         assert (rank["graphs"], rank["breaks"]) == (1, 0)
+        told = [line for line in rank["said"] if "run as written around the layers: blocks." in line]
+        assert len(told) == (number == 0 and way.endswith("around blocks"))
         _compare(rank["gave"], one["gave"])
 
 
