@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +234,28 @@ def test_the_layers_of_a_compiled_module_are_compiled(name: str, expected: Calla
         assert rank["breaks"] == 0 and (rank["graphs"] > 0) is (name in WHOLE)
         told = [line for line in rank["said"] if WHOLE.get(name, "runs as written") in line]
         assert len(told) == (4 if number == 0 else 0)  # of each run
+
+
+def _saved(name: str | None, file: str) -> list[str]:
+    """Trains wrappers on from ``file`` where it is there, and saves them there; returns the names of their weights."""
+    resumed = Path(file).exists()
+    module = Net(WAYS["wrappers"])
+    trainer = Trainer(
+        strategy="auto" if name is None else STRATEGIES[name](), accelerator="cpu", max_epochs=1 + resumed,
+        devices=1 if name is None else 2, enable_checkpointing=False, enable_progress_bar=False, logger=False,
+        enable_model_summary=False, precision="64-true",
+    )  # fmt: skip
+    loader: Any = DataLoader([torch.arange(8 * 6).remainder(13).view(8, 6)], batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=file if resumed else None)
+    assert trainer.global_step == 1 + resumed
+    trainer.save_checkpoint(file)
+    return list(module.state_dict())
+
+
+def test_a_checkpoint_of_wrappers_goes_from_layout_to_layout(tmp_path: Path, pool: Pool) -> None:
+    one, moved = (str(tmp_path / name) for name in ("one.ckpt", "moved.ckpt"))
+    for file, names in ((one, (None, None)), (moved, ("pipeline", None))):
+        keys = [pool.run(1 if name is None else 2, _saved, name, file)[0] for name in names]
+    weights, found = (torch.load(file, weights_only=False)["state_dict"] for file in (one, moved))
+    assert [*found] == [*weights] == keys[0] == keys[1] and "blocks.0._orig_mod.norm.weight" in found
+    _compare(found, weights)
