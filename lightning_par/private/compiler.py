@@ -92,8 +92,3 @@ def is_higher_order(function: Any) -> bool:
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` made of another; its class has no public name."""
     return type(module).__module__ == "torch._dynamo.eval_frame"
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the user has compiled ``module``, in place or by a wrapper."""
-    return is_compiled_wrapper(module) or isinstance(module._compiled_call_impl, types.FunctionType)

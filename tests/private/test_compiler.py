@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_par.private.compiler import (
     graph_owner,
-    is_compiled,
     is_compiled_wrapper,
     is_higher_order,
     is_loaded,
@@ -79,11 +78,11 @@ def test_code_within_code_is_told_from_functions() -> None:
     assert is_higher_order(torch.ops.higher_order.cond) and not is_higher_order(torch.add)
 
 
-def test_what_the_user_compiled_is_known() -> None:
+def test_a_wrapper_is_known() -> None:
     plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     in_place.compile(backend="eager")
     wrapper: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
-    assert [is_compiled(m) for m in (plain, in_place, wrapper)] == [False, True, True]
+    assert [is_compiled_wrapper(m) for m in (plain, in_place, wrapper)] == [False, False, True]
 
 
 def test_who_asks_torch_whether_a_tensor_wraps_others_is_told_from_the_compiler() -> None:

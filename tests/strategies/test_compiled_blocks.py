@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader
 
-from lightning_par import HybridParallelStrategy, LayerPlacementStrategy, PipelineParallelStrategy
+from lightning_par import (
+    HybridParallelStrategy,
+    LayerPlacementStrategy,
+    PipelineParallelStrategy,
+    SequenceParallelStrategy,
+)
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
-C, BLOCKS, STEPS = 8, 4, 3
+C, BLOCKS, STEPS, LENGTH = 8, 4, 3, 6
 
 
 class Block(nn.Module):
@@ -31,16 +39,37 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What the backend was given, and in which step."""
+
+    step: int
+    kinds: list[type]
+    sizes: set[int]
+
+
+CALLS: list[Compiled] = []
+step = 0
+
+
+def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+    """torch's "aot_eager"."""
+    from torch._dynamo import lookup_backend
+
+    CALLS.append(Compiled(step, [type(x) for x in inputs], {n for x in inputs for n in x.shape}))
+    return lookup_backend("aot_eager")(graph, inputs)
+
+
 class Net(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.blocks = nn.Embedding(16, C), nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(C, 16)
-        for block in self.blocks:
-            block.compile(backend="aot_eager")
 
-    def training_step(self, ids: Tensor) -> Tensor:
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        global step
+        step = batch_idx
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
@@ -50,9 +79,30 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend=backend)
+
+
+class Later(Net):
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            block.compile(backend=backend)
+
+
+class Wrapped(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in self.blocks)  # type: ignore[misc]
+
+
+SEQUENCE = ("ring", "ulysses", "all_gather")
 STRATEGIES: dict[str, Any] = {
     "fsdp": lambda: HybridParallelStrategy(data_parallel="fsdp"),
     "fsdp, kept": lambda: HybridParallelStrategy(data_parallel="fsdp", reshard_after_forward=False),
+    **{scheme: partial(SequenceParallelStrategy, attention=scheme) for scheme in SEQUENCE},
     "pipeline": lambda: PipelineParallelStrategy(microbatches=2),
     "placement": lambda: LayerPlacementStrategy(
         {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 0, "blocks.3": 1, "head": 0}
@@ -60,16 +110,32 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def _trained(name: str | None) -> tuple[dict[str, Tensor], int, int]:
-    """The weights, and how many graphs were captured and how many breaks there were."""
+@dataclass(frozen=True)
+class Outcome:
+    """What training on one rank came to.
+
+    Attributes:
+        graphs: that were captured.
+        breaks: of them.
+        calls: of the backend.
+    """
+
+    weights: dict[str, Tensor]
+    graphs: int
+    breaks: int
+    calls: list[Compiled]
+
+
+def _trained(name: str | None, kind: type[Net]) -> Outcome:
     from torch._dynamo.utils import counters
 
     counters.clear()
+    CALLS.clear()
     torch.compiler.reset()
     torch.set_default_dtype(torch.float64)
     try:
-        module = Net()
-        ids = torch.arange(STEPS * 8 * 6).remainder(13).view(STEPS, 8, 6)
+        module = kind()
+        ids = torch.arange(STEPS * 8 * LENGTH).remainder(13).view(STEPS, 8, LENGTH)
         if name is not None and name.startswith("fsdp"):  # each replica has half of the samples
             ids = ids.chunk(2, 1)[int(os.environ["RANK"])]
         trainer = Trainer(
@@ -78,8 +144,9 @@ def _trained(name: str | None) -> tuple[dict[str, Tensor], int, int]:
             enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(module, DataLoader([*ids], batch_size=None))  # type: ignore[arg-type]
-        weights = {key: x.clone() for key, x in module.state_dict().items()}
-        return weights, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        weights = {key.replace("_orig_mod.", ""): x.clone() for key, x in module.state_dict().items()}
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        return Outcome(weights, graphs, breaks, [*CALLS])
     finally:
         torch.set_default_dtype(torch.float32)
         torch.compiler.reset()
@@ -87,14 +154,26 @@ def _trained(name: str | None) -> tuple[dict[str, Tensor], int, int]:
 
 @pytest.fixture(scope="module")
 def expected(pool: Pool) -> Any:
-    return pool.run(1, _trained, None)[0]
+    return pool.run(1, _trained, None, InPlace)[0]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_blocks_stay_compiled(name: str, expected: Any, pool: Pool) -> None:
-    assert expected[1:] == (1, 0)
-    for weights, graphs, breaks in pool.run(2, _trained, name):
-        assert (graphs, breaks) == (1, 0)
-        assert weights.keys() == expected[0].keys()
-        for key, x in weights.items():
-            assert (x - expected[0][key]).abs().max() <= 1e-9, key
+ROWS = [
+    *((name, InPlace) for name in STRATEGIES),
+    *((name, Wrapped) for name in ("ring", "ulysses")),
+    ("ring", Later),
+]
+
+
+@slow("fsdp, kept-InPlace", "ulysses-*", "all_gather-*", "*-Later")
+@pytest.mark.parametrize(("name", "kind"), ROWS, ids=[f"{name}-{kind.__name__}" for name, kind in ROWS])
+def test_blocks_stay_compiled(name: str, kind: type[Net], expected: Any, pool: Pool) -> None:
+    assert (expected.graphs, expected.breaks, len(expected.calls)) == (1, 0, 1)
+    for found in pool.run(2, _trained, name, kind):
+        assert (found.graphs, found.breaks) == (1, 0)
+        assert all(call.step < 2 for call in found.calls)
+        assert {kind for call in found.calls for kind in call.kinds} <= {Tensor, nn.Parameter}
+        if name in SEQUENCE:  # attention and what it moves is at the edges
+            assert found.calls and not any(LENGTH in call.sizes for call in found.calls)
+        assert found.weights.keys() == expected.weights.keys()
+        for key, x in found.weights.items():
+            assert (x - expected.weights[key]).abs().max() <= 1e-9, key
