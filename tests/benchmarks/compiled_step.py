@@ -14,7 +14,7 @@ the other; both end with a barrier. The figure is the median of the ratios of th
 the last batch are printed, too, as they must agree; the ratio of the processor time, which a busy machine spoils less;
 and of our steps how many graphs were captured, how often one broke, and how many were captured after the second step.
 
-Run one layout at a time on an idle machine with two cores; 15 pairs take about a minute, most of which is compiling::
+Run one layout at a time on an idle machine with two cores; most of the time is compiling::
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 -m tests.benchmarks.compiled_step --layout tensor
 
