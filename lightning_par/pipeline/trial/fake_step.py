@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -164,14 +165,15 @@ def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` on fakes. Recurrent ones run as on the CPU: cuDNN would lay out weights in memory, of which fakes have none,
-    and torch 2.11 gives the states of a layer that has no cuDNN another shape."""
-    devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type != "cpu"}
-    if getattr(func, "__name__", "") not in RECURRENT or len(devices) != 1:
+    """``func`` on fakes. Recurrent ones run as on the CPU, since cuDNN lays out weights in memory, of which fakes have
+    none; and in no inference mode, in which torch 2.11 gives states another shape."""
+    if getattr(func, "__name__", "") not in RECURRENT:
         return func(*args, **kwargs)
-    (device,) = devices
-    moved, named = map_tensors(lambda x: x.cpu(), (args, kwargs))
-    return map_tensors(lambda x: x.to(device), func(*moved, **named))
+    device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inference else nullcontext(), torch.no_grad() if inference else nullcontext():
+        given, named = map_tensors(lambda x: x.cpu(), (args, kwargs))
+        return map_tensors(lambda x: x.to(device), func(*given, **named))
 
 
 def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
