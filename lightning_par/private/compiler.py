@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import types
@@ -119,11 +120,6 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return type(module).__module__ == "torch._dynamo.eval_frame"
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the user has compiled ``module``, in place or by a wrapper."""
-    return is_compiled_wrapper(module) or isinstance(module._compiled_call_impl, types.FunctionType)
-
-
 def compiler_of(module: nn.Module) -> Compiler | None:
     """What compiles a function as the user has compiled ``module``; None where it is not compiled.
 
@@ -165,3 +161,16 @@ def compiler_of_function(function: types.FunctionType) -> Compiler | None:
         return None
     found: Compiler = function.__closure__[names.index("self")].cell_contents
     return found
+
+
+def forget_traced() -> None:
+    """Let what has traced graphs forget the tensors that it met: its weak references keep them from being swapped.
+
+    What traces numbers tensors by them, and hangs on graphs for as long as a backend keeps these.
+    """
+    if not is_loaded():
+        return
+    from torch._subclasses.meta_utils import MetaTensorDescriber
+
+    for describer in [x for x in gc.get_objects() if type(x) is MetaTensorDescriber]:
+        describer.lookup_tensor = type(describer.lookup_tensor)()

@@ -34,7 +34,6 @@ from lightning_par.private.module_calls import (
 from lightning_par.strategies.part import Part
 
 if TYPE_CHECKING:
-    from lightning_par.mesh.layout import Groups
     from lightning_par.strategies.namespace import Namespace
     from lightning_par.trial.first_step import FirstStep
 
@@ -107,25 +106,23 @@ class CompiledPart(Part):
 
     Args:
         compiler: what it was compiled by.
-        groups: the mesh axes.
         namespace: whose Lightning it is.
         in_stages: whether each rank runs layers of its own, which are compiled where they are dealt out.
     """
 
-    def __init__(self, compiler: Compiler, groups: Groups, namespace: Namespace, in_stages: bool) -> None:
+    def __init__(self, compiler: Compiler, namespace: Namespace, in_stages: bool) -> None:
         self.compiler = compiler
         self.namespace = namespace
-        self.as_written = groups.sequence.size > 1
         self.in_stages = in_stages
 
     def check(self, trainer: Any, module: nn.Module) -> None:
-        how = "runs as written" if self.as_written else "is compiled layer by layer, and its steps run as written"
         self.namespace.from_pytorch("utilities.rank_zero", "rank_zero_info")(
-            f"{type(module).__name__} {how}: no graph can go across the messages between ranks."
+            f"{type(module).__name__} is compiled layer by layer, and its steps run as written: no graph can go across "
+            "the messages between ranks."
         )
 
     def apply(self, first: FirstStep) -> None:
-        if not (self.as_written or self.in_stages):
+        if not self.in_stages:
             restore_calls(first.module)  # after a run that failed
             compile_units(first.module, [*_layers(first.module)], self.compiler)
 

@@ -116,7 +116,7 @@ def make_parts(groups: Groups, wanted: Wanted, compiler: Compiler | None = None)
     talking = {id(axis): axis for part in laid_out for axis in part.axes()}
     peers = PeersPart(groups, [*talking.values()], storage is not None, wanted.timeout)
     stages = _stages(groups, wanted, tokens, storage)
-    compiled = None if compiler is None else CompiledPart(compiler, groups, wanted.namespace, stages is not None)
+    compiled = None if compiler is None else CompiledPart(compiler, wanted.namespace, stages is not None)
     return Parts(tuple(part for part in (tokens, tensor, peers, stages, storage, compiled) if part is not None))
 
 

@@ -17,8 +17,8 @@ from lightning_par.private.compiler import (
     as_written,
     compiler_of,
     compiler_of_function,
+    forget_traced,
     graph_owner,
-    is_compiled,
     is_compiled_wrapper,
     is_higher_order,
     is_loaded,
@@ -27,6 +27,7 @@ from lightning_par.private.compiler import (
     skip_frame,
     uncompiled,
 )
+from lightning_par.private.fake_tensors import FakeTensorMode
 
 
 def test_compiled_code_can_run_as_it_is_written() -> None:
@@ -147,11 +148,11 @@ def test_code_within_code_is_told_from_functions() -> None:
     assert is_higher_order(torch.ops.higher_order.cond) and not is_higher_order(torch.add)
 
 
-def test_what_the_user_compiled_is_known() -> None:
+def test_a_wrapper_is_known() -> None:
     plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     in_place.compile(backend="eager")
     wrapper: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
-    assert [is_compiled(m) for m in (plain, in_place, wrapper)] == [False, True, True]
+    assert [is_compiled_wrapper(m) for m in (plain, in_place, wrapper)] == [False, False, True]
 
 
 def test_who_asks_torch_whether_a_tensor_wraps_others_is_told_from_the_compiler() -> None:
@@ -167,3 +168,16 @@ def test_who_asks_torch_whether_a_tensor_wraps_others_is_told_from_the_compiler(
     is_traceable_wrapper_subclass(x)
     x.__tensor_flatten__  # noqa: B018
     assert told == [False, True]
+
+
+def test_what_was_traced_can_be_swapped_once_it_is_forgotten() -> None:
+    import torch._dynamo  # as where anything was compiled
+
+    weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    mode = FakeTensorMode()
+    mode.from_tensor(weight)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(weight, other)
+    forget_traced()
+    torch.utils.swap_tensors(weight, other)
+    assert weight.eq(1).all() and mode is not None
