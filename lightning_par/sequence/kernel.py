@@ -113,7 +113,7 @@ def attend_backward(
     return wide(grads[0]), summed(wide(grads[1]), shapes[0]), summed(wide(grads[2]), shapes[1]), None
 
 
-def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor, all_see: bool = False) -> None:
     """Add the block b to the attention over others, in place: out -= sigmoid(lse_b - lse) * (out - out_b).
 
     Args:
@@ -121,6 +121,7 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         lse: (B, H, T), -inf where no key was seen yet.
         out_b: the block's output, of the same shape.
         lse_b: its log-sum-exp.
+        all_see: whether each of the queries is known to see a key of the block.
 
     The form in which neither difference overflows (Zhu, ring-flash-attention, pull request 34).
 
@@ -130,8 +131,9 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         merge_(out, lse, torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2))
         assert out.eq(1).all() and lse.eq(0).all()
     """
-    # Where both are -inf the difference is NaN; what sees nothing adds nothing.
-    weight = torch.sigmoid(lse_b - lse).masked_fill_(torch.isneginf(lse_b), 0)
+    weight = torch.sigmoid(lse_b - lse)
+    if not all_see:  # Where both are -inf the difference is NaN; what sees nothing adds nothing.
+        weight.masked_fill_(torch.isneginf(lse_b), 0)
     out.lerp_(out_b, weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, lse_b))
 
@@ -171,6 +173,8 @@ def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The CPU's kernel takes fewer key heads than query heads, but as many value heads as key heads."""
     if k.shape[1] != v.shape[1]:
         return _equal_heads(q, k, v)
+    if k.shape[0] == v.shape[0] == q.shape[0]:
+        return _dense(k), _dense(v)
     return _dense(k).expand(q.shape[0], -1, -1, -1), _dense(v).expand(q.shape[0], -1, -1, -1)
 
 

@@ -39,7 +39,7 @@ from lightning_par import SequenceParallelStrategy
 from tests.benchmarks.pipeline_step import GPT, WARM, Sizes, clocks, since
 
 SIZES = Sizes(width=256, length=4096, vocabulary=512, layers=2)
-SMALL = Sizes(width=32, length=64, vocabulary=64, layers=4)
+SMALL = Sizes(width=32, length=64, vocabulary=64, layers=8)
 aten: Any = torch.ops.aten
 
 
