@@ -84,9 +84,7 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _steps(
-    queries: Positions, keys: Positions, rank: int, source: int, causal: bool, scale: float
-) -> tuple[Step, ...]:
+def _steps(queries: Positions, keys: Positions, rank: int, source: int, causal: bool, scale: float) -> tuple[Step, ...]:
     calls = plan(queries, keys, rank, source, causal)
     return tuple(Step(number, call, Block(call.causal, scale)) for number, call in enumerate(calls))
 
@@ -166,7 +164,7 @@ class _Rows:
 
     def _masked(self, source: int, steps: Iterable[Step]) -> Iterator[Step]:
         task = self.task
-        for number, call, block in steps:
+        for number, call, _ in steps:
             bias = self._bias(call, source)
             if bias is not None and _hides_all(bias):
                 continue
