@@ -70,7 +70,7 @@ class Task:
     fused: bool = False
     deep: bool = False
 
-    def steps(self, source: int) -> tuple[Step, ...]:
+    def steps(self, source: int) -> Steps:
         """The kernel calls for the keys of ``source``, as far as they don't go by tensors."""
         return _steps(self.queries, self.keys, self.rank, source, self.causal, self.scale)
 
@@ -83,10 +83,18 @@ class Step(NamedTuple):
     block: Block
 
 
+class Steps(NamedTuple):
+    """Those of one block of keys; whether a kernel's own causal flag does for all of them."""
+
+    calls: tuple[Step, ...]
+    is_plain: bool
+
+
 @lru_cache(maxsize=4096)
-def _steps(queries: Positions, keys: Positions, rank: int, source: int, causal: bool, scale: float) -> tuple[Step, ...]:
+def _steps(queries: Positions, keys: Positions, rank: int, source: int, causal: bool, scale: float) -> Steps:
     calls = plan(queries, keys, rank, source, causal)
-    return tuple(Step(number, call, Block(call.causal, scale)) for number, call in enumerate(calls))
+    steps = tuple(Step(number, call, Block(call.causal, scale)) for number, call in enumerate(calls))
+    return Steps(steps, all(call.seen is None for call in calls))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier) -> Tensor:
@@ -158,9 +166,8 @@ class _Rows:
 
     def _calls(self, source: int) -> Iterable[Step]:
         """The kernel calls for the keys of ``source``; what the mask hides altogether is left out."""
-        steps = self.task.steps(source)
-        is_plain = self.mask is None and not self.task.dropout and all(call.seen is None for _, call, _ in steps)
-        return steps if is_plain else self._masked(source, steps)
+        steps, is_plain = self.task.steps(source)
+        return steps if is_plain and self.mask is None and not self.task.dropout else self._masked(source, steps)
 
     def _masked(self, source: int, steps: Iterable[Step]) -> Iterator[Step]:
         task = self.task
@@ -194,7 +201,7 @@ class _Forward(_Rows):
     def __init__(self, q: Tensor, v: Tensor, mask: Tensor | None, task: Task) -> None:
         super().__init__(q, mask, task)
         self.dtype = q.dtype
-        self.shape = (*q.shape[:3], v.shape[3])
+        self.shape = q.shape if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3])
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 

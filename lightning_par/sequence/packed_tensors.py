@@ -30,7 +30,7 @@ class Parcel:
 
     @staticmethod
     def of(*tensors: Tensor) -> Parcel:
-        return _of_shapes(tuple([tuple(x.shape) for x in tensors]))
+        return _of_shapes(tuple([x.shape for x in tensors]))
 
     @cached_property
     def _numels(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Parcel:
         if into is None:
             into = tensors[0].new_empty(self.size(tokens))
         flat = self.beginning(into, tokens)
-        if self._alike and all(x.dtype == into.dtype for x in tensors):
+        if self._alike and {x.dtype for x in tensors} == {into.dtype}:
             torch.stack(tuple(tensors), out=self._stacked(flat, tokens))
             return flat
         for room, x in zip(self.unpack(flat, tokens), tensors, strict=True):

@@ -9,7 +9,6 @@ rounded once, not at every hop. In all 6bsh(c-1)/c elements leave a rank for b s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 from torch import Tensor
 
@@ -64,7 +63,7 @@ class Ring:
         if size == 1:
             yield me, k, v
             return
-        parcel, counts = Parcel.of(k, v), self._counts
+        parcel, counts = Parcel.of(k, v), self.keys.counts(size)
         largest = parcel.size(max(counts))
         here, there = _buffer(k, largest), _buffer(k, largest)  # for all hops: the largest part fits
         parcel.pack((k, v), here)
@@ -80,11 +79,6 @@ class Ring:
             if arrive is not None:
                 arrive()
             here, there = there, here
-
-    @cached_property
-    def _counts(self) -> list[int]:
-        """How many keys each rank holds."""
-        return [self.keys.count(rank) for rank in range(self.axis.size)]
 
     def _exchange(
         self, sent: Tensor, to: int, received: Tensor, source: int, kind: Kind, number: int
