@@ -5,25 +5,23 @@ The next block's gather is begun before a block computes, in the order of the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_par.fsdp.block_call import BlockCall
 from lightning_par.fsdp.block_use import Use
 from lightning_par.fsdp.escaped import Escaped
 from lightning_par.fsdp.served import Served
-from lightning_par.fsdp.stored_block import Slot, StoredBlock
+from lightning_par.fsdp.stored_block import StoredBlock
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.graph import in_backward
-from lightning_par.private.module_calls import drop_calls, set_inner_call
+from lightning_par.private.module_calls import set_inner_call
 from lightning_par.private.storage import memory_of
-from lightning_par.private.tensors import mark_parameter, write_count
-from lightning_par.private.transforms import in_functorch
-from lightning_par.sharded.tensor import leaf
+from lightning_par.private.tensors import mark_parameter
+from lightning_par.sharded.tensor import ShardedTensor
 
 
 class BlockCalls:
@@ -40,7 +38,7 @@ class BlockCalls:
         self.kind = "outside"
         self.live: list[Use] = []  # of the calls that run now, the innermost last
         self.serving: list[Served] = []  # what stored weights are to them
-        self.escaped = Escaped()
+        self.escaped = Escaped(lambda: [x for use in self.live for x in use.block.weights])
         self._decided: set[str] = set()  # kinds of steps, of which one has asked for precisions
         self._orders: dict[str, list[StoredBlock]] = {}
         self._now: dict[str, list[StoredBlock]] = {}
@@ -48,6 +46,7 @@ class BlockCalls:
         self._kept: dict[int, tuple[Use, list[Any], bool]] = {}
         self._last: Use | None = None
         self._passed: set[int] = set()  # blocks of the microbatch that runs
+        self._at: dict[int, Stored] = {}  # weights by their memory
         self._held: list[Use] = []  # still whole, for backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockCalls:
@@ -56,11 +55,13 @@ class BlockCalls:
     def take_over(self, block: StoredBlock) -> None:
         """From now on gather ``block`` around its modules' calls."""
         self.blocks.append(block)
+        self.escaped.weights += block.weights
         for module in block.modules:
             set_inner_call(module, lambda plain, m=module: BlockCall(self, block, m, plain))  # type: ignore[misc]
 
     def begin_step(self, kind: str) -> None:
         self.forget()
+        self._at.clear()
         self.kind = kind
 
     def end_step(self) -> None:
@@ -81,12 +82,6 @@ class BlockCalls:
         self._last = None
         self._passed.clear()
         self.escaped.end_backward()
-
-    @contextmanager
-    def in_optimizer_step(self) -> Iterator[None]:
-        self.end_backward()
-        yield
-        self.escaped.after_step([x for block in self.blocks for x in block.weights])
 
     def agree(self) -> None:
         """A step has run: after the first one under autocast of its kind weights travel in the precisions that they
@@ -122,6 +117,27 @@ class BlockCalls:
         for call in self.serving:
             call.spoil(memories)
 
+    def has_written(self, targets: Sequence[ShardedTensor]) -> None:
+        """Told that ``targets``, weights or what shares their memory, were written to."""
+        if self.escaped.may_be_anywhere:
+            self.escaped.changed(self._weights_of(targets))
+
+    def settle(self, used: Sequence[ShardedTensor]) -> None:
+        """Told that ``used``, weights or what shares their memory, are about to be used."""
+        if self.escaped.may_be_here:
+            self.escaped.settle(self._weights_of(used))
+
+    def has_moved(self, x: Stored) -> None:
+        """Told that ``x`` lies in other memory, by ``x.data = value``."""
+        self._at.clear()
+        self.escaped.forget(x)
+
+    def _weights_of(self, xs: Sequence[ShardedTensor]) -> list[Stored]:
+        """Those weights whose memory ``xs`` share."""
+        if not self._at:
+            self._at = {memory_of(x._local): x for x in self.escaped.weights}
+        return [x for memory in {memory_of(x._local): None for x in xs} if (x := self._at.get(memory)) is not None]
+
     def served(self, x: Stored, dtype: torch.dtype | None) -> Tensor | None:
         """What a call that runs has of ``x``, in ``dtype`` if one is given."""
         for call in reversed(self.serving):
@@ -138,6 +154,7 @@ class BlockCalls:
             if known[0].block.stays and not in_backward() and self._last is not known[0]:
                 known[0].before, self._last = self._last, known[0]
             return known
+        self.escaped.settle(block.weights)
         use = self._ahead.pop(id(block), None)
         if use is not None and not use.is_current:
             use.drop()
@@ -148,9 +165,11 @@ class BlockCalls:
         wholes = use.weights()
         self._begin_next(block)  # whose wait for the sum, in backward, then comes before this one's sum
         weights = []
-        for number, (x, whole) in enumerate(zip(block.weights, wholes)):
+        for x, whole in zip(block.weights, wholes):
             mark_parameter(whole)
-            whole._stored_weight, whole._data_taken = x, partial(use.taken.add, number)  # type: ignore[attr-defined]
+            place = self.escaped.give(x, whole)
+            use.places.append(place)
+            whole._stored_weight, whole._data_taken = x, place.take  # type: ignore[attr-defined]
             weights.append(x.as_used(whole))
         if self.keep or block.stays and self.kind == "training_step" and not in_backward():
             self._kept[id(block)] = use, weights, torch.is_grad_enabled()
@@ -162,6 +181,7 @@ class BlockCalls:
         """What an earlier call of the step has left for this one."""
         if id(block) not in self._kept:
             return None
+        self.escaped.settle(block.weights)
         use, weights, tracked = self._kept[id(block)]
         if use.is_current and tracked == torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             return use, weights
@@ -225,104 +245,3 @@ class BlockCalls:
         for use in self._ahead.values():
             use.drop()
         self._ahead.clear()
-
-
-class BlockCall:
-    """Takes the place of a block's call."""
-
-    def __init__(self, calls: BlockCalls, block: StoredBlock, module: nn.Module, original: Callable[..., Any]) -> None:
-        self.calls, self.block, self.original = calls, block, original
-        self.slots = block.slots(module)
-        self.held: list[Tensor] = [p for p in module.parameters() if isinstance(p, Stored)]
-        of_block = set(map(id, block.weights))
-        self.others = [p for p in self.held if id(p) not in of_block]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the module is called as it is
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return type(None), ()  # None, as for a deep copy
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block, calls = self.block, self.calls
-        if self._is_within():
-            return self.original(*args, **kwargs)
-        if in_functorch():  # weights are gathered as they are used
-            try:
-                return self.original(*args, **kwargs)
-            finally:
-                self._let_go(self.held)
-        use, weights = calls.use_of(block)
-        if torch.is_autocast_enabled(block.kind):
-            return self._served(Served(use, weights), args, kwargs)
-        filled = _fill(block, self.slots, weights)
-        try:
-            result = self._served(Served(use, weights), args, kwargs)
-        finally:
-            _empty(use, weights, filled)
-        calls.escaped.look(block.weights, weights)
-        return result
-
-    def _served(self, call: Served, args: Any, kwargs: Any) -> Any:
-        """Where stored weights are used, these are there."""
-        calls = self.calls
-        calls.live.append(call.use)
-        calls.serving.append(call)
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            calls.serving.remove(call)
-            calls.live.remove(call.use)
-            calls.leave(call.use)
-            self._let_go(self.others)
-
-    def _let_go(self, weights: list[Tensor]) -> None:
-        """Of what was gathered by itself."""
-        gathering = self.block.axis.gathering
-        if weights and gathering is not None and not self.calls.keep:
-            gathering.let_go(weights)
-
-    def _is_within(self) -> bool:
-        """Whether a call that runs has filled the module already, its own or that of one that it is in."""
-        if any(call.use.block is self.block for call in self.calls.serving):
-            return True
-        return not any(isinstance(held.get(name), Stored) for held, name, _ in self.slots)
-
-
-def release_blocks(module: nn.Module) -> None:
-    """Undo `BlockCalls.take_over`, be it of an earlier run that failed."""
-    for m in module.modules():
-        drop_calls(m, BlockCall)
-
-
-def _fill(block: StoredBlock, slots: list[Slot], weights: list[Any]) -> list[Slot]:
-    """Let modules hold whole ``weights``; returns where."""
-    filled = []
-    for slot in slots:
-        held, name, number = slot
-        if held.get(name) is block.weights[number]:
-            held[name] = weights[number]
-            filled.append(slot)
-    return filled
-
-
-def _empty(use: Use, weights: list[Any], filled: list[Slot]) -> None:
-    """Undo `_fill`; what the call has written to whole weights is written to the parts."""
-    block = use.block
-    for held, name, number in filled:
-        if held.get(name) is weights[number]:
-            held[name] = block.weights[number]
-    for number, used in enumerate(weights):
-        whole = leaf(used)
-        taken = number in use.taken
-        if taken or not whole.is_inference() and write_count(whole) > 0:
-            _write_back(block.weights[number], whole, seen=not taken)
-            if not taken:
-                use.was_written(number, write_count(whole))
-
-
-@torch.no_grad()
-def _write_back(x: Stored, whole: Tensor, seen: bool) -> None:
-    part, local = x.own_part(whole.detach()), x._local
-    if not torch.equal(part, local):
-        (local if seen else local.data).copy_(part)  # as autograd has seen it of the whole weight

@@ -2,27 +2,32 @@
 
 In autograd's graph a use is two nodes between the parts and the whole weights::
 
-    parts -> _Parts -> _Whole -> weights as the call uses them
+    parts -> Parts -> Whole -> weights as the call uses them
 
-Backward comes to `_Whole` once all gradients of the call's weights are there: it begins their sum over the ranks.
-`_Parts` waits for it. Among nodes that are ready autograd runs the one that forward made last, and `_Parts` is made
+Backward comes to `Whole` once all gradients of the call's weights are there: it begins their sum over the ranks.
+`Parts` waits for it. Among nodes that are ready autograd runs the one that forward made last, and `Parts` is made
 before the call of the block before, along with the gather: so the sum travels while that one's backward runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.fsdp.block_sum import Sum
+from lightning_par.fsdp.place import Place
+from lightning_par.fsdp.saved import Held, Later, weight_written
 from lightning_par.fsdp.stored_parameter import PURPOSE
+from lightning_par.fsdp.use_nodes import Parts, Whole, token_of
 from lightning_par.private.graph import saves_for_python
 from lightning_par.private.storage import memory_of
-from lightning_par.private.tensors import get_data, write_count
+from lightning_par.private.tensors import write_count
 from lightning_par.sharded.run_state import RunState
 
 if TYPE_CHECKING:
@@ -31,6 +36,13 @@ if TYPE_CHECKING:
 
 Kept = tuple[int, torch.dtype]  # which weight, in which precision
 FOR_GOOD = 1 << 30  # more than any backward counts
+
+
+@contextmanager
+def _of_no_mode() -> Iterator[None]:
+    """Inside, tensors are made of no graph, with versions: parameters have them in inference mode, too."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+        yield
 
 
 class Use:
@@ -56,28 +68,29 @@ class Use:
         self.memories: dict[int, Kept] = {}
         self.locals = [x._local for x in block.weights]
         self.trains = [x.requires_grad for x in self.locals]
-        self.taken: set[int] = set()  # weights whose ``data`` user code has
+        self.places: list[Place] = []  # where user code has them
         self.writes: dict[int, int] = {}  # of weights that the call wrote to, how often
         self._versions = self._now()
         self._refers: Counter[Kept] = Counter()  # how often the graph refers to what
         self._left: Counter[Kept] | None = None  # in the backward that runs
         self._casts: dict[Kept, Tensor] = {}
         self._token: Tensor | None = None
-        self._summing: list[_Sum] = []
+        self._summing: list[Sum] = []
         self._arriving: tuple[Tensor, Tensor, dist.Work | None] | None = None  # with what was sent, until it has left
 
     def start(self) -> None:
         """Begin to gather."""
         if self._arriving is None and self.wholes is None:
+            self.calls.escaped.settle(self.block.weights)
             self._name()
-            with torch.no_grad():
+            with _of_no_mode():
                 message = self.parcels.message([x.detach() for x in self.locals])
                 self._arriving = message, *self.block.axis.start_all_gather(message, PURPOSE)
 
     def track(self) -> None:
         """Take part in the graph from here on: what is made after it runs, in backward, before it waits for the sum."""
         if not self.is_tracked and any(self.trains) and torch.is_grad_enabled():
-            self.is_tracked, self._token = True, _Parts.apply(self, *self.locals)
+            self.is_tracked, self._token = True, Parts.apply(self, *self.locals)
 
     @property
     def is_current(self) -> bool:
@@ -91,21 +104,24 @@ class Use:
         token, self._token = self._token, None  # which holds the graph, which holds this
         if token is None or not torch.is_grad_enabled():
             return self.landed()
-        return list(_Whole.apply(token, self))
+        return list(Whole.apply(token, self))
 
     def landed(self) -> list[Tensor]:
         """The whole weights, of no graph, each with a version of its own."""
         self._land()
         assert self.wholes is not None
-        return [get_data(x) for x in self.wholes if x is not None]
+        with _of_no_mode():
+            return [self.calls.escaped.fresh(x, at) for x, at in zip(self.block.weights, self.wholes) if at is not None]
 
     def is_as_gathered(self, number: int) -> bool:
         """Whether a weight is as it was."""
         x = self.block.weights[number]._local
         return x is self.locals[number] and self._versions[number] == (write_count(x), x.data_ptr())
 
-    def refers_to(self, kept: Kept, x: Tensor) -> Later:
+    def refers_to(self, kept: Kept, x: Tensor) -> Later | Held:
         """What stands for ``x``, which lies in the gathered weights, until backward needs it."""
+        if self.calls.keep:
+            return Held(self, kept[0], x)
         self.is_needed = True
         self._refers[kept] += FOR_GOOD if saves_for_python() else 1
         return Later(self, kept, x)
@@ -144,9 +160,7 @@ class Use:
     def for_backward(self, kept: Kept, writes: int) -> Tensor:
         """What backward needs of the gathered weights, as it was after so many ``writes``; the last one lets it go."""
         number, dtype = kept
-        own = self.locals[number]
-        if (write_count(own), own.data_ptr()) != self._versions[number] or writes != self.writes.get(number, writes):
-            raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
+        self.refuse_written(number, writes)
         self.begin_backward()
         if self.wholes is not None and self.wholes[number] is None:  # another backward comes
             self.let_go()
@@ -166,6 +180,15 @@ class Use:
                 self.wholes[number] = None
         return found
 
+    def refuse_written(self, number: int, writes: int | None = None) -> None:
+        """Raise an error if a weight was written to since the call, or in it after so many ``writes``."""
+        weight, own = self.block.weights[number], self.locals[number]
+        self.calls.escaped.settle([weight])
+        if (write_count(own), own.data_ptr()) != self._versions[number] or (
+            writes is not None and writes != self.writes.get(number, writes)
+        ):
+            raise weight_written(weight)
+
     def _count(self) -> Counter[Kept]:
         """How often backward will need what; the rest it does not need."""
         needed = {number for number, _ in self._refers}
@@ -179,9 +202,9 @@ class Use:
             self.begin_backward()
         self.let_go()
         self._name()
-        self._summing.append(_Sum.begun(self, gradients))
+        self._summing.append(Sum.begun(self, gradients))
         self.has_ended = True
-        return _token_of(self.locals)
+        return token_of(self.locals)
 
     def summed(self) -> list[Tensor | None]:
         """This rank's parts of the gradients, averaged over replicas; waits for them."""
@@ -200,12 +223,10 @@ class Use:
         (_sent, gathered, work), self._arriving = self._arriving, None
         if work is not None:
             work.wait()
-        with torch.no_grad():
+        with _of_no_mode():
             wholes = self.parcels.wholes(gathered)
         if not self.has_begun:  # backward's are its own
-            weights, escaped = self.block.weights, self.calls.escaped
-            wholes = escaped.placed(weights, wholes)
-            self.taken.update(i for i, x in enumerate(weights) if escaped.is_viewed(x))  # and may be written to
+            wholes = self.calls.escaped.placed(self.block.weights, wholes)
         self.wholes = [*wholes]
         self.memories = {memory_of(x): (i, x.dtype) for i, x in enumerate(wholes)}
 
@@ -217,104 +238,3 @@ class Use:
 
     def _now(self) -> list[tuple[int, int]]:
         return [(write_count(x), x.data_ptr()) for x in self.locals]
-
-
-class Later:
-    """A gathered weight that backward needs, or a view of it."""
-
-    __slots__ = ("kept", "offset", "size", "stride", "use", "writes")
-
-    def __init__(self, use: Use, kept: Kept, x: Tensor) -> None:
-        self.use, self.kept, self.size, self.stride = use, kept, x.size(), x.stride()
-        self.offset, self.writes = int(x.storage_offset()), write_count(x)
-
-    def get(self) -> Tensor:
-        return self.use.for_backward(self.kept, self.writes).as_strided(self.size, self.stride, self.offset)
-
-
-class _Sum:
-    """Gradients on their way."""
-
-    def __init__(self, sent: Tensor, out: Tensor, work: dist.Work | None, there: list[bool]) -> None:
-        self.sent, self.out, self.work, self.there = sent, out, work, there
-
-    @classmethod
-    @torch.no_grad()
-    def begun(cls, use: Use, gradients: tuple[Tensor | None, ...]) -> _Sum:
-        block, trains = use.block, use.trains
-        flat = block.flat_of(trains)
-        own = [g for g, trained in zip(gradients, trains) if trained]
-        there = [g is not None for g in own]
-        dtype = block.dtype
-        if all(there):
-            wholes = [g.to(dtype) for g in own]  # type: ignore[union-attr]
-        else:
-            like = use.locals[0]
-            wholes = [like.new_zeros(shape) if g is None else g.to(dtype) for g, shape in zip(own, flat.shapes)]
-        flags = None
-        if len(own) > 1:  # whether any rank has a gradient goes along
-            like = use.locals[0]
-            flags = like.new_ones(1, len(own)) if all(there) else like.new_tensor([there])
-        sent = flat.messages(wholes, flags)
-        out, work = block.axis.start_reduce_scatter(sent, PURPOSE)
-        return cls(sent, out, work, there)
-
-    @torch.no_grad()
-    def parts(self, use: Use) -> list[Tensor | None]:
-        if self.work is not None:
-            self.work.wait()
-        flat = use.block.flat_of(use.trains)
-        if use.block.axis.copies > 1:
-            self.out.div_(use.block.axis.copies)
-        found: list[Tensor | None] = [*flat.split(self.out)]
-        if not all(self.there):  # reading it waits for the device
-            anyones = self.out[flat.entries :].tolist()
-            found = [x if flag else None for x, flag in zip(found, anyones)]
-        rest = iter(found)
-        return [next(rest) if trained else None for trained in use.trains]
-
-
-class _Parts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, use: Use, *parts: Tensor) -> Tensor:
-        ctx.use = use
-        return _token_of(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        use: Use = ctx.use
-        if use.is_summing:
-            return None, *use.summed()
-        parts = gradient.split([x.numel() for x in use.locals])  # of a graph
-        return None, *(x.view_as(own) if t else None for x, own, t in zip(parts, use.locals, use.trains))
-
-
-class _Whole(torch.autograd.Function):
-    gathers_a_weight = True
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, use: Use) -> tuple[Tensor, ...]:
-        ctx.use = use
-        ctx.set_materialize_grads(False)
-        ctx.gathered = [(x, i) for i, x in enumerate(use.locals)]
-        weights = use.landed()
-        ctx.mark_non_differentiable(*(x for x, trained in zip(weights, use.trains) if not trained))
-        return tuple(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
-        use: Use = ctx.use
-        if all(g is None for g in gradients):
-            return None, None
-        if not torch.is_grad_enabled():
-            return use.sum(gradients), None
-        # gradients of gradients are wanted: one by one, by functions that have them
-        parts = []
-        for x, own, g in zip(use.block.weights, use.locals, gradients):
-            parts.append(torch.zeros_like(own) if g is None else x.part_of_sum(g))
-        return torch.cat([x.reshape(-1) for x in parts]), None
-
-
-def _token_of(parts: Sequence[Tensor]) -> Tensor:
-    """What has the size of all ``parts``, and no memory: it stands for them in the graph."""
-    return parts[0].new_zeros(1).expand(sum(x.numel() for x in parts))

@@ -1,132 +1,223 @@
 """Gathered weights that the user's code keeps beyond its call, and views of them: what they stood for they stay.
 
 A whole weight that is kept, as in a list, becomes the stored one once the step's backward has ended. Memory in which
-views of one lie stays the weight's: whoever gathers the weight next puts it there, too, so that views are what the
-weight is whenever it is gathered, as on one device. That is local to a rank, and so may differ between ranks.
+views of one lie stays the weight's (`place`): what is written to the weight, as by an optimizer, is put there, and what
+user code writes there is written to the weight before anybody uses that. Whether a rank has such memory is local to it;
+where weights change, all ranks are asked.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.place import Place
 from lightning_par.fsdp.stored_parameter import Stored
-from lightning_par.private.modes import DisableTorchFunction
-from lightning_par.private.storage import storage_of, tensor_in
-from lightning_par.private.tensors import is_referred, mark_parameter, set_data
+from lightning_par.private.tensors import get_data, is_referred, mark_parameter, set_data
 from lightning_par.sharded import aliases
 
 
 class Escaped:
-    """Those of one run."""
+    """Those of one run.
 
-    def __init__(self) -> None:
+    Attributes:
+        weights: all that are gathered for calls.
+        in_calls: those whose calls run: what these write is seen at their end.
+    """
+
+    def __init__(self, in_calls: Callable[[], list[Stored]]) -> None:
+        self.weights: list[Stored] = []
+        self.in_calls = in_calls
         self._found: list[Any] = []
-        self._weights: list[Stored] = []
-        self._given: list[tuple[Stored, Memory]] = []  # of wholes that user code has had in this step
-        self._viewed: dict[int, list[Memory]] = {}  # by the weight's id
-        self._asks, self._has_asked = True, False
+        self._found_of: list[Stored] = []
+        self._given: dict[int, list[Place]] = {}  # what user code has had in this step, by the weight's id
+        self._kept: dict[int, list[Place]] = {}  # what it still has after one
+        self._memories: dict[int, Place] = {}  # where they lie, while they are there
+        self._anywhere: set[int] = set()  # ids of weights of which any rank has places, as far as they were asked
+        self._asks = False  # whether a call has given wholes since; alike on all ranks
+        self._is_stepping = False
 
     def look(self, weights: Sequence[Stored], wholes: list[Any]) -> None:
         """Note those of ``wholes`` that someone has beside this list, and the weights that they stand for."""
         for number in range(len(wholes)):
             if sys.getrefcount(wholes[number]) > _ALONE and not any(x is wholes[number] for x in self._found):
                 self._found.append(wholes[number])
-                self._weights.append(weights[number])
+                self._found_of.append(weights[number])
 
     def placed(self, weights: Sequence[Stored], wholes: list[Tensor]) -> list[Tensor]:
         """``wholes``, just gathered for user code, where its views of them lie."""
-        if self._viewed:
-            wholes = [next(iter(self._put(x, whole)), whole) for x, whole in zip(weights, wholes)]
-        self._given += [(x, Memory(whole)) for x, whole in zip(weights, wholes)]
-        return wholes
+        if not self.may_be_here:
+            return wholes
+        there = [self._put(whole, self._places(x)) for x, whole in zip(weights, wholes)]
+        return [places[0] if places else whole for places, whole in zip(there, wholes)]
+
+    def fresh(self, weight: Stored, x: Tensor) -> Tensor:
+        """What user code is to have of ``weight``, which lies as ``x``: with a version of its own, or that of views."""
+        for place in self._kept.get(id(weight), ()):
+            if place.has(x):
+                return place.whole()
+        return get_data(x)
+
+    def give(self, weight: Stored, whole: Tensor) -> Place:
+        """User code has the plain ``whole`` from now on."""
+        place = Place(weight, whole)
+        self._memories[place.memory] = place
+        known = self._given.get(id(weight), ())
+        self._given[id(weight)] = [*(x for x in known if x.is_there), place]
+        self._asks = True
+        return place
+
+    def forget(self, weight: Stored) -> None:
+        """It lies elsewhere from now on, by ``weight.data = x``: its views are of it no more."""
+        self._kept.pop(id(weight), None)
+        self._given.pop(id(weight), None)
+
+    @property
+    def may_be_here(self) -> bool:
+        """Whether this rank has any."""
+        return bool(self._kept or self._given)
+
+    @property
+    def may_be_anywhere(self) -> bool:
+        """Whether, as far as is known, any rank has any; alike on all."""
+        return not self._is_stepping and bool(self._asks or self._anywhere)
 
     def is_viewed(self, weight: Stored) -> bool:
-        return any(memory.is_there for memory in self._viewed.get(id(weight), ()))
+        return any(place.is_there for place in self._kept.get(id(weight), ()))
 
-    def after_step(self, weights: Sequence[Stored]) -> None:
-        """An optimizer has changed ``weights``: views of them change, too. All ranks that have parts must call it.
+    def weight_at(self, memory: int, x: Tensor) -> Stored | None:
+        """The weight that ``x``, which lies in ``memory``, is a view of; what was written to it is written to that."""
+        place = self._memories.get(memory)
+        if place is None or not place.has(x):
+            return None
+        self.settle([place.weight])
+        return place.weight
 
-        One message of the first step asks whether any rank has views. Only if so later ones ask again; else views that
-        come up later change as their weights are gathered next.
+    def settle(self, weights: Iterable[Stored] | None = None) -> None:
+        """Before ``weights``, or all, are used or change: what user code wrote to their views is written to them.
+
+        Those whose calls run are left to the calls' ends.
         """
-        if not self._asks or not weights:
+        if not self.may_be_here:
             return
-        flags = torch.tensor([self.is_viewed(x) for x in weights], dtype=torch.uint8)
-        found = weights[0]._peers.all_reduce_(flags, "views", "max").tolist()
-        self._asks = self._has_asked and self._asks or any(found)
-        self._has_asked = True
-        for x in (x for x, flag in zip(weights, found) if flag):
-            places = self._put(x, x.as_gathered())
-            if aliases.is_any():  # a slice across the tensor axis is a copy
-                with torch.no_grad():
-                    aliases.written(places)
+        if weights is None:
+            weights = [places[0].weight for places in {**self._given, **self._kept}.values()]
+        for x in weights:
+            for place in self._places(x):
+                whole = place.written()
+                if whole is not None and not any(x is other for other in self.in_calls()):
+                    place.write_back(whole, quiet=not place.is_seen)
+                    self._wrote(x, whole)
+
+    def end_call(self, weight: Stored, whole: Tensor, place: Place) -> bool:
+        """A call has had the ``whole`` of a weight at ``place``: what it has written is written to the weight.
+
+        Returns:
+            Whether versions showed it.
+        """
+        if not place.has(whole):  # by ``x.data = value``
+            place.move(whole)
+            self.forget(weight)
+            self._given[id(weight)], self._memories[place.memory] = [place], place
+        elif not place.is_taken and not self.is_viewed(weight):
+            if not place.is_seen:
+                return False
+            place.write_back(whole)
+            self._wrote(weight, whole)
+            return True
+        is_seen = False
+        for one in self._places(weight):
+            there = one.written()
+            if there is not None:
+                is_seen |= one.is_seen
+                one.write_back(there, quiet=not one.is_seen)  # else its graph may have it from before the write
+                self._wrote(weight, there)
+        return is_seen
+
+    def _wrote(self, weight: Stored, whole: Tensor) -> None:
+        """User code has written to ``weight``, on all ranks alike, which is what is in ``whole`` from now on."""
+        self._put_everywhere(weight, whole.detach())
+        if aliases.is_any():
+            aliases.written([weight._local])
+
+    def begin_step(self, weights: Sequence[Stored]) -> None:
+        """An optimizer is about to write to ``weights``; until `end_step` none of its writes by itself counts."""
+        self.settle(weights)
+        self._is_stepping = True
+
+    def end_step(self, weights: Sequence[Stored]) -> None:
+        """It has written to ``weights``; see `changed`."""
+        self._is_stepping = False
+        self.changed(weights)
+
+    def changed(self, weights: Sequence[Stored]) -> None:
+        """``weights`` were written to: views of them change, too. All ranks that have parts must call it.
+
+        If calls have had weights since they were asked, a message asks all ranks whether they have views.
+        """
+        if not weights or not self.may_be_anywhere:
+            return
+        if self._asks:
+            self._ask()
+        for x in weights:
+            if id(x) in self._anywhere:
+                places = self._put_everywhere(x, x.as_gathered())
+                if aliases.is_any():  # a slice across the tensor axis is a copy
+                    with torch.no_grad():
+                        aliases.written(places)
+
+    def _ask(self) -> None:
+        self._asks = False
+        flags = torch.zeros(len(self.weights), dtype=torch.uint8)
+        if self.may_be_here:
+            here = [any(place.is_there for place in self._places(x)) for x in self.weights]
+            flags = torch.tensor(here, dtype=torch.uint8)
+        self.weights[0]._peers.all_reduce_(flags, "views", "max")
+        self._anywhere = {id(self.weights[i]) for i in flags.nonzero()[:, 0].tolist()}
 
     def end_backward(self) -> None:
         """No call, and no backward, uses them any more: what is still there someone keeps."""
+        self.settle(places[0].weight for places in [*self._given.values()])
         found, self._found = self._found, []
-        weights, self._weights = self._weights, []
+        weights, self._found_of = self._found_of, []
         for number in range(len(found)):
             if _is_kept(found, number):
                 _become(found[number], weights[number])
         found.clear()
-        given, self._given = self._given, []
-        for weight, memory in given:
-            if memory.is_there:
-                known = self._viewed.setdefault(id(weight), [])
-                if not any(memory.is_same(x) for x in known):
-                    known.append(memory)
+        self._asks |= bool(self._given)  # what was there for backward has gone
+        given, self._given = self._given, {}
+        for key, places in given.items():
+            for place in places:
+                known = self._kept.get(key, [])
+                if place.is_there and not any(place.is_same(x) for x in known):
+                    place.keep()
+                    self._kept[key] = [*known, place]
+        if given:
+            self._memories = {x.memory: x for places in self._kept.values() for x in places}
 
     def hand_over(self, weight: Stored, whole: Tensor) -> None:
         """It is stored no more: let the views of ``weight`` be of ``whole`` from now on."""
-        for place in self._put(weight, whole.detach())[:1]:
+        for place in self._put_everywhere(weight, whole.detach())[:1]:
             if place.untyped_storage().nbytes() == place.nbytes:  # or files of it would be larger
                 set_data(whole, place)
 
-    def _put(self, weight: Stored, whole: Tensor) -> list[Tensor]:
-        """Write it where views of it lie; returns what lies as it does there."""
-        known = self._viewed.get(id(weight), [])
-        there = [x for memory in known if (x := memory.like(whole)) is not None]
-        for x in there:
-            _copy(whole, x)
-        if known and not any(memory.is_there for memory in known):
-            del self._viewed[id(weight)]
+    def _places(self, weight: Stored) -> list[Place]:
+        return [*self._kept.get(id(weight), ()), *self._given.get(id(weight), ())]
+
+    def _put_everywhere(self, weight: Stored, whole: Tensor) -> list[Tensor]:
+        """Write it where views of it lie, those that are kept first; returns what lies as it does there."""
+        there = self._put(whole, self._places(weight))
+        if id(weight) in self._kept and not self.is_viewed(weight):
+            del self._kept[id(weight)]
         return there
 
-
-class Memory:
-    """Where a whole weight lies, as long as anything lies there."""
-
-    __slots__ = ("_offset", "_shape", "_storage", "_stride", "dtype")
-
-    def __init__(self, x: Tensor) -> None:
-        self._storage: Callable[[], Any] = weakref.ref(storage_of(x))  # type: ignore[arg-type]
-        self.dtype, self._offset, self._shape, self._stride = x.dtype, int(x.storage_offset()), x.shape, x.stride()
-
-    @property
-    def is_there(self) -> bool:
-        return self._storage() is not None
-
-    def is_same(self, other: Memory) -> bool:
-        return self._storage() is other._storage()
-
-    def like(self, x: Tensor) -> Tensor | None:
-        """A tensor there that lies as ``x``; None where that was given up, or is of another precision."""
-        storage = self._storage()
-        if storage is None or (self.dtype, self._shape) != (x.dtype, x.shape) or storage.device != x.device:
-            return None
-        return tensor_in(storage, self.dtype, self._offset, self._shape, self._stride)
-
-
-@torch.no_grad()
-def _copy(source: Tensor, target: Tensor) -> None:
-    with DisableTorchFunction():  # no write of the user's
-        target.copy_(source)
+    @staticmethod
+    def _put(whole: Tensor, places: Iterable[Place]) -> list[Tensor]:
+        return [there for place in places if (there := place.put(whole)) is not None]
 
 
 def _is_kept(found: list[Any], number: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.fsdp.block_calls import release_blocks
+from lightning_par.fsdp.block_call import release_blocks
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
 from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after_calls
 from lightning_par.fsdp.stored_block import StoredBlock, fits
@@ -106,12 +106,10 @@ class StoragePart(Part):
         return plan_units(module, [path for path, m in module.named_modules() if is_within_call(m)], sizes)
 
     def step(self, kind: str) -> AbstractContextManager[Any]:
-        if kind == "optimizer_step":
-            return self.prefetch.blocks.in_optimizer_step()
         if kind not in ("training_step", "evaluation"):
             return nullcontext()
-        # an evaluation keeps nothing for backward
-        return self.prefetch.in_step(kind, keep=kind == "evaluation" or not self.reshard)
+        # an evaluation has no backward, and within a step of microbatches no weight is written to
+        return self.prefetch.in_step(kind, keep=kind == "evaluation" or self.throughout)
 
     def after_backward(self) -> None:
         """Called on all ranks after a backward, which has no more use for what was gathered."""
@@ -171,6 +169,7 @@ def unstore(module: nn.Module) -> None:
     with swappable(module.modules()):
         for name, parameter in module.named_parameters():
             if isinstance(parameter, Stored):
+                gathering_of(parameter).about_to_use([parameter])
                 gathering_of(parameter).let_go()
                 if aliases.is_any():
                     aliases.look([parameter._innermost])

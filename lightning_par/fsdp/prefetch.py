@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.block_calls import BlockCalls
-from lightning_par.fsdp.block_use import Later
 from lightning_par.fsdp.buckets import gather_all, sum_all
-from lightning_par.fsdp.regathered import Again, Regathered, Together, unpacked
+from lightning_par.fsdp.regathered import Again, Regathered, Together
+from lightning_par.fsdp.saved import Packed, Viewed, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.host_values import on_device
 from lightning_par.private.module_hooks import drop_forward_hooks
@@ -54,12 +54,14 @@ class Prefetch(Gathering):
         cut: whether a step runs forward and backward of several microbatches, in any order.
 
     Attributes:
+        keep: whether weights stay whole until the end of the step.
         blocks: those of the weights that are gathered together, around calls of their modules.
     """
 
     def __init__(self, reshard: bool, cut: bool = False) -> None:
         super().__init__()
-        self.blocks = BlockCalls(keep=not reshard, cut=cut)
+        self.keep = not reshard
+        self.blocks = BlockCalls(self.keep, cut)
         self._throughout: set[int] = set()  # ids of weights whose whole has one leaf for all of the step
         self._kept: dict[int, dict[Use, _Kept]] = {}  # by the weight's id
         self._memories: dict[int, Regathered] = {}  # by the memory of what was gathered
@@ -135,6 +137,23 @@ class Prefetch(Gathering):
             _refuse_write()
         self.let_go(written.values())
 
+    def has_written(self, targets: Sequence[ShardedTensor]) -> None:
+        self.blocks.has_written(targets)
+
+    def about_to_use(self, used: Sequence[ShardedTensor]) -> None:
+        self.blocks.settle(used)
+
+    def has_moved(self, x: ShardedTensor) -> None:
+        assert isinstance(x, Stored)
+        self.blocks.has_moved(x)
+
+    def begin_optimizer_step(self, weights: Sequence[ShardedTensor]) -> None:
+        self.blocks.end_backward()
+        self.blocks.escaped.begin_step([x for x in weights if isinstance(x, Stored)])
+
+    def end_optimizer_step(self, written: Sequence[ShardedTensor]) -> None:
+        self.blocks.escaped.end_step([x for x in written if isinstance(x, Stored)])
+
     def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
         """Forget what was gathered of ``weights``, or of all."""
         self._together = Together()
@@ -153,9 +172,12 @@ class Prefetch(Gathering):
 
     @contextmanager
     def in_step(self, kind: str, keep: bool) -> Iterator[None]:
-        """Around a step, at whose end all is let go at the latest; unless ``keep``, backward gathers again."""
+        """Around a step, at whose end all is let go at the latest.
+
+        Args:
+            keep: whether the graph keeps what backward needs as it is, of weights, too.
+        """
         self.blocks.begin_step(kind)
-        # weights that backward needs are noted, not kept
         noted = nullcontext() if keep else torch.autograd.graph.saved_tensors_hooks(self._packed, unpacked)
         try:
             with noted:
@@ -165,16 +187,25 @@ class Prefetch(Gathering):
             self.blocks.end_step()
             self.let_go()
 
-    def _packed(self, x: Tensor) -> Tensor | Again | Later:
-        if not self.blocks.live and not self._memories or x.layout != torch.strided:
-            return x
-        memory = memory_of(x)
-        for use in self.blocks.live:
-            kept = use.memories.get(memory)
-            if kept is not None:
-                return use.refers_to(kept, x)
-        known = self._memories.get(memory)
-        return x if known is None else known.view_like(x)
+    def _packed(self, x: Tensor) -> Packed | Again:
+        """What the graph keeps of ``x``, which backward needs; of a weight how to gather it again."""
+        if self._is_any and x.layout == torch.strided:
+            memory = memory_of(x)
+            for use in self.blocks.live:
+                kept = use.memories.get(memory)
+                if kept is not None:
+                    return use.refers_to(kept, x)
+            known = self._memories.get(memory)
+            if known is not None:
+                return Viewed(x, known.weight, known.version) if self.keep else known.view_like(x)
+            weight = self.blocks.escaped.weight_at(memory, x)
+            if weight is not None:
+                return Viewed(x, weight)
+        return x, write_count(x)
+
+    @property
+    def _is_any(self) -> bool:
+        return bool(self.blocks.live or self._memories) or self.blocks.escaped.may_be_here
 
 
 def in_use(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_par.fsdp.block_use import Later
+from lightning_par.fsdp.saved import weight_written
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.tensors import write_count
 
@@ -55,7 +55,7 @@ class Regathered:
 
     def get(self) -> Tensor:
         if write_count(self.weight._local) != self.version:
-            raise RuntimeError("A weight was written to in place between the step and its backward, which needs it.")
+            raise weight_written(self.weight)
         self._together.gather()
         assert self.whole is not None
         return self.whole
@@ -72,7 +72,3 @@ class Again:
 
     def get(self) -> Tensor:
         return self.weight.get().as_strided(self.size, self.stride, self.offset)
-
-
-def unpacked(x: Tensor | Again | Later) -> Tensor:
-    return x if isinstance(x, Tensor) else x.get()

@@ -113,6 +113,16 @@ class Stored(ShardedTensor):
     def as_gathered(self) -> Tensor:
         return self.held(self._local.dtype)
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return ShardedTensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        ShardedTensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        if self._peers.gathering is not None:
+            self._peers.gathering.has_moved(self)
+
     def own_part(self, whole: Tensor) -> Tensor:
         return collectives.own_part(whole, self._dim, self._inner, self._peers)
 

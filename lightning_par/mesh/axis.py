@@ -22,6 +22,7 @@ from lightning_par.mesh.listener import heard
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.process_groups import has_gloo, start_receive, start_send
+from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
 
@@ -197,14 +198,20 @@ class Axis:
         own = parts[self.rank]
         if self.size == 1:
             return own, None, None
-        if all(part.shape == own.shape for part in parts):  # laid out once, where a list would be copied again
-            flat = torch.cat([part.reshape(-1) for part in parts])
+        # Laid out once, where a list would be copied again. Parts that differ in size are padded to the largest: NCCL
+        # sums unequal ones by a message for each rank.
+        most = max(part.numel() for part in parts)
+        pieces: list[Tensor] = []
+        for part in parts:
+            pieces.append(part.reshape(-1))
+            if part.numel() < most:
+                pieces.append(own.new_zeros(most - part.numel()))
+        flat = torch.cat(pieces)
+        if own.numel() == most:
             return *self.start_reduce_scatter(flat, purpose, own.shape), flat
-        numel = sum(part.numel() for part in parts)
-        self._log("reduce_scatter", purpose, numel, numel * own.element_size())
-        out = torch.empty_like(own, memory_format=torch.contiguous_format)
-        sent = [part.contiguous() for part in parts]
-        return out, dist.reduce_scatter(out, sent, group=self.group, async_op=True), sent
+        out, work = self.start_reduce_scatter(flat, purpose)
+        own_rows = out[: own.numel()].view(own.shape)
+        return tensor_in(out.untyped_storage(), out.dtype, 0, own.shape, own_rows.stride()), work, flat
 
     # What is returned below is no view, into which user code could not write behind an autograd function.
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_par.optim.stand_ins import sharded_parameters
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded import aliases
+from lightning_par.sharded.rules.stored_weights import Gathering, gathering_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -31,20 +32,36 @@ class Shared:
         try:
             yield
             self._rivals.refuse_several("the optimizer's step")
+        except BaseException:
+            self._tell_gathering([])
+            raise
         finally:
             if aliases.is_any():
                 aliases.written(self._parts())
+        self._tell_gathering(self._stored())
 
     def away(self, closure: Callable[[], Any]) -> Any:
         """Run the ``closure``, in which it doesn't; few optimizers have written by then."""
-        if aliases.is_any() and self._versions != self._versions_now():
+        is_written = self._versions != self._versions_now()
+        if aliases.is_any() and is_written:
             self._rivals.refuse_several("the optimizer's step")
             aliases.written(self._parts())
+        self._tell_gathering(self._stored() if is_written else [])
         result = closure()
         self._look()
         return result
 
+    def _stored(self) -> list[ShardedTensor]:
+        return [p for p in sharded_parameters(self.optimizer) if p.axis.stores] if Gathering.count else []
+
+    def _tell_gathering(self, written: list[ShardedTensor]) -> None:
+        for x in self._stored()[:1]:
+            gathering_of(x).end_optimizer_step(written)
+
     def _look(self) -> None:
+        stored = self._stored()
+        if stored:
+            gathering_of(stored[0]).begin_optimizer_step(stored)
         if aliases.is_any():
             aliases.look([*self._parts(), *gradients_of(sharded_parameters(self.optimizer))])
             self._rivals = Rivals(self._parts())
@@ -54,7 +71,7 @@ class Shared:
         return [p._innermost for p in {id(p): p for p in sharded_parameters(self.optimizer)}.values()]
 
     def _versions_now(self) -> list[int]:
-        return [write_count(x) for x in self._parts()] if aliases.is_any() else []
+        return [write_count(x) for x in self._parts()] if aliases.is_any() or Gathering.count else []
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -25,7 +25,6 @@ from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
-from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.modules import named_parameters
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.patches import SHARDED, Patches
@@ -81,7 +80,6 @@ class StagesPart(Part):
                     "TensorParallelStrategy, or automatic optimization with one optimizer."
                 )
             _refuse_pruning(trainer.callbacks, self.wanted.namespace, asker)
-        _refuse_compiled(module)
         _refuse_fetching(module, asker)
 
     def listen(self, first: FirstStep) -> None:
@@ -269,12 +267,3 @@ def _refuse_pruning(callbacks: Iterable[Any], namespace: Namespace, strategy: st
             f"each rank makes of its weights. Which rank holds which of them is settled before {strategy} trains. Use "
             "TensorParallelStrategy, or prune the trained model: torch.nn.utils.prune, after Trainer.fit."
         )
-
-
-def _refuse_compiled(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if is_compiled_wrapper(child):
-            raise ValueError(
-                f"{name!r} is a wrapper that torch.compile made of a submodule. It holds on to weights, which can't go "
-                f"to the ranks of other layers then. Compile in place: `self.{name}.compile()`."
-            )

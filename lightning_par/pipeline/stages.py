@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, list_names, walk
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import OutsideWriteError
 from lightning_par.pipeline.run.engine import Engine
@@ -34,9 +35,12 @@ from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.private.modules import named_parameters
 from lightning_par.sharded.packed_parameters import packed_parameters
+from lightning_par.strategies.compiled_layers import compile_units, restore_calls
 from lightning_par.strategies.entry_points import has_start_hooks
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
+
+log = logging.getLogger(__name__)
 
 
 class Spread:
@@ -121,6 +125,10 @@ class Spread:
         axes = make_holder_axes(self.placement, self.groups, self.timeout)
         for copied in (module, *copies_of(module, first.trainer.callbacks)):
             send_away(copied, self.placement, self.axis)
+        _release(module)  # after a run that failed
+        cut = compile_units(module, stages.homes, first.trainer.strategy.compiler)
+        if cut and first.world.rank == 0:
+            log.warning("Compiled layer by layer, and run as written around the layers: %s.", list_names(cut))
         intercept_units(module, tuple(stages.homes))
         containers = [(path, m) for path, m in module.named_modules() if not within(path, stages.homes)]
         watch = Watch(module, containers, around=_around)
@@ -151,7 +159,7 @@ class Spread:
 
     def undo(self, module: nn.Module, also: Iterable[Any] = ()) -> None:
         """Give every rank the whole module again. All ranks must call it."""
-        release_units(module)
+        _release(module)
         agree_on_buffers(module, self.axis)
         bring_back(module, self.axis, also)
 
@@ -290,6 +298,11 @@ class Spread:
         self.reason = f"samples need one another: {reason}"
         if step.grad:
             self.microbatches = 1
+
+
+def _release(module: nn.Module) -> None:
+    release_units(module)
+    restore_calls(module)
 
 
 @contextmanager

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _uncompiled: list[Any] = []  # one for each context that is entered, of whatever thread
 
@@ -25,15 +28,38 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with _stance:
-        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    _begin()
     try:
         yield
     finally:
-        with _stance:
-            stance = _uncompiled.pop()
-            if not _uncompiled:
-                stance.__exit__(None, None, None)
+        _end()
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Within `uncompiled`: inside, what the user has compiled runs compiled, unless another context is entered, too."""
+    with _stance:
+        alone = len(_uncompiled) == 1
+    if not alone:
+        yield
+        return
+    _end()
+    try:
+        yield
+    finally:
+        _begin()
+
+
+def _begin() -> None:
+    with _stance:
+        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+
+
+def _end() -> None:
+    with _stance:
+        stance = _uncompiled.pop()
+        if not _uncompiled:
+            stance.__exit__(None, None, None)
 
 
 def is_loaded() -> bool:
@@ -94,6 +120,57 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return type(module).__module__ == "torch._dynamo.eval_frame"
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the user has compiled ``module``, in place or by a wrapper."""
-    return is_compiled_wrapper(module) or isinstance(module._compiled_call_impl, types.FunctionType)
+def compiler_of(module: nn.Module) -> Compiler | None:
+    """What compiles a function as the user has compiled ``module``; None where it is not compiled.
+
+    ``torch.compile`` gives its arguments to an object that a wrapper keeps, and what was compiled in place closes over.
+    """
+    if is_compiled_wrapper(module):
+        return module.dynamo_ctx  # type: ignore[return-value]
+    call = module._compiled_call_impl
+    return compiler_of_function(call) if isinstance(call, types.FunctionType) else None
+
+
+def own_frame(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, of a module with this ``forward``, as what its compiler begins with.
+
+    It passes over frames of torch's own modules, and would begin within functions that these call. Where it is given
+    one of the user's it begins there, once for all modules of a class; here each has code, hence a cache, of its own.
+    """
+    if not getattr(forward, "__module__", "").startswith("torch.nn."):
+        return call
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    called.__code__ = called.__code__.replace(co_varnames=called.__code__.co_varnames)  # a copy
+    return called
+
+
+def as_written(function: Any) -> Any:
+    """``function`` before any ``torch.compile``."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
+
+
+def compiler_of_function(function: types.FunctionType) -> Compiler | None:
+    """As `compiler_of`, of what ``torch.compile`` made of a function."""
+    names = function.__code__.co_freevars
+    if not hasattr(function, "_torchdynamo_orig_callable") or "self" not in names or function.__closure__ is None:
+        return None
+    found: Compiler = function.__closure__[names.index("self")].cell_contents
+    return found
+
+
+def forget_traced() -> None:
+    """Let what has traced graphs forget the tensors that it met: its weak references keep them from being swapped.
+
+    What traces numbers tensors by them, and hangs on graphs for as long as a backend keeps these.
+    """
+    if not is_loaded():
+        return
+    from torch._subclasses.meta_utils import MetaTensorDescriber
+
+    for describer in [x for x in gc.get_objects() if type(x) is MetaTensorDescriber]:
+        describer.lookup_tensor = type(describer.lookup_tensor)()

@@ -80,3 +80,8 @@ def checkpoint_generator() -> tuple[Any, str]:
     """Where non-reentrant checkpointing finds the generator function behind it, a module and a name; its first argument
     is what is run, and run again, of which torch tells nobody."""
     return torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+
+
+KEEPS_ARGUMENTS: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
+"""The autograd function by whose node non-reentrant checkpointing keeps what a region is run again on; it computes
+nothing. torch 2.13 has none."""

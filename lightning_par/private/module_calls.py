@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_par.private.compiler import is_compiled_wrapper
+
 CALL = "_compiled_call_impl"
 """Where a module keeps what is called instead of it, if anything."""
 
@@ -68,3 +70,5 @@ def reset_call(module: torch.nn.Module, before: Callable[..., Any]) -> None:
 def forget_call(module: torch.nn.Module) -> None:
     """Let ``module(...)`` run what is not compiled, as the copy of a module must: what is compiled runs the first."""
     module.__dict__.pop(CALL, None)
+    if is_compiled_wrapper(module):
+        module.__dict__["forward"] = module._orig_mod.__call__  # type: ignore[union-attr, operator]

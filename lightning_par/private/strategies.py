@@ -30,6 +30,27 @@ def given_anew(kind: type[_T]) -> type[_T]:
     return kind
 
 
+def takes_module(take: Callable[[Any, Any], None]) -> Callable[[type[_T]], type[_T]]:
+    """Call ``take(strategy, module)`` with what a strategy of a class is given to run, before it has it.
+
+    A Trainer sets a private attribute, and then asks whether the strategy runs compiled modules, of three classes of
+    Lightning's own.
+    """
+
+    def decorate(kind: type[_T]) -> type[_T]:
+        def given(self: Any) -> Any:
+            return vars(self).get("_lightning_module_given")
+
+        def give(self: Any, module: Any) -> None:
+            take(self, module)
+            vars(self)["_lightning_module_given"] = module
+
+        setattr(kind, "_lightning_module", property(given, give))  # noqa: B010
+        return kind
+
+    return decorate
+
+
 def launched_by(make: Callable[[Any], Any]) -> Callable[[type[_T]], type[_T]]:
     """Let strategies of a class be launched by ``make(strategy)``; Lightning's own override a private method, too."""
 

@@ -28,6 +28,15 @@ get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type:
 set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 """As which torch functions meet an assignment to ``x.data``; ``torch.Tensor.data`` may be replaced."""
 
+
+def counter_of(x: Tensor) -> Tensor:
+    """What shares the `write_count` of ``x`` and of its views, and has no memory, nor holds theirs: torch has no name
+    for a version by itself. ``x`` is none of inference mode."""
+    counter = x.detach()
+    set_data(counter, x.new_empty(0))
+    return counter
+
+
 PARAMETER_MARK = "_is_param"
 """The attribute by which a tensor of a subclass is an `nn.Parameter` to ``isinstance``."""
 

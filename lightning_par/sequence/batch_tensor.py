@@ -57,7 +57,7 @@ class BatchTensor(ShardedTensor):
     @staticmethod
     def __new__(cls, whole: Tensor, dim: int, positions: Positions, axis: Any) -> BatchTensor:
         with DisableTorchFunctionSubclass():
-            self = make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+            self = make_wrapper_subclass(cls, whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
         self._whole, self._dim, self._positions, self._axis = whole, dim, positions, axis
         self._cut = None
         return self

@@ -110,6 +110,7 @@ def attend_backward(
         seed = torch.zeros((2,), dtype=torch.uint64, device=q.device)  # of a dropout that is not done
         if kernel == "flash":
             op, sizes = attention_kernels.flash_backward, (q.shape[2], k.shape[2])
+            lse = lse.contiguous()  # the kernel goes by no strides of it: those of some rows alone it would misread
             grads = op(*rows, out.to(q.dtype), lse, None, None, *sizes, 0.0, causal, seed, seed[0], **options)
         else:
             op, bias, seed = attention_kernels.efficient_backward, _aligned(bias, q, k), seed.long()

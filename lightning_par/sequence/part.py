@@ -7,7 +7,6 @@ once more.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from lightning_par.mesh.agree import agree
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups
-from lightning_par.pipeline.plan.units import list_names
-from lightning_par.private.compiler import is_compiled
 from lightning_par.sequence.batch_tensor import mark
 from lightning_par.sequence.plan import (
     SequenceDim,
@@ -49,8 +46,6 @@ from lightning_par.trial.recording import Recording
 from lightning_par.trial.trial_run import tensors_of
 
 _apply = functools.partial(apply_to_collection, allow_frozen=True)
-
-log = logging.getLogger(__name__)
 
 
 class PlanningAxis(SequenceAxis):
@@ -117,7 +112,6 @@ class TokensPart(Part):
         self._hooks = pad_as_nested(first.module)
         if self.groups.sequence.size > 1 and first.world.rank == 0:
             show_plan(self.plan, self.asked, self.groups.layout, self._seconds)
-            _tell_of_compiled(first.module)
         refuse_partial_hooks(first.module)
         shared_around(self.groups.sharding)
 
@@ -205,9 +199,3 @@ def names_of(batch: Any) -> list[str]:
 
     walk(batch, "")
     return names
-
-
-def _tell_of_compiled(module: nn.Module) -> None:
-    names = [name for name, m in module.named_modules() if is_compiled(m)]
-    if names:
-        log.warning("Compiled, but run as written where sequences are split: %s.", list_names(names))

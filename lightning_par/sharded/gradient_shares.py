@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.private.compiler import uncompiled
 from lightning_par.sharded import backward_reach
 from lightning_par.sharded.aliases import innermost
 from lightning_par.sharded.run_state import RunState
@@ -26,10 +25,7 @@ def shared_over(axes: Sequence[Axis]) -> Iterator[None]:
     state = RunState.current
     before, state.shared = state.shared, _shared(axes)
     try:
-        # Compiled submodules run as written: ranks have been seen to wait for each other in backwards of graphs that
-        # take in what they say to each other.
-        with uncompiled() if state.shared else contextlib.nullcontext():
-            yield
+        yield
     finally:
         state.shared = before
 

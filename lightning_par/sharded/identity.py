@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_par.private.compiler import forget_traced
 from lightning_par.private.modules import forget_weak_references, renew_weak_references, weight_norms
 from lightning_par.private.tensors import PARAMETER_MARK
 
@@ -50,6 +51,7 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:
         gc.collect()  # a graph of an earlier step may still hold the parameter
+        forget_traced()
         try:
             torch.utils.swap_tensors(old, new)
         except RuntimeError as error:

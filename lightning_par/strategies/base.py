@@ -60,7 +60,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._state.end()  # of a run that was not torn down
         self._state = RunState()
         self._state.begin()
-        self.parts = make_parts(self.groups, self.wanted())
+        self.parts = make_parts(self.groups, self.wanted(), self.compiler)
         if self.parts and self.root_device.type == "cpu":
             give_back_freed(_LARGE)
         for kind in [kind for part in self.parts for kind in part.patches()]:

@@ -17,10 +17,12 @@ from lightning_par.pipeline.placement.stages import PlacementSpread
 from lightning_par.pipeline.plan.row_stages import RowSpread
 from lightning_par.pipeline.plan.settings import Settings
 from lightning_par.pipeline.stages import Spread
+from lightning_par.private.compiler import Compiler
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sequence.plan import SequenceDim
 from lightning_par.sequence.scheme import Asked
 from lightning_par.sharded.rules.several_axes import Mix
+from lightning_par.strategies.compiled_layers import CompiledPart
 from lightning_par.strategies.part import Part
 from lightning_par.strategies.peers import PeersPart
 from lightning_par.tensor.part import TensorPart
@@ -97,8 +99,14 @@ class Parts:
         return self  # of the run, which is not copied with a trainer
 
 
-def make_parts(groups: Groups, wanted: Wanted) -> Parts:
-    """The parts of a run with these axes. All ranks must call it, since process groups may be made."""
+def make_parts(groups: Groups, wanted: Wanted, compiler: Compiler | None = None) -> Parts:
+    """The parts of a run with these axes. All ranks must call it, since process groups may be made.
+
+    Args:
+        groups: the mesh axes.
+        wanted: what the user asked for.
+        compiler: what the LightningModule was compiled by, if it was.
+    """
     split = groups.split
     if len(split) > 1 or (split and groups.pipeline.size > 1):
         Mix(split if len(split) > 1 else [groups.pipeline, *split])
@@ -108,7 +116,8 @@ def make_parts(groups: Groups, wanted: Wanted) -> Parts:
     talking = {id(axis): axis for part in laid_out for axis in part.axes()}
     peers = PeersPart(groups, [*talking.values()], storage is not None, wanted.timeout)
     stages = _stages(groups, wanted, tokens, storage)
-    return Parts(tuple(part for part in (tokens, tensor, peers, stages, storage) if part is not None))
+    compiled = None if compiler is None else CompiledPart(compiler, wanted.namespace, stages is not None)
+    return Parts(tuple(part for part in (tokens, tensor, peers, stages, storage, compiled) if part is not None))
 
 
 def _tokens(groups: Groups, wanted: Wanted) -> TokensPart | None:

@@ -14,9 +14,10 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.run.located import Run
-from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.compiler import Compiler
+from lightning_par.private.lightning_modules import trainer_of, uncompile
 from lightning_par.private.process_groups import init_process_group
-from lightning_par.private.strategies import given_anew, launched_by
+from lightning_par.private.strategies import given_anew, launched_by, takes_module
 from lightning_par.private.trainer import about_to_begin_batch
 from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
@@ -37,6 +38,7 @@ T = TypeVar("T")
 
 
 @given_anew
+@takes_module(lambda strategy, module: strategy._take(module))
 @launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
 class RanksMixin(_Base):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
@@ -56,6 +58,8 @@ class RanksMixin(_Base):
         self.parts = Parts()
         """What is laid out over the ranks, while a run goes on."""
         self._synced_batch_norm = False
+        self.compiler: Compiler | None = None
+        """What the user compiled the LightningModule by, if at all; it runs as written, its layers compiled."""
         self._state = RunState()
         self._run = 0
         self._met_after_exception = False
@@ -79,6 +83,15 @@ class RanksMixin(_Base):
     def wanted(self) -> Wanted:
         """What the user asked for, beside the sizes."""
         raise NotImplementedError
+
+    def _take(self, module: Any) -> None:
+        """Called with the module that a Trainer is to run, again and again.
+
+        No graph goes across the messages that a step sends: Lightning compiles steps as a whole, and is not let.
+        """
+        compiler = uncompile(module, self.namespace)
+        if compiler is not None or module is not self.lightning_module:
+            self.compiler = compiler
 
     @property
     def groups(self) -> Groups:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.private.compiler import is_compiled_wrapper
 from lightning_par.private.lightning_modules import give_trainer, trainer_of
 from lightning_par.private.loaders import data_source
 from lightning_par.private.modes import no_modes
+from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
@@ -30,6 +32,8 @@ def stand_in(
     took: Callable[..., None],
 ) -> Any:
     """A copy of ``module`` with ``tensor(x)`` for every parameter and buffer ``x``, and Lightning's side effects off.
+
+    Modules that the user compiled run as they are written.
 
     Attributes that can't be copied are shared, as are the ``shared`` objects. ``took`` is called with the name of a
     metric's method, and what that is given.
@@ -52,6 +56,7 @@ def stand_in(
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
             state[name] = _copied(value, memo)
+        forget_call(memo[id(submodule)])
     top = memo[id(module)]
     trainer = trainer_of(module)
     optimizers = Optimizers(top, lambda: _made(trainer), memo)
@@ -89,6 +94,8 @@ def copied(value: Any) -> Any:
 def _copies_itself(module: nn.Module) -> bool:
     """Whether the class says how to copy itself; torchmetrics does, and its wrapped methods need it."""
     kind = type(module)
+    if is_compiled_wrapper(module):  # it would compile what it wraps anew, of which there is nothing yet
+        return False
     return hasattr(kind, "__deepcopy__") or getattr(kind, "__getstate__", None) != getattr(
         nn.Module, "__getstate__", None
     )
@@ -132,7 +139,7 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     if id(function) in memo or not held:
         return memo.get(id(function), function)
     memo[id(function)] = function  # it may close over itself
-    new = [_copied(x, memo) if isinstance(x, (types.FunctionType, list, dict)) else memo.get(id(x), x) for x in held]
+    new = [_copied_held(x, memo) for x in held]
     if all(a is b for a, b in zip(held, new, strict=True)):
         return function
     given = new[len(cells) : len(cells) + len(defaults)]
@@ -144,6 +151,14 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
     vars(copied).update(vars(function))
     memo[id(function)] = copied
     return copied
+
+
+def _copied_held(value: Any, memo: dict[int, Any]) -> Any:
+    """What a function closes over, or has as a default."""
+    if isinstance(value, types.MethodType):  # as that of which `torch.compile` made the function
+        owner = memo.get(id(value.__self__), value.__self__)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+    return _copied(value, memo) if isinstance(value, (types.FunctionType, list, dict)) else memo.get(id(value), value)
 
 
 class TrainerView:

@@ -182,7 +182,7 @@ class FullyShard:
             self.thread.start()
         else:
             self.turns.turn.release()
-        self.seconds, (self.loss, self.cpu, self.count) = self.turns.done.get(timeout=60)  # type: ignore[misc]
+        self.seconds, (self.loss, self.cpu, self.count) = self.turns.done.get(timeout=600)  # type: ignore[misc]
 
 
 class StepsOfBoth(Pairs):

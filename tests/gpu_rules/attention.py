@@ -126,4 +126,5 @@ def _flash_backward(
     _check(query, key, value, "flash_backward", _HALF)
     _need(grad_out.dtype == query.dtype == out.dtype, "flash backward: dtypes")
     _need(logsumexp.dtype == torch.float32 and logsumexp.shape == query.shape[:3], "flash backward: lse")
+    _need(logsumexp.is_contiguous(), "flash backward: the kernel would misread an lse that is not contiguous")
     return _backward(grad_out, query, key, value, None, out, logsumexp, is_causal, scale, True)

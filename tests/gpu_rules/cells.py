@@ -1,4 +1,4 @@
-"""CUDA's fused cell of an LSTM, computed by hand: a CPU has none."""
+"""CUDA's fused cells of an LSTM and a GRU, computed by hand: a CPU has none."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def install() -> None:
     _libraries.append(library)
     library.impl("_thnn_fused_lstm_cell", _lstm, "CUDA")
     library.impl("_thnn_fused_lstm_cell_backward_impl", _lstm_backward, "CUDA")
+    library.impl("_thnn_fused_gru_cell", _gru, "CUDA")
+    library.impl("_thnn_fused_gru_cell_backward", _gru_backward, "CUDA")
 
 
 def _lstm(
@@ -40,3 +42,22 @@ def _lstm_backward(
     c = h * o * (1 - y * y) + (0 if grad_cy is None else grad_cy)
     gates = torch.cat([c * g * i * (1 - i), c * cx * f * (1 - f), c * i * (1 - g * g), h * y * o * (1 - o)], 1)
     return gates, c * f, gates.sum(0) if has_bias else None
+
+
+def _gru(
+    input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, input_bias: Any = None, hidden_bias: Any = None
+) -> tuple[Tensor, Tensor]:
+    from_input = (input_gates if input_bias is None else input_gates + input_bias).chunk(3, 1)
+    from_hidden = (hidden_gates if hidden_bias is None else hidden_gates + hidden_bias).chunk(3, 1)
+    r, z = ((a + b).sigmoid() for a, b in zip(from_input[:2], from_hidden[:2], strict=True))
+    n = (from_input[2] + r * from_hidden[2]).tanh()
+    return n + z * (hx - n), torch.cat([r, z, n, hx, from_hidden[2]], 1)
+
+
+def _gru_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Any, ...]:
+    r, z, n, hx, hn = workspace.chunk(5, 1)
+    new = grad_hy * (1 - z) * (1 - n * n)
+    reset, update = new * hn * r * (1 - r), grad_hy * (hx - n) * z * (1 - z)
+    of_input, of_hidden = torch.cat([reset, update, new], 1), torch.cat([reset, update, new * r], 1)
+    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, grad_hy * z, *biases

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu_rules import attention, cells, waits
+from tests.gpu_rules import attention, cells, kernels, waits
 from tests.gpu_rules.build import extension
 
 used: Counter[str] = Counter()
@@ -126,6 +126,7 @@ def install() -> None:
     fake.listen(waits.tell)
     attention.install()
     cells.install()
+    kernels.install()
     _install_storages(fake)
 
 

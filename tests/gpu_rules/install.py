@@ -16,23 +16,27 @@ c10d: Any = dist.distributed_c10d
 CPU_NAME = "gloostrict"
 
 
-class FakeNCCL(StrictGroup):
+def _in_place_of_nccl(kind: type[StrictGroup]) -> type[StrictGroup]:
     """What ``distributed_c10d`` makes where the backend is "nccl"."""
 
-    class Options:
-        is_high_priority_stream = False
-        _timeout: Any = None
-        global_ranks_in_group: list[int] = []
-        group_name = ""
+    class FakeNCCL(kind):  # type: ignore[valid-type, misc]
+        class Options:
+            is_high_priority_stream = False
+            _timeout: Any = None
+            global_ranks_in_group: list[int] = []
+            group_name = ""
 
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        ranks = options.global_ranks_in_group or range(size)
-        super().__init__(store, rank, list(ranks), options._timeout, "cuda", "nccl")
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            ranks = options.global_ranks_in_group or range(size)
+            super().__init__(store, rank, list(ranks), options._timeout, "cuda", "nccl")
+
+    return FakeNCCL
 
 
-def install_for_cuda() -> None:
+def install_for_cuda(kind: type[StrictGroup] = StrictGroup) -> None:
     """ "nccl" is the strict group; what stands on a CPU goes to gloo itself."""
     c10d._NCCL_AVAILABLE = True
+    FakeNCCL = _in_place_of_nccl(kind)
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = FakeNCCL
     plain, init = c10d._get_object_coll_device, c10d.init_process_group
 

@@ -1,5 +1,7 @@
 """``pytest --gpu-rules=communicator`` or ``=rank``: ranks of tests have fake CUDA devices and the strict group.
 
+``--gpu-rules=shared``: they share one real device instead; `tests.gpu_rules.shared`.
+
 Each test that asks for the fixture `pool` then also fails where a rule was broken, by one of its runs.
 """
 
@@ -20,7 +22,9 @@ _OPTION = "--gpu-rules"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        _OPTION, choices=("communicator", "rank"), help="fake CUDA and NCCL's rules, queues by what is said"
+        _OPTION,
+        choices=("communicator", "rank", "shared"),
+        help="fake CUDA and NCCL's rules, queues by what is said; or one real device for all ranks",
     )
 
 
@@ -29,11 +33,13 @@ def strict_pool(config: pytest.Config) -> Any:
     queue: Any = config.getoption(_OPTION)
     if queue is None:
         return None
+    from tests.gpu_rules.ranks import StrictPool
+
+    if queue == "shared":
+        return StrictPool("shared")
     why = build.missing()
     if why is not None:
         pytest.skip(why)
-    from tests.gpu_rules.ranks import StrictPool
-
     return StrictPool("cuda", Rules(queue=queue))
 
 

@@ -86,6 +86,10 @@ class QueuedGroup(dist.ProcessGroup):
 
     def _hosts(self, tensors: Sequence[Tensor], message: bool = False) -> list[Tensor]:
         """The memory of ``tensors``, which must be such as NCCL takes."""
+        self._check(tensors, message)
+        return [on_host(x) for x in tensors]
+
+    def _check(self, tensors: Sequence[Tensor], message: bool) -> None:
         for x in tensors:
             if x.device.type != self.device.type:
                 told(f"a tensor on {x.device.type} given to {self._name}", x)
@@ -96,7 +100,6 @@ class QueuedGroup(dist.ProcessGroup):
                 told("a tensor that is not contiguous", x)
             if x.dtype not in _DTYPES:
                 told("a dtype that NCCL lacks", x)
-        return [on_host(x) for x in tensors]
 
     # ----------------------------------------------------------------------------------------------- collectives
 

@@ -30,6 +30,8 @@ class Operation:
         reads: CPU tensors that must not be written to until it has ended.
         writes: CPU tensors that must not be read until it has ended.
         peer: of a message, the other rank in the communicator.
+        result: tensors of the device that hold what it came to, for who asks for a future.
+        back: tensors of a real device, and what is copied to them by who waits.
     """
 
     kind: str
@@ -38,7 +40,8 @@ class Operation:
     reads: Sequence[Tensor] = ()
     writes: Sequence[Tensor] = ()
     peer: int | None = None
-    result: Sequence[Tensor] = ()  # for who asks for a future
+    result: Sequence[Tensor] = ()
+    back: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def numel(self) -> int:
@@ -58,6 +61,7 @@ class Entry(dist.Work):
         super().__init__()
         self.operations, self.communicator, self.rules, self.device = operations, communicator, rules, device
         self.done, self.error, self.waited = threading.Event(), None, False
+        self.bringing = threading.Lock()
         self.purpose, self.site = purpose(), site()
         self.kind = operations[0].kind if len(operations) == 1 else "batch"
         self.before = fingerprint(self.reads) if rules.checks else 0
@@ -104,7 +108,17 @@ class Entry(dist.Work):
             deadlock.wait(self)
         if self.error is not None:
             raise self.error
+        self._bring_back()
         return True
+
+    @torch.no_grad()
+    def _bring_back(self) -> None:
+        with self.bringing:
+            for operation in self.operations:
+                for x, copy in operation.back:
+                    with torch.inference_mode(x.is_inference()):
+                        x.detach().copy_(copy)  # no write that autograd counts, as none of NCCL's is
+                operation.back = ()
 
     def is_completed(self) -> bool:
         return self.done.is_set()
@@ -126,6 +140,7 @@ class Entry(dist.Work):
 
         def finish() -> None:
             self.done.wait()
+            self._bring_back()
             future.set_result([x for operation in self.operations for x in operation.result])
 
         self.waited = True

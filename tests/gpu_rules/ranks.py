@@ -17,7 +17,7 @@ from tests.gpu_rules.orders import opposite_orders
 from tests.gpu_rules.report import Report, Rules
 from tests.helpers.pool import Pool, RanksFailedError
 
-Device = Literal["cuda", "cpu"]
+Device = Literal["cuda", "cpu", "shared"]
 
 
 class StrictPool(Pool):

@@ -121,11 +121,35 @@ def _trains() -> tuple[bool, tuple[bool, int], bool, bool]:
     first = torch.rand(5, device="cuda")
     torch.cuda.manual_seed(3)
     alike = alike and _alike(nn.Conv1d(4, 8, 3, groups=4), x) and _alike(nn.LSTM(8, 5, batch_first=True), x)
+    alike = alike and _alike(nn.GRU(8, 5, batch_first=True), x) and _alike(nn.GRU(8, 5, bias=False), x)
     return alike, _Doubled.ran_in, torch.equal(first, torch.rand(5, device="cuda")), bool((first != 0).all())
 
 
 def test_a_model_trains_there_with_its_backward_in_a_device_thread(pool: StrictPool) -> None:
     assert pool.run(1, _trains) == [(True, (False, 1), True, True)]
+
+
+def _kernels_of_cuda() -> list[bool]:
+    """Whether what a CPU takes comes to the same there, and what it doesn't, to what floats come to."""
+    x, found = torch.randn(3, 5), []
+    for function in (torch.softmax, torch.log_softmax):
+        for dim in (0, -1):
+            on_host, there = x.clone().requires_grad_(), x.cuda().requires_grad_()
+            for y in (on_host, there):
+                function(y, dim).square().sum().backward()
+            assert on_host.grad is not None and there.grad is not None
+            found.append(torch.allclose(on_host.grad, there.grad.cpu(), atol=1e-6))
+            half = x.half()
+            of_half = function(half.cuda(), dim, dtype=torch.float32)
+            found.append(torch.allclose(of_half.cpu(), function(half.float(), dim), atol=1e-6))
+    numbers = torch.tensor([0, 3, 1, 1, 7, -2, 4])
+    counted = torch.histc(numbers.cuda(), bins=4, min=0, max=4)
+    found.append(torch.equal(counted.cpu(), torch.histc(numbers.double(), bins=4, min=0, max=4).long()))
+    return found
+
+
+def test_kernels_that_a_cpu_lacks(pool: StrictPool) -> None:
+    assert pool.run(1, _kernels_of_cuda) == [[True] * 9]
 
 
 def _inference() -> list[bool]:

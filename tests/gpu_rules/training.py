@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from tests.gpu_rules import report, waits
 from tests.gpu_rules.layouts import LAYOUTS
 from tests.gpu_rules.queues import synchronize
 from tests.gpu_rules.waits import Waits
-from tests.helpers.accelerator import accelerator
+from tests.helpers.accelerator import accelerator, devices
 from tests.helpers.models import MODELS
 
 STEPS = 4
@@ -84,13 +83,12 @@ def train(layout: str | None, case: str = "gpt_tied", sync: bool = False, **opti
 
         arguments = LAYOUTS[layout]
         strategy = LayerPlacementStrategy if "placement" in arguments else HybridParallelStrategy
-        where = dict(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy(**arguments))
+        where = dict(**devices(), strategy=strategy(**arguments))
     trainer = Trainer(
-        **where,
         accelerator=accelerator(),
         callbacks=[step],
         max_steps=STEPS,
-        **{**_DEFAULTS, **options},
+        **{**where, **_DEFAULTS, **options},
     )
     batches = DataLoader(MODELS[case].data(0), MODELS[case].batch_size)  # type: ignore[arg-type,var-annotated]
     trainer.fit(module, batches)

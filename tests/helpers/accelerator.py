@@ -13,3 +13,12 @@ def accelerator() -> str:
 def device_type() -> str:
     """For torch: "cuda" or "cpu"."""
     return "cuda" if accelerator() == "gpu" else "cpu"
+
+
+def devices() -> dict[str, int]:
+    """For ``Trainer(**devices())``: one for each rank; where all share one, each is a host of its own to Lightning."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if "TEST_SHARED_DEVICE" not in os.environ:
+        return {"devices": world_size}
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=os.environ["RANK"])
+    return {"devices": 1, "num_nodes": world_size}

@@ -26,7 +26,7 @@ from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.verdict import compare as verdict
 from lightning_par.verdict.compare import TOLERANCE
 from lightning_par.verdict.result import Keep, Result, detached
-from tests.helpers.accelerator import accelerator, device_type
+from tests.helpers.accelerator import accelerator, device_type, devices
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 
@@ -121,7 +121,7 @@ def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
 
     kind = next((kind for argument, kind in _STRATEGIES.items() if argument in layout), "TensorParallelStrategy")
     strategy = getattr(lightning_par, kind)(**{name: value for name, value in layout.items() if name != "hybrid"})
-    return dict(accelerator=accelerator(), devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    return dict(accelerator=accelerator(), **devices(), strategy=strategy)
 
 
 def _loader(case: str, seed: int, data_size: int, shuffle: bool, interleave: bool) -> DataLoader:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from lightning_par.private.compiler import as_written
 from lightning_par.private.lightning_modules import (
     ATTRIBUTES,
     HPARAMS,
+    STEPS,
     before_batch_transfer,
     give_trainer,
     trainer_of,
+    uncompile,
 )
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
@@ -48,3 +54,20 @@ def test_the_users_hook_before_the_transfer_of_a_batch_is_called(namespace: Name
     module.trainer = trainer
     trainer._data_connector.attach_data(module)
     assert before_batch_transfer(module, 2) == 4
+
+
+@both
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_compiled_module_that_a_trainer_took_is_as_it_was_written(namespace: Namespace, times: int) -> None:
+    module = namespace.from_pytorch("demos.boring_classes", "BoringModel")()
+    replaced = module.test_step = lambda batch, batch_idx: None  # of the user's own
+    assert uncompile(module, namespace) is None
+    for _ in range(times):  # `from_compiled` compiles what it compiled again
+        namespace.from_pytorch("utilities.compile", "from_compiled")(torch.compile(module, backend="eager"))
+    compiled = {name: vars(module)[name] for name in ("forward", *STEPS)}
+    assert all(as_written(step) is not step for step in compiled.values())
+    graphs = list[Any]()
+    compiler = uncompile(module, namespace)
+    assert compiler is not None and module._compiler_ctx is None
+    assert module.test_step is replaced and not {"forward", *STEPS} - {"test_step"} & vars(module).keys()
+    assert compiler(lambda x: graphs.append(x) or 2 * x)(torch.ones(1)) == 2

@@ -54,6 +54,14 @@ def test_a_compiled_call_is_what_runs_and_is_put_back_and_forgotten() -> None:
     assert len(compiled) == 1 and get_call(module) is None
 
 
+def test_a_wrapper_that_compile_made_runs_what_it_wraps_uncompiled_once_forgotten() -> None:
+    compiled = list[Any]()
+    wrapper: Any = torch.compile(Double(), backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    wrapper.register_forward_hook(lambda module, args, y: y + 1)
+    forget_call(wrapper)
+    assert wrapper(torch.ones(1)) == 3 and not compiled
+
+
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
 def test_a_modules_calls_saving_and_loading_run_this_code(kind: Any) -> None:
     ran: set[str] = set()

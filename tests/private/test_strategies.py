@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_par import PipelineParallelStrategy, TensorParallelStrategy
@@ -14,6 +15,7 @@ from lightning_par.private.strategies import (
     given_checkpoint_io,
     launched_by,
     layer_sync,
+    takes_module,
 )
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
@@ -65,3 +67,29 @@ def test_a_strategy_has_the_plugins_that_the_user_gave(namespace: Namespace) -> 
     give_checkpoint_io(strategy, io)
     assert strategy.checkpoint_io is io
     assert layer_sync(trainer_class(**options).strategy) is None
+
+
+@both
+def test_a_strategy_is_told_of_a_module_before_it_is_asked_whether_it_runs_compiled_ones(namespace: Namespace) -> None:
+    base = namespace.from_pytorch("strategies", "ParallelStrategy")
+    module = namespace.from_pytorch("demos.boring_classes", "BoringModel")()
+    taken = list[Any]()
+
+    def take(strategy: Any, given: Any) -> None:
+        taken.append(given)
+        if given is not None:
+            namespace.from_pytorch("utilities.compile", "to_uncompiled")(given)
+            raise InterruptedError  # before any rank is started
+
+    @takes_module(take)
+    class Strategy(namespace.from_pytorch("strategies", "DDPStrategy")):  # type: ignore[misc]
+        pass
+
+    assert issubclass(Strategy, base)
+    options = dict(accelerator="cpu", devices=1, logger=False, strategy=Strategy(), enable_checkpointing=False)
+    trainer = namespace.from_pytorch("trainer", "Trainer")(**options)
+    assert trainer.strategy.lightning_module is None
+    for entry in ("fit", "validate", "test", "predict"):
+        with pytest.raises(InterruptedError):
+            getattr(trainer, entry)(torch.compile(module, backend="eager"))
+    assert taken[-4:] == [module] * 4

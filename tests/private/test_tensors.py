@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.private.tensors import (
     PARAMETER_MARK,
+    counter_of,
     get_data,
     is_held,
     is_marked,
@@ -128,3 +129,14 @@ def test_data_has_the_memory_and_a_version_of_its_own() -> None:
     part = get_data(x[:2])
     part.add_(1)
     assert x.tolist() == [1, 1, 0] and (write_count(x), write_count(part)) == (0, 1) and not is_view(part)
+
+
+def test_a_counter_has_the_version_of_a_tensor_and_not_its_memory() -> None:
+    x = torch.zeros(3)
+    counter, freed = counter_of(x), weakref.ref(x.untyped_storage())
+    x[:1].add_(1)
+    assert write_count(counter) == write_count(x) == 1 and counter.numel() == 0
+    x.data.add_(1)
+    assert write_count(counter) == 1
+    del x
+    assert freed() is None

@@ -463,12 +463,6 @@ def test_what_gathers_says_so_on_the_first_rank(name: str, trained: Any) -> None
     assert first.count(GATHERED[name][1]) == 1 and "has no local rule" not in second
 
 
-@pytest.mark.parametrize(("name", "module"), [("compiled", "other"), ("compiled in place", "other")])
-def test_what_is_compiled_runs_as_written_and_says_so_once(name: str, module: str, trained: Any) -> None:
-    line = f"run as written where sequences are split: {module}."
-    assert [answers[name].said.count(line) for answers in trained[1]] == [1, 0]
-
-
 FIELDS = {
     "a dataclass": ["ids"],
     "a named tuple": ["batch[0]", "batch[1]"],

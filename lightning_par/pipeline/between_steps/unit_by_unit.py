@@ -15,6 +15,7 @@ from torch import nn
 from lightning_par.pipeline.effects.console import Said, hearing, hearing_loggers
 from lightning_par.pipeline.program.prepare import call_step
 from lightning_par.pipeline.run.located import Run
+from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.sharded.functions import READS
 from lightning_par.trial.step import Step
@@ -45,7 +46,8 @@ class UnitByUnit(Run):
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.reads_first |= self._read
         self._called = True
-        return self.carry_out(path, module, original, args, kwargs)
+        with as_compiled():
+            return self.carry_out(path, module, original, args, kwargs)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)

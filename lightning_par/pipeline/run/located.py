@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
+from lightning_par.private.compiler import uncompiled
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.module_calls import get_call, plain_call, reset_call, set_call
@@ -219,7 +220,10 @@ def is_located(x: Tensor) -> bool:
 
 
 class Run(TorchFunctionMode):
-    """One run of the step. Subclasses say what an event does."""
+    """One run of the step. Subclasses say what an event does.
+
+    What the user compiled runs as it is written but in units: a graph would hide the events that it is made of.
+    """
 
     current: Run | None = None
 
@@ -233,10 +237,13 @@ class Run(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._before, Run.current = Run.current, self
+        self._as_written = uncompiled()
+        self._as_written.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         Run.current = self._before
+        self._as_written.__exit__(None, None, None)
         super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,6 +27,7 @@ from lightning_par.pipeline.run.located import (
     writes_into,
 )
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.private.compiler import as_compiled
 from lightning_par.python_state.mutable_objects import set_to
 from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
 from lightning_par.python_state.registered_hooks import HooksCell
@@ -200,7 +201,10 @@ class StageRun(RecordedRun):
             return self._from_before(index, record)
         args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
         self.ran.append(path)
-        with drawing((*self.draws, index), module), self.aside(), self._heard(), self._keeping(index, path):
+        with (
+            drawing((*self.draws, index), module), self.aside(), as_compiled(),
+            self._heard(), self._keeping(index, path),
+        ):  # fmt: skip
             call = partial(original, *args, **kwargs)
             before = standing() if self.memo.standing is None else None
             result = call() if self.again is None else self.again(call)

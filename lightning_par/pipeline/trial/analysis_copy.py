@@ -16,7 +16,7 @@ from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
-from lightning_par.private.module_calls import forget_call, plain_call, set_call
+from lightning_par.private.module_calls import plain_call, set_call
 from lightning_par.private.modules import BUFFERS, MODULES, PARAMETERS
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -90,7 +90,6 @@ class _Traced:
 def trace_calls(copy: nn.Module, run: CallTree) -> None:
     """Let ``run`` know of all calls of modules that are no metrics."""
     for path, module in copy.named_modules():
-        forget_call(module)
         if path and not _is_metric(module):
             set_call(module, _Traced(path, module, run))
 
@@ -99,7 +98,6 @@ def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[in
     for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
         _listen_to_metric(metric)
     for path, module in copy.named_modules():
-        forget_call(module)
         if _is_metric(module):
             _listen_to_metric(module)
         elif path in homes:

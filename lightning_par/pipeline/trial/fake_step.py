@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.snapshot import Snapshot
-from lightning_par.sharded.functions import HOOKS, READS, SIZED_BY_SECOND
+from lightning_par.sharded.functions import HOOKS, READS, RECURRENT, SIZED_BY_SECOND
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
@@ -88,7 +89,8 @@ class FakeRun(CallTree, Run):
             if self.axis is not None:
                 self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
-            result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
+            with _unpacked(func):
+                result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
         except UNRUN:
             if sizing(func, args) is not None:
                 self.sized += 1
@@ -160,6 +162,12 @@ def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
     if any(isinstance(x, (FakeTensor, ShardedTensor)) for x in tree_leaves(args[1])):
         return None
     return constants_of(args[1], lambda _: False)
+
+
+def _unpacked(func: Any) -> AbstractContextManager[None]:
+    """Around a function on fakes: cuDNN would lay recurrent weights out in one piece of memory, and they have none."""
+    recurrent = getattr(func, "__name__", "") in RECURRENT
+    return torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:

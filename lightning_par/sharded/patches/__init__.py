@@ -7,6 +7,7 @@ them: `lightning_par.sharded.patches.installed`.
     checkpointing: `torch.utils.checkpoint.checkpoint`
     transforms: ``torch.vmap``, those of `torch.func`, and flex attention
     tensor_data: ``x.data = value``
+    tensor_grad: ``x.grad``
     module_hooks: full backward hooks of modules
     compiled_graphs: what ``torch.compile`` does with sharded tensors
     backward: `torch.autograd.backward` and `torch.autograd.grad`
@@ -39,11 +40,12 @@ def _for_sharded_tensors() -> Iterable[Patch]:
         kept_weights,
         module_hooks,
         tensor_data,
+        tensor_grad,
         transforms,
     )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        module_hooks.patch(), kept_weights.patch(), _compiled_graphs()  # fmt: skip
+        tensor_grad.patch(), module_hooks.patch(), kept_weights.patch(), _compiled_graphs()  # fmt: skip
 
 
 @functools.cache

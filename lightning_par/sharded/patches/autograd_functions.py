@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.private.graph import node_of
+from lightning_par.private.graph import KEEPS_ARGUMENTS, node_of
 from lightning_par.private.module_hooks import marks_module_ends
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch
@@ -58,7 +58,7 @@ def _on_sharded(plain: Any, use: Use) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from lightning_par.pipeline.run.located import Run
 
-        if not use.on:
+        if not use.on or cls is KEEPS_ARGUMENTS:
             return bare_apply(cls, *args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             _refuse_reentrant(Run.current is not None)

@@ -46,7 +46,7 @@ def _by_run(run: Any, whole: Any, around: Callable[..., Any]) -> Any:
     """The region between the steps of the generator ``whole``, run again as one, or each call in it by itself."""
 
     def by_itself(call: Callable[[], Any]) -> Any:
-        steps = around(call)
+        steps = _unseen(run, around(call))
         next(steps)
         result = call()
         next(steps, None)
@@ -54,9 +54,21 @@ def _by_run(run: Any, whole: Any, around: Callable[..., Any]) -> Any:
 
     with run.region(by_itself) as as_one:
         if as_one:
-            yield from whole
+            yield from _unseen(run, whole)
         else:
             yield
+
+
+def _unseen(run: Any, steps: Any) -> Any:
+    """``steps``, whose own functions, as torch 2.11 and 2.12 have some, are no events of the run."""
+    try:
+        with run.aside():
+            next(steps)
+        yield
+        with run.aside():
+            next(steps, None)
+    finally:
+        steps.close()
 
 
 def replaying(fn: Callable[..., Any]) -> Callable[..., Any]:

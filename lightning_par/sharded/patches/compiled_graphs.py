@@ -7,15 +7,16 @@ how it is sharded. The graph that it captures runs on parts: `lightning_par.shar
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from lightning_par.private import compiler
 from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.local_calls.compiled_graph import CompiledGraph, may_be_split
 from lightning_par.sharded.patches.replacement import Replacement, Use
@@ -52,21 +53,40 @@ class CompiledGraphs:
 
 
 def _flatten(x: ShardedTensor) -> tuple[list[str], Any]:
-    return ["_local"], (x._dim, x._positions, x._axis)
+    return ["_whole" if isinstance(x, BatchTensor) else "_local"], None
 
 
 def _as_whole(inner: dict[str, Tensor], _: Any, size: Any, stride: Any) -> Tensor:
     """What the front end computes shapes with."""
-    part = inner["_local"]
+    (part,) = inner.values()
     return part.detach().new_empty_strided(size, stride).requires_grad_(part.requires_grad)
 
 
-def _untyped_storage(x: ShardedTensor) -> torch.UntypedStorage:
-    """What makes fake tensors asks whether two share memory; nobody's entries are there."""
-    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._subclasses."):
+def _makes_fakes(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch._subclasses.", "torch._dynamo."))
+
+
+def _of_wrapper(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, which tells those who make fake tensors of the wrapper itself, as whether two share memory."""
+
+    def asked(x: ShardedTensor) -> Any:
+        if _makes_fakes(sys._getframe(1)):
+            with DisableTorchFunctionSubclass():
+                return method(x)
+        return method(x)
+
+    return asked
+
+
+def _stride(x: ShardedTensor, *dim: int) -> Any:
+    """Guards compare the wrapper's strides, which are those of a tensor in order; code that reads others, as one device
+    has them, runs as it is written."""
+    told = Tensor.stride(x)
+    if _makes_fakes(sys._getframe(1)):
         with DisableTorchFunctionSubclass():
-            return Tensor.untyped_storage(x)
-    return Tensor.untyped_storage(x)
+            if Tensor.stride(x) != told:
+                raise compiler.skip_frame("the tensor does not lie in order")
+    return told[dim[0]] if dim else told
 
 
 class _OfCompiler:
@@ -85,7 +105,10 @@ class _OfCompiler:
 _PROTOCOL: dict[str, Any] = {
     "__tensor_flatten__": _OfCompiler("__tensor_flatten__", _flatten),
     "__tensor_unflatten__": _OfCompiler("__tensor_unflatten__", _as_whole, static=True),
-    "untyped_storage": _untyped_storage,
+    "untyped_storage": _of_wrapper(Tensor.untyped_storage),
+    "_is_view": _of_wrapper(Tensor._is_view),
+    "storage_offset": _of_wrapper(Tensor.storage_offset),
+    "stride": _stride,
 }
 
 

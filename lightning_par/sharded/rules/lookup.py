@@ -103,9 +103,11 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if result is not NotImplemented:
             return result
     if Gathering.count and not in_functorch():  # first: whole, it may still be split over the tensor axis
-        call = stored_weights.with_whole(func, args, kwargs)
-        if call is not None:
-            return call.run()
+        return stored_weights.run(func, args, kwargs, _by_axes)
+    return _by_axes(func, args, kwargs)
+
+
+def _by_axes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if Mix.count and several_axes.needed(args, kwargs):
         return several_axes.by_axis(func, args, kwargs)
     return by_rule(func, args, kwargs)

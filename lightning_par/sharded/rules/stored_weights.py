@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,26 @@ class Gathering:
 
     def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
         """Told of weights, or aliases of them, that are about to be written to in parts."""
+        raise NotImplementedError
+
+    def has_written(self, targets: Sequence[ShardedTensor]) -> None:
+        """Told that they were."""
+        raise NotImplementedError
+
+    def about_to_use(self, used: Sequence[ShardedTensor]) -> None:
+        """Told of weights, or aliases of them, whose values are about to be used."""
+        raise NotImplementedError
+
+    def has_moved(self, x: ShardedTensor) -> None:
+        """Told that the weight ``x`` lies in other memory."""
+        raise NotImplementedError
+
+    def begin_optimizer_step(self, weights: Sequence[ShardedTensor]) -> None:
+        """Told that an optimizer is about to write to parts of ``weights``."""
+        raise NotImplementedError
+
+    def end_optimizer_step(self, written: Sequence[ShardedTensor]) -> None:
+        """Told that it has, and to which weights."""
         raise NotImplementedError
 
     def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
@@ -88,21 +108,33 @@ class StoredCall:
         )  # fmt: skip
 
 
-def with_whole(func: Any, args: Any, kwargs: Any) -> StoredCall | None:
-    """``func`` with stored weights whole; None where it is to run on parts, or there are none."""
+def run(func: Any, args: Any, kwargs: Any, otherwise: Callable[[Any, Any, Any], Any]) -> Any:
+    """Run ``func`` with stored weights whole; what is to run on parts, or has none, is left to ``otherwise``."""
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor) and x._axis.stores]
     name = getattr(func, "__name__", "")
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in found)
     on_parts = name in PRECISIONS or name == "contiguous"
-    if not found or name in _SEE_NO_VALUE or on_parts and not wants_gradient:
-        return None
+    if not found or name in _SEE_NO_VALUE:
+        return otherwise(func, args, kwargs)
+    gathering_of(found[0]).about_to_use(found)
+    if on_parts and not wants_gradient:
+        return otherwise(func, args, kwargs)
     targets = [x for x in written(func, args, kwargs) if x._axis.stores]
-    if targets:
-        gathering_of(targets[0]).about_to_write(targets)
+    if not targets:
+        return _with_whole(func, args, kwargs, found).run()
+    gathering = gathering_of(targets[0])
+    gathering.about_to_write(targets)
     stays = [x for x in found if any(x is target or _lies_as(x, target) for target in targets)]
     if len(stays) == len(found):
-        return None
-    used = [x for x in found if not any(x is y for y in stays)]
+        result = otherwise(func, args, kwargs)
+    else:
+        result = _with_whole(func, args, kwargs, [x for x in found if not any(x is y for y in stays)]).run()
+    gathering.has_written(targets)
+    return result
+
+
+def _with_whole(func: Any, args: Any, kwargs: Any, used: Sequence[ShardedTensor]) -> StoredCall:
+    name = getattr(func, "__name__", "")
     wholes = {id(x): (x, gathering_of(x).gathered(x, _low(name, x))) for x in used}
     made: tuple[Any, Any] = tree_map(lambda x: wholes[id(x)][1] if id(x) in wholes else x, (args, kwargs))
     return StoredCall(func, made, list(wholes.values()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.trial.fake_step import FakeRun
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import TorchDispatchMode
-from lightning_par.private.module_calls import CALL, forget_call
+from lightning_par.private.module_calls import CALL
 from lightning_par.private.module_hooks import has_hooks, hooks_on_all
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.operators import schema_of
@@ -159,10 +159,7 @@ class Code:
                 return values.abs().to(self.device)  # a scale of roots, or what else is no number below 0
             return nn.Parameter(values.to(self.device), requires_grad=x.requires_grad)
 
-        copy = stand_in(module, real, (), lambda *args, **kwargs: None)
-        for m in copy.modules():
-            forget_call(m)
-        self.copy = copy
+        self.copy = stand_in(module, real, (), lambda *args, **kwargs: None)
 
     def _cast(self, value: Any) -> Any:
         return map_tensors(lambda x: x.to(self.device, self.dtype if x.is_floating_point() else x.dtype), value)

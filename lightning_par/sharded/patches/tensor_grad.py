@@ -1,0 +1,35 @@
+"""``x.grad`` of a weight that was gathered for a call is that of the weight which is stored in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.sharded.patches.replacement import Replacement, Use
+
+
+def patch() -> Replacement:
+    """Of `torch.Tensor.grad`."""
+    return Replacement(Tensor, "grad", _of_stored)
+
+
+class _Grad(property):
+    """``torch.Tensor.grad``, whose name is asked for by what watches torch functions."""
+
+    __name__ = "grad"
+
+
+def _of_stored(plain: Any, use: Use) -> Any:
+    def get_grad(x: Tensor) -> Any:
+        stored = getattr(x, "_stored_weight", None) if use.on else None
+        return plain.__get__(x) if stored is None else stored.grad
+
+    def set_grad(x: Tensor, value: Any) -> None:
+        stored = getattr(x, "_stored_weight", None) if use.on else None
+        if stored is None:
+            plain.__set__(x, value)
+        else:
+            stored.grad = value
+
+    return _Grad(get_grad, set_grad, plain.__delete__)
