@@ -292,14 +292,20 @@ class Axis:
         known = self._by_tag.get(kind)
         if known is None:
             known = self._by_tag[kind] = has_gloo(self.group, kind)
-            self._peers = [dist.get_group_rank(self.group or dist.group.WORLD, rank) for rank in self.ranks]
+            self._peers = [dist.get_group_rank(self._process_group, rank) for rank in self.ranks]
         return known
 
     def _start_message(self, op: PeerOp) -> dist.Work:
         # gloo sends memory as it lies, of any dtype
         x = op.x if op.x.is_contiguous() and not op.x.requires_grad else raw_bytes(op.x)
         start = start_send if op.verb == "send" else start_receive
-        return start(self.group or dist.group.WORLD, x, self._peers[op.peer], op.tag)
+        return start(self._process_group, x, self._peers[op.peer], op.tag)
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        group = self.group or dist.group.WORLD
+        assert group is not None, "an axis sends once there are process groups"
+        return group
 
     def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> dist.Work:
         """Begin to send ``x`` to index ``to``; see `PeerOp`."""

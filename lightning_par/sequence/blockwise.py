@@ -202,6 +202,8 @@ class _Forward(_Rows):
         super().__init__(q, mask, task)
         self.dtype = q.dtype
         self.shape = q.shape if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3])
+        # Each query of a call sees a key of it; the kernel by hand tells -inf, too, where all scores are that.
+        self.all_see = mask is None and bool(task.keys.size) and not task.dropout and self.shape == q.shape
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
@@ -213,7 +215,7 @@ class _Forward(_Rows):
                 self.out, self.lse = out, lse  # all queries meet this block first: there is nothing to merge with
                 continue
             whole, sums = self._totals()
-            kernel.merge_(_cut(whole, rows), _cut(sums, rows), out, lse, self.mask is None)
+            kernel.merge_(_cut(whole, rows), _cut(sums, rows), out, lse, self.all_see)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         if self.out is None or self.lse is None:
@@ -225,7 +227,7 @@ class _Forward(_Rows):
     def result(self, fused: bool) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp as `kernel.attend_backward` takes it."""
         out, lse = self._totals()
-        if self.mask is None and self.task.keys.size:
+        if self.all_see:
             return out.to(self.dtype), lse  # the first key, at least, is seen by all
         # so that in backward exp(score - lse) is 0 there, not NaN
         lse = lse.masked_fill(torch.isneginf(lse), torch.inf)

@@ -99,7 +99,7 @@ class Ring:
 class _Homeward:
     """Contributions to gradients on their way to the rank that owns the keys, and what has come home."""
 
-    def __init__(self, ring: Ring, own: list[Tensor]) -> None:
+    def __init__(self, ring: Ring, own: Sequence[Tensor]) -> None:
         self.ring, self.parcel = ring, Parcel.of(*own)
         self.own = own
         self.sums: Sequence[Tensor] = ()

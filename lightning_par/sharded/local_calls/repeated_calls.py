@@ -73,6 +73,7 @@ class Call:
         """Whether the table may know calls that have ``x``."""
         # It runs for each argument of each call of a step: in one piece, and the likely kinds first.
         kind = type(x)
+        facts: Any = kind
         if kind is ShardedTensor:
             local, axis, strides = x._local, x._axis, x._strides
             if type(local) not in _PLAIN or axis is not self.axis and not self._lies_along(axis):
@@ -81,7 +82,7 @@ class Call:
                 strides = remembered(x)
             facts = x._dim, x._positions, strides
         elif kind in _PLAIN:
-            local, facts = x, kind
+            local = x
         elif kind in _SETTINGS:
             self.key += kind, x or repr(x)  # 0.0 equals -0.0
             return True
