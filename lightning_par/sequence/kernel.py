@@ -168,7 +168,7 @@ def _is_ready(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
     plain = block.bias is None and block.shift is None and block.draw is None
     if not plain or q.device.type != "cpu" or q.element_size() < 4 or k.shape != v.shape:
         return False
-    same = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    same = q.dtype == k.dtype and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     return same and q.stride(3) == k.stride(3) == v.stride(3) == 1
 
 
