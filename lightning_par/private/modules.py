@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -65,8 +66,13 @@ def forget_weak_references(rnn: nn.RNNBase) -> None:
 
 
 def renew_weak_references(rnn: nn.RNNBase) -> None:
-    """Undo `forget_weak_references`, and lay out the weights anew for cuDNN, as the RNN does when it moves."""
-    rnn._init_flat_weights()
+    """Undo `forget_weak_references`, and lay out the weights anew for cuDNN, as the RNN does when it moves: those that
+    this process has whole."""
+    weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+    rnn._flat_weights = weights
+    rnn._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+    if all(type(weight) is nn.Parameter for weight in weights):
+        rnn.flatten_parameters()
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

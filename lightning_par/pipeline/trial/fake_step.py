@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.functions import HOOKS, READS, RECURRENT, SIZED_BY_SECOND
 from lightning_par.sharded.rules.lookup import user_line, writes
@@ -89,8 +89,7 @@ class FakeRun(CallTree, Run):
             if self.axis is not None:
                 self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
-            with _unpacked(func):
-                result = all_fake(self.mode, args, kwargs, func(*args, **kwargs))
+            result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
         except UNRUN:
             if sizing(func, args) is not None:
                 self.sized += 1
@@ -164,10 +163,15 @@ def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
     return constants_of(args[1], lambda _: False)
 
 
-def _unpacked(func: Any) -> AbstractContextManager[None]:
-    """Around a function on fakes: cuDNN would lay recurrent weights out in one piece of memory, and they have none."""
-    recurrent = getattr(func, "__name__", "") in RECURRENT
-    return torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()  # type: ignore[no-any-return, no-untyped-call]
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` on fakes. Recurrent ones run as on the CPU: cuDNN would lay out weights in memory, of which fakes have none,
+    and torch 2.11 gives the states of a layer that has no cuDNN another shape."""
+    devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type != "cpu"}
+    if getattr(func, "__name__", "") not in RECURRENT or len(devices) != 1:
+        return func(*args, **kwargs)
+    (device,) = devices
+    moved, named = map_tensors(lambda x: x.cpu(), (args, kwargs))
+    return map_tensors(lambda x: x.to(device), func(*moved, **named))
 
 
 def _plain_fakes(args: Any, kwargs: Any) -> list[Tensor]:
