@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.private.graph import (
+    KEEPS_ARGUMENTS,
     Accumulation,
     at_end_of_backward,
     can_order_nodes,
@@ -143,3 +144,9 @@ def test_a_node_may_be_moved_in_the_order_in_which_backward_takes_what_is_ready(
     set_order(node_of(first), order_of(node_of(second)) + 1)
     (first + second).sum().backward()
     assert order == ["first", "second"]
+
+
+def test_the_function_that_keeps_what_a_region_is_run_again_on_is_known_where_there_is_one() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert (KEEPS_ARGUMENTS is None) == (version >= (2, 13))
+    assert KEEPS_ARGUMENTS is None or issubclass(KEEPS_ARGUMENTS, torch.autograd.Function)
