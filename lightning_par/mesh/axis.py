@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.collectives import enter
-from lightning_par.mesh.ledger import Verb, note
+from lightning_par.mesh.ledger import Verb, is_open, note
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
-from lightning_par.private.process_groups import has_no_batches
+from lightning_par.private.process_groups import has_gloo, start_receive, start_send
 from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
@@ -30,9 +30,6 @@ Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-_EXCHANGES = {"send": dist.isend, "recv": dist.irecv}
 
 
 class PeerOp(NamedTuple):
@@ -51,16 +48,6 @@ class PeerOp(NamedTuple):
     peer: int
     purpose: str
     tag: int = 0
-
-
-def _start(op: PeerOp, group: Any, peer: int) -> dist.Work:
-    """Begin one message; ``peer`` is the rank within ``group``."""
-    if op.verb == "send":
-        work = dist.isend(raw_bytes(op.x), group=group, tag=op.tag, group_dst=peer)
-    else:
-        work = dist.irecv(raw_bytes(op.x), group=group, tag=op.tag, group_src=peer)
-    assert work is not None  # as for a rank that is not in the group
-    return work
 
 
 class Axis:
@@ -108,7 +95,8 @@ class Axis:
         self.calls: Memo[Any, Any] = Memo()
         """Of functions of tensors that are sharded over it; see `lightning_par.sharded.local_calls.repeated_calls`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._peers: dict[torch.device, tuple[int, ...] | None] = {}  # see `_peers_apart`
+        self._by_tag: dict[str, bool] = {}
+        self._peers: list[int] = []  # the ranks' numbers in the group
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
@@ -116,15 +104,7 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        gone: dict[str, Any] = {
-            "group": None,
-            "guard": None,
-            "mix": None,
-            "calls": Memo(),
-            "_entries": {},
-            "_peers": {},
-        }
-        return {**vars(self), **gone}
+        return {**vars(self), "group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}, "_by_tag": {}}
 
     @property
     def size(self) -> int:
@@ -297,25 +277,35 @@ class Axis:
         if not ops:
             return []
         for op in ops:
-            numel = op.x.numel()
-            self._log(op.verb, op.purpose, numel, numel * op.x.element_size(), 2)
-        peers = self._peers_apart(ops[0].x.device)
-        if peers is not None:
-            return [_start(op, self.group, peers[op.peer]) for op in ops]
+            if self.guard is not None or is_open():
+                self._log(op.verb, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
+        if self._goes_by_tag(ops[0].x.device.type):
+            return [self._start_message(op) for op in ops]
+        functions = {"send": dist.isend, "recv": dist.irecv}
         works = dist.batch_isend_irecv(
-            [dist.P2POp(_EXCHANGES[op.verb], raw_bytes(op.x), self.ranks[op.peer], self.group, op.tag) for op in ops]
+            [dist.P2POp(functions[op.verb], raw_bytes(op.x), self.ranks[op.peer], self.group, op.tag) for op in ops]
         )
         return works if len(works) == len(ops) else [works[0]] * len(ops)  # NCCL has one for the whole batch
 
-    def _peers_apart(self, device: torch.device) -> tuple[int, ...] | None:
-        """The ranks of the axis as its group counts them, where a batch there is no more than its messages one by one,
-        as with gloo, so that what `batch_isend_irecv` looks at each time need be looked at once; else None."""
-        if device not in self._peers:
-            group = self.group
-            self._peers[device] = None
-            if group is not None and has_no_batches(group, device):
-                self._peers[device] = tuple(dist.get_group_rank(group, r) for r in self.ranks)
-        return self._peers[device]
+    def _goes_by_tag(self, kind: str) -> bool:
+        """Whether messages between devices of ``kind`` are gloo's: then each goes by itself, and there is no batch."""
+        known = self._by_tag.get(kind)
+        if known is None:
+            known = self._by_tag[kind] = has_gloo(self.group, kind)
+            self._peers = [dist.get_group_rank(self._process_group, rank) for rank in self.ranks]
+        return known
+
+    def _start_message(self, op: PeerOp) -> dist.Work:
+        # gloo sends memory as it lies, of any dtype
+        x = op.x if op.x.is_contiguous() and not op.x.requires_grad else raw_bytes(op.x)
+        start = start_send if op.verb == "send" else start_receive
+        return start(self._process_group, x, self._peers[op.peer], op.tag)
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        group = self.group or dist.group.WORLD
+        assert group is not None, "an axis sends once there are process groups"
+        return group
 
     def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> dist.Work:
         """Begin to send ``x`` to index ``to``; see `PeerOp`."""

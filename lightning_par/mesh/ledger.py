@@ -83,6 +83,11 @@ def ledger() -> Iterator[Ledger]:
         Ledger.opened = tuple(other for other in Ledger.opened if other is not opened)
 
 
+def is_open() -> bool:
+    """Whether any ledger is, so that there is something to be noted."""
+    return bool(Ledger.opened)
+
+
 def note(verb: Verb, axis: str, purpose: str, numel: int, nbytes: int, ranks: int, stays: int | None = None) -> None:
     """Write a transfer into every open ledger; see `Transfer` for the arguments."""
     for opened in Ledger.opened:

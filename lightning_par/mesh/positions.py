@@ -41,7 +41,7 @@ class Positions:
         self.owner.flags.writeable = False
         self._indices: dict[int, Array] = {}
         self._pieces: dict[int, tuple[int, int] | None] = {}
-        self._fewest: dict[int, int] = {}
+        self._counts: dict[int, list[int]] = {}
         self._in_order: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], tuple[int, int] | Array] = {}
         self._on_device: dict[tuple[str, int, torch.device], Tensor] = {}
@@ -98,11 +98,15 @@ class Positions:
             self._pieces[rank] = (int(own[0]), len(own)) if whole else None
         return self._pieces[rank]
 
+    def counts(self, ranks: int) -> list[int]:
+        """What each of ``ranks`` holds."""
+        if ranks not in self._counts:
+            self._counts[ranks] = [self.count(rank) for rank in range(ranks)]
+        return self._counts[ranks]
+
     def fewest(self, ranks: int) -> int:
         """The least that one of ``ranks`` holds."""
-        if ranks not in self._fewest:
-            self._fewest[ranks] = min(map(self.count, range(ranks)))
-        return self._fewest[ranks]
+        return min(self.counts(ranks))
 
     def index(self, rank: int, device: torch.device) -> Tensor:
         """`indices` as an int64 tensor on ``device``."""

@@ -90,8 +90,11 @@ class Buckets:
 
     def arrive(self, leaf: Tensor, gradient: Gradient) -> None:
         """The gradient of ``leaf`` is final: what is complete with it leaves."""
-        self._of[id(leaf)].arrived.add(id(leaf))
-        self._launch(gradient, everything=False)
+        number = id(leaf)
+        bucket = self._of[number]
+        bucket.arrived.add(number)
+        if bucket.complete:
+            self._launch(gradient, everything=False)
 
     @torch.no_grad()
     def _launch(self, gradient: Gradient, everything: bool) -> None:

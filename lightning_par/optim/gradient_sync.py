@@ -198,7 +198,8 @@ class GradientSync:
                 f"The gradient of {self._name(x)!r} changed after it was sent to the other replicas. Reentrant "
                 "checkpointing does this: write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
-        if x.grad is not None and x.grad.is_sparse:
+        grad = x.grad
+        if grad is not None and grad.is_sparse:
             raise TypeError(f"{self._name(x)!r} has a sparse gradient; make its layer with sparse=False.")
         self._buckets.arrive(x, _grad)
 

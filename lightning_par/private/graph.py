@@ -19,25 +19,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def accumulates(node: Any) -> bool:
-    """Whether a node of a graph is the end of it, which adds to the gradient of a leaf, its ``variable``.
-
-    No public function says which leaves a backward will reach.
-    """
-    return type(node) is torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+Accumulation: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The kind of nodes at the ends of a graph, which add to the gradient of a leaf, their ``variable``. No public function
+says which leaves a backward will reach."""
 
 
-def is_of_package(node: Any) -> bool:
-    """Whether a node of a graph belongs to an autograd function of this package; a node hides whose it is."""
-    function = getattr(type(node), "_forward_cls", None)
-    return function is not None and function.__module__.startswith("lightning_par.")
+def function_of(kind: type) -> type | None:
+    """The `torch.autograd.Function` whose nodes in a graph are of ``kind``; None of torch's own nodes."""
+    return getattr(kind, "_forward_cls", None)
 
 
-def gathers(node: Any) -> list[tuple[Tensor, int]]:
-    """The parts of stored weights of which a node of a graph made the gathered wholes, each with the number of that."""
-    function = getattr(type(node), "_forward_cls", None)
-    if function is None or not getattr(function, "gathers_a_weight", False):
-        return []
+def gathered_by(node: Any) -> list[tuple[Tensor, int]]:
+    """The parts of stored weights of which a node of a function that gathers them made the wholes, each with the number
+    of that."""
     several: list[tuple[Tensor, int]] | None = getattr(node, "gathered", None)
     if several is not None:
         return several

@@ -40,11 +40,22 @@ def splits(world: Any) -> bool:
     return device is not None and bool(world._get_backend(device).supports_splitting)
 
 
-def has_no_batches(group: Any, device: torch.device) -> bool:
-    """Whether `torch.distributed.batch_isend_irecv` does no more on ``device`` than one message after the other, as
-    with gloo; with NCCL it makes one operation of them. It asks the same, and no public function tells."""
-    plain = type(group) is torch.distributed.ProcessGroup
-    return plain and not group._get_backend(device).supports_coalescing
+def has_gloo(group: Any, kind: str) -> bool:
+    """Whether gloo carries what a group's devices of ``kind`` send each other."""
+    config = str(torch.distributed.get_backend_config(group))  # as "cpu:gloo,cuda:nccl"
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return backends.get(kind, config) == "gloo"
+
+
+def start_send(group: Any, x: torch.Tensor, peer: int, tag: int) -> torch.distributed.Work:
+    """`torch.distributed.isend` to a group's own rank ``peer``, which asks of group, rank and tensor what is known of
+    a ring's next hop; its documented name costs more than the message."""
+    return group.send([x], peer, tag)  # type: ignore[no-any-return]
+
+
+def start_receive(group: Any, x: torch.Tensor, peer: int, tag: int) -> torch.distributed.Work:
+    """`torch.distributed.irecv`; see `start_send`."""
+    return group.recv([x], peer, tag)  # type: ignore[no-any-return]
 
 
 def number_of_groups() -> int:

@@ -50,9 +50,8 @@ def with_node(x: Tensor) -> Tensor:
     return _same_memory(x, x.shape)  # type: ignore[no-any-return]
 
 
-def is_view(x: Tensor) -> bool:
-    """Whether ``x`` is a view to autograd; unlike `view_base` it makes no tensor."""
-    return x._is_view()
+is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
+"""Whether a tensor is a view to autograd; unlike `view_base` it makes no tensor."""
 
 
 def mark_parameter(x: Tensor, is_parameter: bool = True) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_innermost = torch._C._functorch.peek_interpreter_stack
+
 
 def in_functorch() -> bool:
     """Whether a transform such as ``vmap`` runs: its tensors can't be wrapped. torch tells it by no public name."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _innermost() is not None
 
 
 def is_wrapped(x: Tensor) -> bool:

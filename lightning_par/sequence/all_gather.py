@@ -6,7 +6,7 @@ They are gathered again in backward rather than kept; gradients go home by one r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Gathered:
     def backward(
         self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        grads: dict[int, list[Tensor]] = {}
+        grads: dict[int, Sequence[Tensor]] = {}
         for source, k_block, v_block in self._blocks(k, v):
             grads[source] = needed_of(meet(source, k_block, v_block), needed)
         own = needed_of((k, v), needed)

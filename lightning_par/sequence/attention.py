@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.listener import heard, thread
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence import blockwise, scheme, ulysses
 from lightning_par.sequence.all_gather import Gathered
@@ -86,34 +89,62 @@ def _attend(
     inner, outer = grid.part(call.queries)
     q, k, v, keys = _onto_heads(call, grid)
     mask = _own_mask(call, grid)
-    deep = mask is not None and _is_deep(call, mask, axis, grid)
+    asked = None if mask is None else _asked_whether_deep(call, mask, grid)
     if grid.ring is None:
         with RunState.current.streams.draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
-            if mask is not None and deep and not call.fused:
+            if mask is not None and not call.fused and _is_deep(asked, axis):
                 # Kernels differ there, see `blockwise`: of five dims torch, too, takes none that is fused.
                 q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
             out = out.squeeze(0) if out.ndim > 4 else out
     else:
-        key = RunState.current.streams.next_key(axis.rank) if p > 0.0 else 0  # each block mixes its number into it
         task = blockwise.Task(
-            outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, key, call.fused, deep
+            outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, fused=call.fused
         )
-        out = blockwise.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
+        out = _by_blocks(q, k, v, mask, asked, task, axis, grid.ring, keys, chosen)
     if grid.ulysses is not None:
         (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)  # [B, H / ranks, T, e] -> [B, H, own T, e]
     return out
 
 
-def _is_deep(call: Arguments, mask: Tensor, axis: Axis, grid: Grid) -> bool:
-    """Whether all of a row of the mask may be huge: asked of the one that all layers are given; of a sharded one's rows
-    on this rank."""
+@heard
+def _by_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    asked: Tensor | None,
+    task: blockwise.Task,
+    axis: Axis,
+    ring: Axis,
+    keys: Positions | None,
+    chosen: Scheme,
+) -> Tensor:
+    """`blockwise.attend`, with what is not alike in two calls of the same form: tags, draws, and what a mask holds."""
+    if task.dropout:  # each block mixes its number into the key
+        task = replace(task, key=RunState.current.streams.next_key(axis.rank))
+    if asked is not None:
+        task = replace(task, deep=_is_deep(asked, axis))
+    return blockwise.attend(q, k, v, mask, task, _carrier(keys, ring, chosen))
+
+
+def _is_deep(asked: Tensor | None, axis: Axis) -> bool:
+    if asked is None or asked.dtype == torch.bool:
+        return False
+    if thread.listener is not None:
+        thread.listener.missed()  # the answer goes by entries, even where it is known
     known: DeepMasks = getattr(axis, "masks", None) or DeepMasks()
+    return known.has(asked)
+
+
+def _asked_whether_deep(call: Arguments, mask: Tensor, grid: Grid) -> Tensor:
+    """Of which it is asked whether all of a row is huge: the mask that all layers are given; of a sharded one the rows
+    on this rank."""
     assert call.mask is not None and call.given is not None
     if not isinstance(call.given, ShardedTensor):
-        return known.has(call.given)
-    return known.has(mask if call.mask_is_cut and grid.ulysses is not None else call.mask)
+        return call.given
+    return mask if call.mask_is_cut and grid.ulysses is not None else call.mask
 
 
 def _onto_heads(call: Arguments, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Positions | None]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensor
-from lightning_par.private.modes import DisableTorchFunction, DisableTorchFunctionSubclass
+from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import make_wrapper_subclass, write_count
 from lightning_par.private.transforms import in_functorch
@@ -56,7 +56,7 @@ class BatchTensor(ShardedTensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, dim: int, positions: Positions, axis: Any) -> BatchTensor:
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():  # nor do modes look
             self = make_wrapper_subclass(cls, whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
         self._whole, self._dim, self._positions, self._axis = whole, dim, positions, axis
         self._cut = None

@@ -6,9 +6,11 @@ What is computed stands here; how the blocks come by, and how their gradients ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +70,32 @@ class Task:
     fused: bool = False
     deep: bool = False
 
+    def steps(self, source: int) -> Steps:
+        """The kernel calls for the keys of ``source``, as far as they don't go by tensors."""
+        return _steps(self.queries, self.keys, self.rank, source, self.causal, self.scale)
+
+
+class Step(NamedTuple):
+    """One kernel call: its number among those of a block, where it is, and how it attends but for mask and dropout."""
+
+    number: int
+    call: KernelCall
+    block: Block
+
+
+class Steps(NamedTuple):
+    """Those of one block of keys; whether a kernel's own causal flag does for all of them."""
+
+    calls: tuple[Step, ...]
+    is_plain: bool
+
+
+@lru_cache(maxsize=4096)
+def _steps(queries: Positions, keys: Positions, rank: int, source: int, causal: bool, scale: float) -> Steps:
+    calls = plan(queries, keys, rank, source, causal)
+    steps = tuple(Step(number, call, Block(call.causal, scale)) for number, call in enumerate(calls))
+    return Steps(steps, all(call.seen is None for call in calls))
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier) -> Tensor:
     """The exact attention of this rank's queries over all keys.
@@ -100,7 +128,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier
     ) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):  # it would round what is kept in float32
+        with _as_written(q):
             rows = _Forward(q, v, mask, task)
             carrier.forward(k, v, rows.meet)
             out, lse = rows.result(task.fused)
@@ -114,12 +142,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         need_q, need_k, need_v, need_mask = ctx.needs_input_grad[:4]
-        with torch.autocast(q.device.type, enabled=False):
+        with _as_written(q):
             rows = _Backward(q, mask, ctx.task, grad, out, lse, need_mask)
             k_grad, v_grad = ctx.carrier.backward(k, v, rows.meet, (need_k, need_v))
-            q_grad = rows.q_grad.to(q.dtype) if need_q else None
+            q_grad = _added(rows.q_grad, None, q, slice(0)).to(q.dtype) if need_q else None
             mask_grad = None if rows.mask_grad is None else rows.mask_grad.to(mask.dtype)
         return q_grad, k_grad, v_grad, mask_grad, None, None
+
+
+def _as_written(q: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast, which would round what is kept in float32."""
+    kind = q.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _Rows:
@@ -130,10 +164,14 @@ class _Rows:
         self.mask, self.task = mask, task
         self.shift = top(mask) if mask is not None and task.deep else None
 
-    def _calls(self, source: int) -> Iterator[tuple[KernelCall, Block]]:
+    def _calls(self, source: int) -> Iterable[Step]:
         """The kernel calls for the keys of ``source``; what the mask hides altogether is left out."""
+        steps, is_plain = self.task.steps(source)
+        return steps if is_plain and self.mask is None and not self.task.dropout else self._masked(source, steps)
+
+    def _masked(self, source: int, steps: Iterable[Step]) -> Iterator[Step]:
         task = self.task
-        for number, call in enumerate(plan(task.queries, task.keys, task.rank, source, task.causal)):
+        for number, call, _ in steps:
             bias = self._bias(call, source)
             if bias is not None and _hides_all(bias):
                 continue
@@ -142,7 +180,7 @@ class _Rows:
                 shift = shift[:, :, call.queries]
             # in backward drawn again
             draw = DropoutMask(task.dropout, mix(task.key, source, number)) if task.dropout else None
-            yield call, Block(call.causal, task.scale, bias, shift, draw)
+            yield Step(number, call, Block(call.causal, task.scale, bias, shift, draw))
 
     def _bias(self, call: KernelCall, source: int) -> Tensor | None:
         if self.mask is None:
@@ -163,19 +201,21 @@ class _Forward(_Rows):
     def __init__(self, q: Tensor, v: Tensor, mask: Tensor | None, task: Task) -> None:
         super().__init__(q, mask, task)
         self.dtype = q.dtype
-        self.shape = (*q.shape[:3], v.shape[3])
+        self.shape = q.shape if q.shape[3] == v.shape[3] else (*q.shape[:3], v.shape[3])
+        # Each query of a call sees a key of it; the kernel by hand tells -inf, too, where all scores are that.
+        self.all_see = mask is None and bool(task.keys.size) and not task.dropout and self.shape == q.shape
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
     def meet(self, source: int, k: Tensor, v: Tensor) -> None:
-        for call, block in self._calls(source):
-            rows = call.queries
-            out, lse = kernel.attend(self.q[:, :, rows], k[:, :, call.keys], v[:, :, call.keys], block)
+        for _, call, block in self._calls(source):
+            rows, keys = call.queries, call.keys
+            out, lse = kernel.attend(_cut(self.q, rows), _cut(k, keys), _cut(v, keys), block)
             if self.out is None and out.shape[2] == self.shape[2]:
                 self.out, self.lse = out, lse  # all queries meet this block first: there is nothing to merge with
                 continue
             whole, sums = self._totals()
-            kernel.merge_(whole[:, :, rows], sums[:, :, rows], out, lse)
+            kernel.merge_(_cut(whole, rows), _cut(sums, rows), out, lse, self.all_see)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         if self.out is None or self.lse is None:
@@ -187,6 +227,8 @@ class _Forward(_Rows):
     def result(self, fused: bool) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp as `kernel.attend_backward` takes it."""
         out, lse = self._totals()
+        if self.all_see:
+            return out.to(self.dtype), lse  # the first key, at least, is seen by all
         # so that in backward exp(score - lse) is 0 there, not NaN
         lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
         # Beside -1e38 the sum of n weights is lost: one device then weighs each key by 1 in backward, not by 1 / n.
@@ -200,18 +242,18 @@ class _Backward(_Rows):
         super().__init__(q, mask, task)
         self.shift = None if task.fused else self.shift  # in the log-sum-exp already
         self.grad, self.out, self.lse = grad, out, lse
-        self.q_grad = torch.zeros_like(wide(q))  # in float32: rounding of each block would add up
+        self.q_grad: Tensor | None = None  # in float32: rounding of each block would add up
         self.mask_grad = torch.zeros_like(wide(mask)) if mask is not None and need_mask else None
 
     def meet(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k_grad, v_grad = None, None
-        for call, block in self._calls(source):
+        for _, call, block in self._calls(source):
             rows, keys = call.queries, call.keys
-            q, grad, out = (x[:, :, rows] for x in (self.q, self.grad, self.out))
+            q, grad, out, lse = _cut(self.q, rows), _cut(self.grad, rows), _cut(self.out, rows), _cut(self.lse, rows)
             parts = kernel.attend_backward(
-                grad, q, k[:, :, keys], v[:, :, keys], out, self.lse[:, :, rows], block, self.mask_grad is not None
+                grad, q, _cut(k, keys), _cut(v, keys), out, lse, block, self.mask_grad is not None
             )
-            self.q_grad[:, :, rows] += parts[0]
+            self.q_grad = _added(self.q_grad, parts[0], self.q, rows)
             k_grad, v_grad = _added(k_grad, parts[1], k, keys), _added(v_grad, parts[2], v, keys)
             if parts[3] is not None:
                 self._add_mask_grad(parts[3], call, source)
@@ -233,8 +275,14 @@ def _added(total: Tensor | None, part: Tensor | None, x: Tensor, rows: slice) ->
         return part
     total = torch.zeros_like(wide(x)) if total is None else total
     if part is not None:
-        total[:, :, rows] += part
+        _cut(total, rows).add_(part)
     return total
+
+
+def _cut(x: Tensor, rows: slice) -> Tensor:
+    """The ``rows`` of dim 2; itself where these are all."""
+    count = rows.stop - rows.start
+    return x if count == x.shape[2] else x.narrow(2, rows.start, count)
 
 
 def _hides_all(bias: Tensor) -> bool:

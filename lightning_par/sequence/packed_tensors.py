@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -27,34 +28,68 @@ class Parcel:
 
     shapes: tuple[tuple[int, int, int], ...]
 
-    @classmethod
-    def of(cls, *tensors: Tensor) -> Parcel:
-        return cls(tuple((x.shape[0], x.shape[1], x.shape[3]) for x in tensors))
+    @staticmethod
+    def of(*tensors: Tensor) -> Parcel:
+        return _of_shapes(tuple([x.shape for x in tensors]))
+
+    @cached_property
+    def _numels(self) -> tuple[int, ...]:
+        """Elements of each for one token."""
+        return tuple(map(prod, self.shapes))
+
+    @cached_property
+    def _numel(self) -> int:
+        return sum(self._numels)
+
+    @cached_property
+    def _alike(self) -> bool:
+        """Whether all have one shape, so that the piece is one tensor, too: a few calls less for each hop."""
+        return len(set(self.shapes)) == 1
 
     def size(self, tokens: int) -> int:
         """Elements."""
-        return tokens * sum(prod(shape) for shape in self.shapes)
+        return tokens * self._numel
 
     def pack(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
         """The flat piece; the beginning of ``into`` where it is given, rounded to its dtype."""
         tokens = tensors[0].shape[2]
         if into is None:
             into = tensors[0].new_empty(self.size(tokens))
-        for room, x in zip(self.unpack(into, tokens), tensors, strict=True):
+        flat = self.beginning(into, tokens)
+        if self._alike and {x.dtype for x in tensors} == {into.dtype}:
+            torch.stack(tuple(tensors), out=self._stacked(flat, tokens))
+            return flat
+        for room, x in zip(self.unpack(flat, tokens), tensors, strict=True):
             room.copy_(x)
-        return into[: self.size(tokens)]
+        return flat
 
-    def unpack(self, flat: Tensor, tokens: int) -> list[Tensor]:
+    def unpack(self, flat: Tensor, tokens: int) -> Sequence[Tensor]:
         """Views of the beginning of ``flat``."""
-        sizes = [tokens * prod(shape) for shape in self.shapes]
-        pieces = flat[: sum(sizes)].split(sizes)
+        flat = self.beginning(flat, tokens)
+        if self._alike:
+            return self._stacked(flat, tokens).unbind()
+        pieces = flat.split([tokens * numel for numel in self._numels])
         # each [tokens * B * H * d] -> [B, H, tokens, d]
         return [piece.view(B, H, tokens, d) for piece, (B, H, d) in zip(pieces, self.shapes, strict=True)]
 
+    def beginning(self, flat: Tensor, tokens: int) -> Tensor:
+        """What of ``flat`` so many tokens take."""
+        size = self.size(tokens)
+        return flat if flat.shape[0] == size else flat[:size]
 
-def needed_of(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    def _stacked(self, flat: Tensor, tokens: int) -> Tensor:
+        B, H, d = self.shapes[0]
+        return flat.view(len(self.shapes), B, H, tokens, d)
+
+
+@lru_cache(maxsize=4096)
+def _of_shapes(shapes: tuple[tuple[int, ...], ...]) -> Parcel:
+    return Parcel(tuple((B, H, d) for B, H, _, d in shapes))
+
+
+def needed_of(grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor]:
     """The gradients that anyone asks for."""
-    return [grad for grad, wanted in zip(grads, needed, strict=True) if wanted]
+    return grads if all(needed) else [grad for grad, wanted in zip(grads, needed, strict=True) if wanted]
 
 
 def given_back(

@@ -112,6 +112,8 @@ def spread(x: Tensor, q: Tensor) -> Tensor:
 
 def summed(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The adjoint of `spread`: from (B, H, S, d) to the keys' or values' own ``shape``."""
+    if grad.shape == shape:
+        return grad
     if grad.shape[1] != shape[1]:
         grad = grad.unflatten(1, (shape[1], -1)).sum(2)  # [B, H, S, d] -> [B, K, H / K, S, d] -> [B, K, S, d]
     return grad.sum_to_size(shape)

@@ -8,7 +8,7 @@ rounded once, not at every hop. In all 6bsh(c-1)/c elements leave a rank for b s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -63,19 +63,18 @@ class Ring:
         if size == 1:
             yield me, k, v
             return
-        parcel = Parcel.of(k, v)
-        largest = parcel.size(max(self.keys.count(rank) for rank in range(size)))
-        here, there = (_buffer(k, largest) for _ in range(2))  # for all hops: the largest part fits
+        parcel, counts = Parcel.of(k, v), self.keys.counts(size)
+        largest = parcel.size(max(counts))
+        here, there = _buffer(k, largest), _buffer(k, largest)  # for all hops: the largest part fits
         parcel.pack((k, v), here)
         for hop in range(size):
             source = (me - hop) % size
-            tokens = self.keys.count(source)
             arrive: Callable[[], None] | None = None
             if hop + 1 < size:
-                following = (source - 1) % size
-                sent, received = here[: parcel.size(tokens)], there[: parcel.size(self.keys.count(following))]
+                sent = parcel.beginning(here, counts[source])
+                received = parcel.beginning(there, counts[(source - 1) % size])
                 arrive = self._exchange(sent, (me + 1) % size, received, (me - 1) % size, kind, 2 * hop)
-            k_block, v_block = parcel.unpack(here, tokens)
+            k_block, v_block = parcel.unpack(here, counts[source])
             yield source, k_block, v_block
             if arrive is not None:
                 arrive()
@@ -87,8 +86,7 @@ class Ring:
         """Begin to send and to receive, which the callable that it returns waits for; nothing travels empty."""
         tag = self._tag + 2 * self.axis.size * (kind == "backward") + number
         ops = [PeerOp("send", sent, to, PURPOSE, tag), PeerOp("recv", received, source, PURPOSE, tag)]
-        ops = [op for op in ops if op.x.numel()]
-        works = self.axis.start_exchange(ops)
+        works = self.axis.start_exchange([op for op in ops if op.x.numel()])
 
         def wait() -> None:
             for work in works:
@@ -101,14 +99,14 @@ class Ring:
 class _Homeward:
     """Contributions to gradients on their way to the rank that owns the keys, and what has come home."""
 
-    def __init__(self, ring: Ring, own: list[Tensor]) -> None:
+    def __init__(self, ring: Ring, own: Sequence[Tensor]) -> None:
         self.ring, self.parcel = ring, Parcel.of(*own)
         self.own = own
-        self.sums: list[Tensor] = []
+        self.sums: Sequence[Tensor] = ()
         self.arrive: Callable[[], None] | None = None
         self.received: Tensor | None = None
 
-    def add(self, source: int, grads: list[Tensor]) -> None:
+    def add(self, source: int, grads: Sequence[Tensor]) -> None:
         """Take this rank's contribution to the keys of ``source``, float32 or wider; the own ones come first."""
         size, me = self.ring.axis.size, self.ring.axis.rank
         if source == me or not grads:
@@ -129,7 +127,7 @@ class _Homeward:
             total += wide(part)  # in float32: a sum of halves would be rounded each time
         self.arrive = self.received = None
 
-    def totals(self) -> list[Tensor]:
+    def totals(self) -> Sequence[Tensor]:
         """The gradients of this rank's keys and values, as many as are needed."""
         self._collect()
         return self.sums

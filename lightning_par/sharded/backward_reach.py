@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from torch.autograd.graph import GradientEdge
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
-from lightning_par.private.graph import accumulates, gathers, is_of_package
+from lightning_par.private.graph import Accumulation, function_of, gathered_by
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import parts_along
+from lightning_par.trial.memo import Memo
 
 Axes = tuple[Axis, ...]
 
@@ -48,6 +49,23 @@ class Reached:
         return any(_is_synced(x) for x in self.leaves)
 
 
+class _Kind(NamedTuple):
+    """What a class of nodes tells of each of them: whether it ends the graph, talks to ranks, gathers a weight."""
+
+    is_end: bool
+    talks: bool
+    gathers: bool
+
+    @classmethod
+    def of(cls, kind: type) -> _Kind:
+        function = function_of(kind)
+        ours = function is not None and function.__module__.startswith("lightning_par.")
+        return cls(kind is Accumulation, ours, getattr(function, "gathers_a_weight", False))
+
+
+_kinds: Memo[type, _Kind] = Memo(_Kind.of)
+
+
 def behind(roots: Sequence[Tensor]) -> Reached:
     """Walk the graph of ``roots`` once.
 
@@ -62,16 +80,16 @@ def behind(roots: Sequence[Tensor]) -> Reached:
     uses: dict[int, tuple[Any, ...]] = {}
     while stack:
         node = stack.pop()
-        talks = talks or is_of_package(node)
-        for part, number in gathers(node):
+        kind = _kinds[type(node)]
+        if kind.is_end:
+            leaves[id(node.variable)] = node.variable
+            continue
+        talks = talks or kind.talks
+        for part, number in gathered_by(node) if kind.gathers else ():
             uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, number))
         for following, _ in node.next_functions:
-            if following is None or following in seen:
-                continue
-            seen.add(following)
-            if accumulates(following):
-                leaves[id(following.variable)] = following.variable
-            else:
+            if following is not None and following not in seen:
+                seen.add(following)
                 stack.append(following)
     state = RunState.current
     kept = tuple(x for step, x in state.retained if step == state.streams.step and x.grad_fn in seen)

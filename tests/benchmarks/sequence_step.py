@@ -24,6 +24,7 @@ import copy
 import cProfile
 import gc
 import statistics
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +40,7 @@ from lightning_par import SequenceParallelStrategy
 from tests.benchmarks.pipeline_step import GPT, WARM, Sizes, clocks, since
 
 SIZES = Sizes(width=256, length=4096, vocabulary=512, layers=2)
-SMALL = Sizes(width=32, length=64, vocabulary=64, layers=4)
+SMALL = Sizes(width=32, length=64, vocabulary=64, layers=8)
 aten: Any = torch.ops.aten
 
 
@@ -189,7 +190,7 @@ class Rounds(Callback):
         self.ours: list[list[float]] = []
         self.others: dict[str, list[list[float]]] = {"by hand": [], "one device": []}
         self.loss = 0.0
-        self.profiler = cProfile.Profile()
+        self.profiler = cProfile.Profile(time.thread_time)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(pl_module, GPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_par.private import attention_kernels
 from lightning_par.private.operators import schema_of
@@ -33,3 +34,10 @@ _OPS = {
 def test_private_kernels_are_what_they_were(name: str) -> None:
     schema = str(schema_of(getattr(attention_kernels, name).default))
     assert schema[schema.index("(") :] == _OPS[name]
+
+
+def test_which_kinds_of_kernels_are_allowed_is_told() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention_kernels.allowed() == (False, False, True)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        assert attention_kernels.allowed() == (True, True, False)

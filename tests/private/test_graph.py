@@ -9,13 +9,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.private.graph import (
-    accumulates,
+    KEEPS_ARGUMENTS,
+    Accumulation,
     at_end_of_backward,
     can_order_nodes,
     checkpoint_generator,
-    gathers,
+    function_of,
+    gathered_by,
     in_backward,
-    is_of_package,
     node_of,
     order_of,
     saves_for_python,
@@ -47,8 +48,7 @@ def test_a_node_that_gathered_a_weight_leads_to_its_part() -> None:
             return x * 2
 
     part = torch.ones(2, requires_grad=True)
-    assert [*map(id, gathers(Gathers.apply(part).grad_fn)[0])] == [id(part), id(0)]
-    assert gathers(part.sin().grad_fn) == []
+    assert [*map(id, gathered_by(Gathers.apply(part).grad_fn)[0])] == [id(part), id(0)]
 
 
 def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
@@ -65,19 +65,17 @@ def test_where_a_graph_ends_is_known() -> None:
     leaf = torch.ones(1, requires_grad=True)
     node = leaf.exp().grad_fn
     end = node.next_functions[0][0]  # type: ignore[union-attr]
-    assert accumulates(end) and end.variable is leaf and not accumulates(node)
+    assert type(end) is Accumulation and end.variable is leaf and type(node) is not Accumulation
 
 
-def test_nodes_of_our_own_functions_are_known() -> None:
+def test_the_function_of_a_node_is_known_by_its_class() -> None:
     class Plain(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return x.clone()
 
-    ours = type("Ours", (Plain,), {"__module__": "lightning_par.somewhere"})
     leaf = torch.ones(1, requires_grad=True)
-    assert is_of_package(ours.apply(leaf).grad_fn)  # type: ignore[attr-defined]
-    assert not is_of_package(Plain.apply(leaf).grad_fn) and not is_of_package(leaf.exp().grad_fn)
+    assert function_of(type(Plain.apply(leaf).grad_fn)) is Plain and function_of(type(leaf.exp().grad_fn)) is None
 
 
 def test_a_running_backward_is_known() -> None:
@@ -146,3 +144,9 @@ def test_a_node_may_be_moved_in_the_order_in_which_backward_takes_what_is_ready(
     set_order(node_of(first), order_of(node_of(second)) + 1)
     (first + second).sum().backward()
     assert order == ["first", "second"]
+
+
+def test_the_function_that_keeps_what_a_region_is_run_again_on_is_known_where_there_is_one() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert (KEEPS_ARGUMENTS is None) == (version >= (2, 13))
+    assert KEEPS_ARGUMENTS is None or issubclass(KEEPS_ARGUMENTS, torch.autograd.Function)

@@ -15,8 +15,8 @@ from lightning_par.private.modes import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
     innermost_mode,
-    is_any_mode,
     no_modes,
+    number_of_modes,
     surroundings,
 )
 
@@ -105,6 +105,6 @@ def test_what_user_code_puts_around_a_call_shows(around: Any) -> None:
 
 
 def test_whether_a_mode_is_entered() -> None:
-    assert not is_any_mode()
+    assert not number_of_modes()
     with torch.device("cpu"):
-        assert is_any_mode()
+        assert number_of_modes()

@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from lightning_par.private.process_groups import (
     default_store,
-    has_no_batches,
+    has_gloo,
     host_of_store,
     init_process_group,
     number_of_groups,
     splits,
+    start_receive,
+    start_send,
     tells_of_a_lost_peer,
 )
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
@@ -37,15 +39,6 @@ def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> Non
         torch.distributed.destroy_process_group()
 
 
-def test_gloo_does_a_batch_one_by_one() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert has_no_batches(dist.group.WORLD, torch.device("cpu"))
-        assert not has_no_batches(None, torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
-
-
 def test_groups_are_counted_as_their_names_count_them() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -56,7 +49,7 @@ def test_groups_are_counted_as_their_names_count_them() -> None:
         dist.destroy_process_group()
 
 
-def test_errors_of_lost_peers_are_known() -> None:
+def two_ranks() -> dict[int, dist.ProcessGroupGloo]:
     store, groups = dist.HashStore(), {}
     connect = lambda rank: groups.update({rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=1))})  # noqa: E731
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
@@ -64,12 +57,42 @@ def test_errors_of_lost_peers_are_known() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    return groups
+
+
+def test_who_carries_messages_of_a_kind_of_device_is_known() -> None:
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert has_gloo(None, "cpu") and has_gloo(dist.group.WORLD, "cpu") and not has_gloo(None, "cuda")
+    finally:
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert has_gloo(None, "cpu") and has_gloo(None, "cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int16])
+def test_messages_of_any_dtype_find_each_other_by_their_tags(dtype: torch.dtype) -> None:
+    groups = two_ranks()
+    sent = [torch.tensor([number, 0, 1]).to(dtype) for number in range(2)]
+    works = [start_send(groups[0], x, 1, tag) for tag, x in enumerate(sent)]
+    received = [torch.empty(3, dtype=dtype) for _ in sent]
+    works += [start_receive(groups[1], received[tag], 0, tag) for tag in (1, 0)]
+    for work in works:
+        work.wait()
+    assert all(map(torch.equal, received, sent))
+
+
+def test_errors_of_lost_peers_are_known() -> None:
+    groups = two_ranks()
     for _ in range(2):  # who does not answer first, later has closed the connection
         with pytest.raises(RuntimeError) as caught:
             groups[0].recv([torch.ones(1)], 1, 0).wait(timedelta(milliseconds=10))
         assert tells_of_a_lost_peer(caught.value)
     with pytest.raises(dist.DistStoreError) as caught:
-        store.wait(["nothing"], timedelta(milliseconds=10))
+        dist.HashStore().wait(["nothing"], timedelta(milliseconds=10))
     assert tells_of_a_lost_peer(caught.value)
     with pytest.raises(RuntimeError) as caught:
         torch.ones(2) + torch.ones(3)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis, Kind, PeerOp
+from lightning_par.private.process_groups import has_gloo
 from lightning_par.trial.fake_functions import is_fake
 
 MOST_UNDER_WAY = 8
@@ -89,7 +90,7 @@ class Messenger:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis = axis
         self._device = device
-        self._gloo = axis.size > 1 and _backend(axis, device) == "gloo"
+        self._gloo = axis.size > 1 and has_gloo(axis.group, device.type)
         self._sending: _Departures | _Queue = _Departures() if self._gloo else _Queue()
         self._batches = 0
         self.timed = False  # whether `waited` counts
@@ -165,12 +166,6 @@ class Messenger:
             RuntimeError: a message can't arrive, since its receiver's process has ended.
         """
         self._sending.finish()
-
-
-def _backend(axis: Axis, device: torch.device) -> str:
-    config = str(dist.get_backend_config(axis.group))  # as "cpu:gloo,cuda:nccl"
-    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
-    return backends.get(device.type, config)
 
 
 def _tag(kind: Kind, tag: int) -> int:

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_par.mesh.listener import thread
-from lightning_par.private.modes import is_any_mode
+from lightning_par.private import attention_kernels
+from lightning_par.private.modes import number_of_modes
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import BY_ENTRY, MATRIX_PRODUCTS, PRECISIONS, REGROUPS, SLICES, TURNS, writes
 from lightning_par.sharded.local_calls.program import program
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
-from lightning_par.sharded.rules.in_place import is_told_to
+from lightning_par.sharded.rules.in_place import place_of_inplace
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, remembered
 from lightning_par.trial.memo import Memo
@@ -33,15 +35,22 @@ _FUNCTIONS = (
     | {"softmax", "log_softmax", "layer_norm", "rms_norm", "scaled_dot_product_attention", "dropout", "contiguous"}
     | {"sum", "mean"}
 )  # fmt: skip
-_SETTINGS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
+_SETTINGS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
+_PLAIN = frozenset((Tensor, Parameter))
 
 
-def _may_repeat(func: Any) -> bool:
+def _place_of_inplace(func: Any) -> int | None:
+    """Which argument of ``func`` tells it to write, many where none does; None where it may not repeat."""
     name = getattr(func, "__name__", "")
-    return name in _FUNCTIONS and not writes(name)
+    if name not in _FUNCTIONS or writes(name):
+        return None
+    place = place_of_inplace(func)
+    return _MANY if place is None else place
 
 
-_repeat: Memo[Any, bool] = Memo(_may_repeat)
+_MANY = 1 << 30
+_repeat: Memo[Any, int | None] = Memo(_place_of_inplace)
+_may_cast: Memo[str, bool] = Memo(torch.amp.is_autocast_available)  # not on "meta", where shapes alone are tried
 
 
 class Call:
@@ -62,47 +71,51 @@ class Call:
 
     def add(self, x: Any) -> bool:
         """Whether the table may know calls that have ``x``."""
+        # It runs for each argument of each call of a step: in one piece, and the likely kinds first.
         kind = type(x)
+        facts: Any = kind
         if kind is ShardedTensor:
-            return self._add_sharded(x)
-        if kind is Tensor or kind is Parameter:
-            self._add_plain(x, (x.requires_grad, x.is_leaf, kind))
-            return True
-        if kind in _SETTINGS:
+            local, axis, strides = x._local, x._axis, x._strides
+            if type(local) not in _PLAIN or axis is not self.axis and not self._lies_along(axis):
+                return False
+            if strides is not None and type(strides) is not tuple:
+                strides = remembered(x)
+            facts = x._dim, x._positions, strides
+        elif kind in _PLAIN:
+            local = x
+        elif kind in _SETTINGS:
             self.key += kind, x or repr(x)  # 0.0 equals -0.0
             return True
-        if kind is slice:
-            self.key.append(slice)
-            return self.add(x.start) and self.add(x.stop) and self.add(x.step)
+        else:
+            return self._add_parts(kind, x)
+        key, tensors = self.key, self.tensors
+        key += (
+            local.shape, local.stride(), local.dtype, local.device, local.requires_grad, local.is_leaf, facts
+        )  # fmt: skip
+        for number, known in enumerate(tensors):
+            if known is local:  # a rule may go by that
+                key += "again", number
+        tensors.append(local)
+        return True
+
+    def _add_parts(self, kind: type, x: Any) -> bool:
         if kind is tuple or kind is list:
             self.key += kind, len(x)
             return all(map(self.add, x))
+        if kind is slice:
+            self.key.append(slice)
+            return self.add(x.start) and self.add(x.stop) and self.add(x.step)
         if x is Ellipsis:
             self.key.append(x)
             return True
         return False
 
-    def _add_sharded(self, x: ShardedTensor) -> bool:
-        local, axis = x._local, x._axis
-        kind = type(local)
-        if kind is not Tensor and kind is not Parameter:
+    def _lies_along(self, axis: Any) -> bool:
+        """Whether the call may have a tensor that is sharded over ``axis``, which no other of it is so far."""
+        if self.axis is not None or axis.stores or axis.by_sample or axis.pretends or axis.residual is not None:
             return False
-        if axis is not self.axis:
-            if self.axis is not None or axis.stores or axis.by_sample or axis.pretends or axis.residual is not None:
-                return False
-            self.axis = axis
-        strides = x._strides
-        if strides is not None and type(strides) is not tuple:
-            strides = remembered(x)
-        self._add_plain(local, (local.requires_grad, local.is_leaf, x._dim, x._positions, strides))
+        self.axis = axis
         return True
-
-    def _add_plain(self, x: Tensor, facts: Any) -> None:
-        self.key += x.shape, x.stride(), x.dtype, x.device, facts
-        for number, known in enumerate(self.tensors):
-            if known is x:  # a rule may go by that
-                self.key += "again", number
-        self.tensors.append(x)
 
     def run(self, func: Any, args: Any, kwargs: Any, by_rule: Callable[..., Any]) -> Any:
         """What ``by_rule``, which runs the function by its rule, gives; `NotImplemented` included."""
@@ -136,30 +149,39 @@ def is_unwatched() -> bool:
     """Whether nothing but rules looks at the functions that are called."""
     state = RunState.current
     watched = state.names.on or state.shows_memory or Memory.count or thread.listener is not None
-    return not (watched or is_any_mode() or in_functorch())
+    return not (watched or number_of_modes() or in_functorch())
 
 
 def surroundings(x: Tensor) -> tuple[Any, ...]:
     """What a rule may go by besides its arguments, of which ``x`` is one."""
     kind = x.device.type
-    may_cast = torch.amp.is_autocast_available(kind)  # not on "meta", where shapes alone are tried
-    cast = torch.get_autocast_dtype(kind) if may_cast and torch.is_autocast_enabled(kind) else None
+    cast = torch.get_autocast_dtype(kind) if _may_cast[kind] and torch.is_autocast_enabled(kind) else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, RunState.current.shared
 
 
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The call as the table knows it; None where something else looks at it, or may."""
-    if not _repeat[func] or "out" in kwargs or is_told_to(func, args, kwargs) or not is_unwatched():
+    place, state = _repeat[func], RunState.current
+    if place is None or (
+        # as `is_unwatched`, without a call: it is asked for each function of a step
+        state.names.on or state.shows_memory or Memory.count or thread.listener or number_of_modes() or in_functorch()
+    ):
+        return None
+    if len(args) > place and args[place] or kwargs and ("out" in kwargs or kwargs.get("inplace")):
         return None
     call = Call(func)
+    add = call.add
     for x in args:
-        if not call.add(x):
+        if not add(x):
             return None
-    for name, x in kwargs.items():
-        call.key.append(name)
-        if not call.add(x):
-            return None
+    if kwargs:
+        for name, x in kwargs.items():
+            call.key.append(name)
+            if not add(x):
+                return None
     if call.axis is None:
         return None
     call.key += surroundings(call.tensors[0])
+    if func is scaled_dot_product_attention:
+        call.key += attention_kernels.allowed()
     return call

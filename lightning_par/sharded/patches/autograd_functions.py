@@ -12,7 +12,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import KEEPS_ARGUMENTS, node_of
 from lightning_par.private.module_hooks import marks_module_ends
@@ -29,9 +28,14 @@ from lightning_par.sharded.rules.gathered import GatheredCall
 from lightning_par.sharded.rules.lookup import announce_gather
 from lightning_par.sharded.rules.sample_trial import run_by_sample
 from lightning_par.sharded.tensor import ShardedTensor, full
+from lightning_par.trial.memo import Memo
 
 _LINEAR = ("torch.", "lightning_par.")
 """Where autograd functions come from to whose backward shares of a gradient are as good as the whole."""
+
+
+_LOOKED_INTO = (ShardedTensor, tuple, list, dict)
+_ours: Memo[type, bool] = Memo(lambda cls: cls.__module__.startswith("lightning_par."))
 
 
 def patch() -> Replacement:
@@ -89,8 +93,8 @@ class _Whole(torch.autograd.Function):
 
 def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``cls.apply(*args)``, of which no torch function tells."""
-    if cls.__module__ == collectives.__name__ and all(type(x) is not ShardedTensor for x in args):
-        return apply(cls, *args)  # a verb
+    if _ours[cls] and not any(isinstance(x, _LOOKED_INTO) for x in args):
+        return apply(cls, *args, **kwargs)  # it does to gradients what is right, and has nothing to be made whole
     if marks_module_ends(cls):
         return on_parts(functools.partial(apply, cls), args)
     views = [x for x in tree_leaves(args) if isinstance(x, ShardedTensor)]

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from lightning_par.private import compiler
 from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.tensors import is_view
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.local_calls.compiled_graph import CompiledGraph, may_be_split
@@ -106,7 +107,7 @@ _PROTOCOL: dict[str, Any] = {
     "__tensor_flatten__": _OfCompiler("__tensor_flatten__", _flatten),
     "__tensor_unflatten__": _OfCompiler("__tensor_unflatten__", _as_whole, static=True),
     "untyped_storage": _of_wrapper(Tensor.untyped_storage),
-    "_is_view": _of_wrapper(Tensor._is_view),
+    "_is_view": _of_wrapper(is_view),
     "storage_offset": _of_wrapper(Tensor.storage_offset),
     "stride": _stride,
 }

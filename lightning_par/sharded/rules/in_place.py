@@ -31,11 +31,12 @@ def is_told_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return place is not None and len(args) > place and bool(args[place])
 
 
-def _place_of_inplace(func: Any) -> int | None:
+def place_of_inplace(func: Any) -> int | None:
+    """Which argument of ``func`` is its ``inplace``; None where it has none."""
     try:
         return list(inspect.signature(func).parameters).index("inplace")
     except (TypeError, ValueError):  # a builtin function, or one that has none
         return None
 
 
-_inplace = Memo(_place_of_inplace)
+_inplace = Memo(place_of_inplace)
