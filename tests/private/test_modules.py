@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_par.private.modules import (
     BUFFERS,
     MODULES,
     PARAMETERS,
+    ModuleTree,
     buffers_of,
     forget_weak_references,
     hand_on_metadata,
@@ -87,3 +89,52 @@ def test_modules_and_parameters_are_named_as_torch_names_them(other: Any) -> Non
     found, expected = named_parameters(module), [*module.named_parameters()]
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(a is b for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.tied = self.a
+
+
+class Renamed(Net):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((f"mine.{name}", p) for name, p in super().named_parameters(*args, **kwargs))
+
+
+def _swap(module: Net) -> None:
+    module.a, module.norm = module.norm, module.a  # type: ignore[assignment]
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "nothing": lambda module: None,
+    "another layer": lambda module: setattr(module, "a", nn.Linear(2, 2)),
+    "a layer more": lambda module: module.norm.add_module("within", nn.Linear(2, 2)),
+    "a layer less": lambda module: delattr(module, "tied"),
+    "layers change places": _swap,
+    "another weight": lambda module: setattr(module.a, "weight", nn.Parameter(torch.zeros(2, 2))),
+    "a weight less": lambda module: module.a.register_parameter("bias", None),
+    "another buffer": lambda module: setattr(module.norm, "running_mean", torch.ones(2)),
+    "a buffer more": lambda module: module.register_buffer("seen", torch.zeros(1)),
+    "another name": lambda module: setattr(module, "b", module._modules.pop("a")),
+    "another class": lambda module: setattr(module, "__class__", Renamed),
+}
+
+
+@pytest.mark.parametrize("kind", [Net, Renamed])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tree_is_what_a_walk_finds(change: str, kind: type[Net]) -> None:
+    def same() -> bool:
+        walked = [*module.named_modules()], [*module.named_parameters()], [*module.named_buffers()]
+        names = {id(x): name for named in walked for name, x in named}  # type: ignore[attr-defined]
+        return walked == (tree.modules(), tree.parameters(), tree.buffers()) and names == tree.names()
+
+    module = kind()
+    tree = ModuleTree(module)
+    assert same()
+    before = tree.modules(), tree.parameters(), tree.buffers()
+    CHANGES[change](module)
+    assert same()
+    if change == "nothing" and kind is Net:
+        assert all(x is y for x, y in zip(before, (tree.modules(), tree.parameters(), tree.buffers()), strict=True))
