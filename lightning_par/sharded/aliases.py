@@ -44,6 +44,7 @@ class Memory:
     """
 
     count = 0
+    made_ever = 0
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.copy: Copy | None = None
@@ -55,6 +56,7 @@ class Memory:
         self._told: tuple[Any, int | None] | None = None  # of the last write: the tensor, and its version
         setattr(storage, _ATTRIBUTE, self)
         Memory.count += 1
+        Memory.made_ever += 1
 
     def __del__(self) -> None:
         Memory.count -= 1
@@ -309,6 +311,11 @@ class Copy:
 def is_any() -> bool:
     """Whether there is anything to look after."""
     return Memory.count > 0
+
+
+def is_among(xs: Sequence[Tensor]) -> bool:
+    """Whether anything is known of the memory of one of the plain ``xs``."""
+    return Memory.count > 0 and any(Memory.of(x) is not None for x in xs)
 
 
 def note(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import patches
-from lightning_par.sharded.aliases import Memory
+from lightning_par.sharded.aliases import Memory, note
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import sharded_parameter
@@ -81,10 +80,8 @@ class Backend:
 
 
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiler() -> Iterator[None]:
     torch.manual_seed(0)
-    gc.collect()
-    monkeypatch.setattr(Memory, "count", 0)  # other tests may have left some behind, for which rules look out
     yield
     torch.compiler.reset()
 
@@ -155,4 +152,15 @@ def test_a_wrapper_is_no_other_module() -> None:
     x = torch.randn(2, 3, C)
     for _ in range(3):
         torch.testing.assert_close(wrapper(x), block(x))
+    assert len(backend.graphs) == 1
+
+
+def test_blocks_are_compiled_beside_a_copy_of_another_tensor() -> None:
+    block, backend, kept = split(Block()), Backend(), torch.ones(2)
+    note("a slice", torch.ones(2), kept, lambda x: x, lambda x, y: None)
+    assert Memory.of(kept) is not None
+    block.compile(backend=backend)
+    patches.look_for_compiled()
+    for _ in range(3):
+        same(block)
     assert len(backend.graphs) == 1

@@ -17,7 +17,7 @@ from lightning_par.sharded.local_calls.repeated_calls import Call
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.rule_check import KINDS, Case, check
 from tests.helpers.slow import in_turn, slow
-from tests.helpers.thread_ranks import SequenceThreadAxis
+from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
 from tests.rule_cases import CASES
 
 patches.SHARES.hold(sys.modules[__name__])  # the cases' backwards begin with shares
@@ -91,3 +91,19 @@ def test_what_is_told_to_write_writes_each_time(told: Any) -> None:
         with torch.no_grad():
             F.relu(x, *args, **kwargs)
         assert x.full_tensor().tolist() == [[0.0, 2.0]]
+
+
+def _beside_a_copy(axis: Axis) -> tuple[set[str], list[float]]:
+    """The functions that the table knows, and what ``x`` holds in the end."""
+    positions = Positions.of([0, 0, 1, 1])
+    x, other = (ShardedTensor(torch.ones(2, 2), 1, positions, axis) for _ in range(2))
+    kept = x[:, 1]  # of both ranks, where one device has a view
+    for _ in range(4):
+        other * 2
+        x + 0
+        kept += 1
+    return {key[0].__name__ for key in axis.calls}, (x + 0).full_tensor()[0].tolist()
+
+
+def test_calls_repeat_beside_a_copy_of_another_tensor() -> None:
+    assert run_ranks(2, _beside_a_copy) == [({"__getitem__", "mul"}, [1.0, 5.0, 1.0, 1.0])] * 2

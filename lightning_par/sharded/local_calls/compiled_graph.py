@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_par.private.compiler import is_higher_order
-from lightning_par.sharded.aliases import Memory
+from lightning_par.sharded.aliases import Memory, is_among
 from lightning_par.sharded.functions import name_of
 from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.local_calls.program import Source, needed, used_in
@@ -51,7 +51,7 @@ class CompiledGraph:
             return self.graph(*args)
         args = tuple(gathering_of(x).gathered(x) if _is_stored(x) else x for x in args)
         call = Call(None)
-        if not all(map(call.add, args)):
+        if not all(map(call.add, args)) or is_among(call.tensors):
             return self.graph(*args)
         if call.axis is None:
             if self._whole is None:
@@ -68,10 +68,10 @@ class CompiledGraph:
 
     def _noted(self, args: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., Any] | None]:
         names = [f"a{number}" for number in range(len(tensors))]
-        tape = Tape(dict(zip(names, tensors, strict=True)), views=True)
+        tape, before = Tape(dict(zip(names, tensors, strict=True)), views=True), Memory.made_ever
         with tape:
             result = self.graph(*args)
-        if tape.unclear or Memory.count:
+        if tape.unclear or Memory.made_ever != before:
             return result, None
         try:
             return result, compiled(names, tape.items, tape.described(result), self.backend)

@@ -20,7 +20,7 @@ from lightning_par.mesh.listener import thread
 from lightning_par.private import attention_kernels
 from lightning_par.private.modes import number_of_modes
 from lightning_par.private.transforms import in_functorch
-from lightning_par.sharded.aliases import Memory
+from lightning_par.sharded.aliases import Memory, is_among
 from lightning_par.sharded.functions import BY_ENTRY, MATRIX_PRODUCTS, PRECISIONS, REGROUPS, SLICES, TURNS, writes
 from lightning_par.sharded.local_calls.program import program
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
@@ -133,11 +133,11 @@ class Call:
     def _noted(self, func: Any, args: Any, kwargs: Any, by_rule: Any) -> tuple[Any, Program | None]:
         """Its result, and what does it again."""
         names = [f"a{number}" for number in range(len(self.tensors))]
-        tape = Tape(dict(zip(names, self.tensors, strict=True)))
+        tape, before = Tape(dict(zip(names, self.tensors, strict=True))), Memory.made_ever
         with tape:
             result = by_rule(func, args, kwargs)
-        given = (*args, *kwargs.values())
-        if result is NotImplemented or tape.unclear or Memory.count or any(result is x for x in given):
+        given, copies = (*args, *kwargs.values()), Memory.made_ever != before
+        if result is NotImplemented or tape.unclear or copies or any(result is x for x in given):
             return result, None
         try:
             return result, program(names, tape.items, tape.described(result))
@@ -148,7 +148,7 @@ class Call:
 def is_unwatched() -> bool:
     """Whether nothing but rules looks at the functions that are called."""
     state = RunState.current
-    watched = state.names.on or state.shows_memory or Memory.count or thread.listener is not None
+    watched = state.names.on or state.shows_memory or thread.listener is not None
     return not (watched or number_of_modes() or in_functorch())
 
 
@@ -164,7 +164,7 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
     place, state = _repeat[func], RunState.current
     if place is None or (
         # as `is_unwatched`, without a call: it is asked for each function of a step
-        state.names.on or state.shows_memory or Memory.count or thread.listener or number_of_modes() or in_functorch()
+        state.names.on or state.shows_memory or thread.listener or number_of_modes() or in_functorch()
     ):
         return None
     if len(args) > place and args[place] or kwargs and ("out" in kwargs or kwargs.get("inplace")):
@@ -179,7 +179,7 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
             call.key.append(name)
             if not add(x):
                 return None
-    if call.axis is None:
+    if call.axis is None or Memory.count and is_among(call.tensors):
         return None
     call.key += surroundings(call.tensors[0])
     if func is scaled_dot_product_attention:
