@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, is_open, note
 from lightning_par.mesh.listener import heard
+from lightning_par.mesh.objects import broadcast_object
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.process_groups import has_gloo, start_receive, start_send
@@ -319,10 +320,8 @@ class Axis:
         """``value`` of index ``source`` along the axis, pickled, on every rank."""
         if self.size == 1:
             return value
-        box = [value]
         self._log("broadcast", purpose, 1, 0)
-        dist.broadcast_object_list(box, src=self.ranks[source], group=host_group(self.group))
-        return box[0]
+        return broadcast_object(value, self.ranks[source], host_group(self.group))
 
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""

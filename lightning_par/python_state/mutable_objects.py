@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.private.dict_versions import dict_behind
 from lightning_par.private.tensors import view_base, write_count
 from lightning_par.python_state.changes import Change, MappingChange, SequenceChange, SetChange
-from lightning_par.python_state.dict_entries import entries_of
+from lightning_par.python_state.dict_entries import Entries, entries_of
 
 _NOTHING: Any = object()
 
@@ -75,6 +76,10 @@ class Cell:
         """Whether it holds something else than before."""
         return False
 
+    def counted(self) -> dict[Any, Any] | None:
+        """A dict whose version, if it has not changed, tells that nothing has moved."""
+        return None
+
     def renew(self, atoms: Collection[Any]) -> bool:
         """Take what it holds now for what it held before; False where more than ``atoms`` came or went."""
         return not self.moved()
@@ -121,10 +126,13 @@ class MappingCell(Cell):
         self.mapping = entries_of(mapping)
         self.skipped = skipped
         self.before: dict[Any, Any] = dict(self.mapping)
-        self.counted: dict[Any, Any] | None = None
-        """The dict itself, where its version tells that nothing has moved: an OrderedDict can move on within one."""
-        if type(self.mapping) in (dict, defaultdict, Counter):
-            self.counted = self.mapping  # type: ignore[assignment]
+
+    def counted(self) -> dict[Any, Any] | None:
+        held: Any = self.mapping
+        if type(held) is Entries:
+            return held.owner if held.kind is dict else None
+        # an OrderedDict can move on within a version
+        return held if type(held) in (dict, defaultdict, Counter) else None
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         yield from ((key, x) for key, x in self.before.items() if not self._skips(key))
@@ -226,6 +234,9 @@ class BodyCell(MappingCell):
     def __init__(self, name: str, owner: type) -> None:
         super().__init__(name, owner, vars(owner))  # type: ignore[arg-type]
 
+    def counted(self) -> dict[Any, Any] | None:
+        return dict_behind(vars(self.owner))
+
     def _skips(self, key: Any) -> bool:
         return is_dunder(key)
 
@@ -246,6 +257,9 @@ class NamesCell(MappingCell):
         super().__init__(name, owner, {})
         self.before = self._now()
         self.values = list(map(self._get, self.names))
+
+    def counted(self) -> dict[Any, Any] | None:
+        return self.owner if type(self.owner) is dict else None
 
     def add(self, names: Collection[str]) -> list[tuple[str, Any]]:
         """Watch more names; the new ones with their values."""

@@ -7,7 +7,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 from lightning_par.private.dict_versions import version_of_dict
-from lightning_par.python_state.mutable_objects import Cell, MappingCell
+from lightning_par.python_state.mutable_objects import Cell
 
 _lent, _versions = attrgetter("lent"), attrgetter("versions")
 
@@ -25,7 +25,7 @@ class Still:
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []  # those that were asked about last
-        self._counted: list[MappingCell] = []  # whose dicts tell by their versions
+        self._counted: list[Cell] = []  # whose dicts tell by their versions
         self._dicts: list[dict[Any, Any]] = []
         self._versions: list[int] = []  # at which these held what they held before
         self._others: list[Cell] = []
@@ -47,8 +47,8 @@ class Still:
 
     def _take(self, cells: Mapping[str, Cell]) -> None:
         self._cells = [*cells.values()]
-        self._counted = [cell for cell in self._cells if type(cell) is MappingCell and cell.counted is not None]
-        self._dicts = [cell.counted for cell in self._counted if cell.counted is not None]
-        self._versions = [-1] * len(self._counted)
-        counted = set(map(id, self._counted))
-        self._others = [cell for cell in self._cells if id(cell) not in counted]
+        counted = [(cell, held) for cell in self._cells if (held := cell.counted()) is not None]
+        self._counted, self._dicts = [cell for cell, _ in counted], [held for _, held in counted]
+        self._versions = [-1] * len(counted)
+        known = set(map(id, self._counted))
+        self._others = [cell for cell in self._cells if id(cell) not in known]

@@ -65,11 +65,34 @@ class Streams:
 
 def mix(*values: int) -> int:
     """A 63-bit hash of ints, the same in every process (splitmix64's finaliser, folded over the values)."""
+    return folded(_BEGIN, *values) >> 1
+
+
+_BEGIN = 0x9E3779B97F4A7C15
+
+
+def folded(state: int, *values: int) -> int:
+    """``state`` of `mix` after more of its values."""
     mask = (1 << 64) - 1  # 64 bits, in which the arithmetic wraps around
-    state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state + (value & mask) + 0x9E3779B97F4A7C15) & mask
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
-    return state >> 1
+    return state
+
+
+class Mixed:
+    """`mix` of values that begin alike.
+
+    Example::
+
+        mixed = Mixed(1, 2)
+        assert mixed(3) == mix(1, 2, 3)
+    """
+
+    def __init__(self, *values: int) -> None:
+        self._state = folded(_BEGIN, *values)
+
+    def __call__(self, value: int) -> int:
+        return folded(self._state, value) >> 1

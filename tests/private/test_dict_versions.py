@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_par.private.dict_versions import version_of_dict
+from lightning_par.private.dict_versions import dict_behind, version_of_dict
 
 _WRITES: list[Callable[[Any], object]] = [
     lambda x: setattr(x, "seen", 2),
@@ -39,3 +39,18 @@ def test_what_is_put_back_has_another_too() -> None:
     held["a"] = 2
     held["a"] = 1
     assert version_of_dict(held) != before != version_of_dict(dict(held))
+
+
+def test_the_dict_of_a_class_is_found() -> None:
+    class Layer(nn.Linear):
+        rate = 1
+
+    held = dict_behind(vars(Layer))
+    assert held is not None and held["rate"] == 1 and held.keys() == vars(Layer).keys()
+    before = version_of_dict(held)
+    assert Layer(1, 1).rate == 1 and version_of_dict(held) == before
+    Layer.rate = 2
+    assert version_of_dict(held) != before and held["rate"] == 2
+    before = version_of_dict(held)
+    Layer.forward = nn.Linear.forward  # type: ignore[method-assign]
+    assert version_of_dict(held) != before

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.sharded.functions import DRAWS
-from lightning_par.sharded.random_streams import mix
+from lightning_par.sharded.random_streams import Mixed, mix
 from lightning_par.sharded.run_state import RunState
 
 
@@ -73,7 +73,7 @@ class Draws:
     """
 
     def __init__(self, key: Sequence[int]) -> None:
-        self.key = tuple(key)
+        self.seed = Mixed(*key)
         self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
 
     def __enter__(self) -> Draws:
@@ -84,7 +84,7 @@ class Draws:
 
     def stand_at(self, event: int) -> None:
         """The module that is the step's ``event`` is about to run."""
-        seed = mix(*self.key, event)
+        seed = self.seed(event)
         RunState.current.streams.event = event * 1000
         torch.default_generator.manual_seed(seed)
         if self.cuda:
