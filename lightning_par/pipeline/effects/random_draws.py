@@ -50,8 +50,9 @@ def stand_at(state: tuple[Any, Any]) -> None:
 
 def is_standing(state: tuple[Any, Any]) -> bool:
     """Whether the global generators of numpy and ``random`` stand there."""
-    numpy, python = standing()
-    return python == state[1] and all(np.array_equal(a, b) for a, b in zip(numpy, state[0], strict=True))
+    (kind, words, *place), python = standing()
+    of_numpy, of_python = state
+    return python == of_python and np.array_equal(words, of_numpy[1]) and (kind, *place) == (of_numpy[0], *of_numpy[2:])
 
 
 def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[None]:
@@ -74,7 +75,7 @@ class Draws:
 
     def __init__(self, key: Sequence[int]) -> None:
         self.seed = Mixed(*key)
-        self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # the first costs nothing
 
     def __enter__(self) -> Draws:
         self.state = torch.get_rng_state()

@@ -37,6 +37,11 @@ class Routes:
     written: tuple[frozenset[Key], ...]
 
     @cached_property
+    def keys_coming(self) -> tuple[frozenset[Key], ...]:
+        """For each stage, what comes to it."""
+        return tuple(frozenset(key for key, _ in arrivals) for arrivals in self.coming)
+
+    @cached_property
     def leaving(self) -> tuple[dict[Key, tuple[int, ...]], ...]:
         """For each stage, what leaves it, in order, and the stages that take it."""
         found: list[dict[Key, tuple[int, ...]]] = [{} for _ in self.coming]

@@ -54,7 +54,6 @@ class Crossing:
         self._takers = traffic.readers(rank)  # stages that have not taken theirs
         self._grads: dict[Value, Tensor] = {}  # the sum so far, of stages of this rank
         self._givers = self._takers.copy()  # that have not given theirs
-        self._shapes: dict[tuple[Key, int], tuple[int, ...]] = {}
 
     def _wanted(self, keys: Iterable[Key], microbatch: int) -> list[Key]:
         wanted = self.traffic.wanted(microbatch)
@@ -62,10 +61,12 @@ class Crossing:
 
     def _shape(self, key: Key, microbatch: int) -> tuple[int, ...]:
         """Of this rank's part of a value, which its gradient has, too."""
-        shape = self._shapes.get((key, microbatch))
+        known = self.traffic.shapes  # by lengths, too: a sequence is told by its length alone
+        place = key, microbatch, self.tokens.lengths
+        shape = known.get(place)
         if shape is None:
             shape = self.tokens.shape(local_shape(self.programs[microbatch].values[key], self.axes[microbatch]))
-            self._shapes[key, microbatch] = shape
+            known[place] = shape
         return shape
 
     # ------------------------------------------------------------------------------------------- between ranks
@@ -114,7 +115,9 @@ class Crossing:
             x = arrived[key]
             x = with_node(x) if x.requires_grad else x  # not a leaf: user code may write into it
             model = program.values[key]
-            return wrapped(self.tokens.wrapped(x, local_shape(model, axis)), model, axis)
+            if self.tokens.axis is not None:
+                x = self.tokens.wrapped(x, local_shape(model, axis))
+            return wrapped(x, model, axis)
 
         return value
 

@@ -83,7 +83,7 @@ class Engine:
         self.in_backward = InBackward(self.inner_state)
         self._traffic: dict[tuple[int, ...], tuple[Traffic, Timetable]] = {}
         self.tokens = Tokens()  # of the step that runs
-        self._losses: dict[int, Tensor] = {}  # of its microbatches, as shares
+        self._losses: dict[int, tuple[Tensor, float]] = {}  # of its microbatches, with their shares
         self.replays = Replays(self.module, self.programs.watch)
         self.rehearsing = False
         self._compared: list[Program] = []
@@ -421,7 +421,7 @@ class Engine:
         elif step.grad:
             loss = loss_in(result)
             if loss is not None and ready.cut:
-                self._losses[microbatch] = loss.detach() * part.share  # to compare the tail's with
+                self._losses[microbatch] = loss.detach(), part.share  # to compare the tail's with
             if loss is not None and loss.requires_grad:
                 factor = scale * part.share
                 crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
@@ -477,7 +477,7 @@ class Engine:
             with torch.no_grad():  # backwards are the microbatches' own; this is for what is logged and returned
                 effects = self._step(part, run, True)[1]
             if run.lost and part.step.grad:
-                refuse_another_loss(loss_in(effects.result), [*self._losses.values()])
+                refuse_another_loss(loss_in(effects.result), [loss * share for loss, share in self._losses.values()])
         except Exception as error:  # as of a guard that met a loss that is no number: the others wait to hear of it
             return Effects(raised=error)
         return effects

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,7 @@ class Traffic:
     programs: Sequence[Program]
     schedule: Schedule
     ways: dict[Message, Way] = field(default_factory=dict, init=False, repr=False)
+    shapes: dict[Any, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)  # of values, as met
 
     def way(self, message: Message) -> Way:
         """How ``message`` travels: the same in each step."""

@@ -61,8 +61,7 @@ class _Sent:
 
     work: dist.Work
     x: Tensor
-    what: str
-    to: int
+    message: Outgoing
     batch: int  # in which it was sent, counted from the first on
 
 
@@ -118,7 +117,7 @@ class Messenger:
             whats = [*(one.what for one, _ in leaving), *(one.what for one, _ in coming)]
             raise lost(" and ".join(dict.fromkeys(whats))) from error
         for (one, x), work in zip(leaving, works):
-            self._sending.add(_Sent(work, x, one.what, one.to, self._batches))
+            self._sending.add(_Sent(work, x, one, self._batches))
         self._batches += 1
         arriving = iter(works[len(leaving) :])
         return [self._wait(one, x, next(arriving) if x.numel() else None) for one, x in rooms]
@@ -138,7 +137,7 @@ class Messenger:
         return torch.empty(tuple(one.shape), dtype=one.dtype, device="cpu" if self._gloo else self._device)
 
     def _wait(self, one: Incoming, x: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
-        received, batch = _Received(work, x, one.what, self._device), self._batches - 1
+        received, batch = _Received(work, x, one, self._device), self._batches - 1
 
         def wait() -> Tensor:
             if not self.timed:
@@ -180,16 +179,16 @@ def lost(what: str) -> RuntimeError:
 class _Received:
     """Waits for a message, once."""
 
-    def __init__(self, work: dist.Work | None, x: Tensor, what: str, device: torch.device) -> None:
+    def __init__(self, work: dist.Work | None, x: Tensor, message: Incoming, device: torch.device) -> None:
         self._work = work
-        self._x, self._what, self._device = x, what, device
+        self._x, self._message, self._device = x, message, device
 
     def __call__(self) -> Tensor:
         if self._work is not None:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise lost(self._what) from error
+                raise lost(self._message.what) from error
             self._work, self._x = None, self._x.to(self._device)
         return self._x.to(self._device)
 
@@ -233,9 +232,9 @@ class _Departures:
             _wait_for(self._sent.popleft())
 
     def came(self, source: int, batch: int) -> None:
-        left = [sent for sent in self._sent if sent.to == source and sent.batch < batch]
+        left = [sent for sent in self._sent if sent.message.to == source and sent.batch < batch]
         if left:
-            self._sent = deque(sent for sent in self._sent if sent.to != source or sent.batch >= batch)
+            self._sent = deque(sent for sent in self._sent if sent.message.to != source or sent.batch >= batch)
             for sent in left:
                 _wait_for(sent)
 
@@ -248,4 +247,4 @@ def _wait_for(sent: _Sent) -> None:
     try:
         sent.work.wait()
     except RuntimeError as error:
-        raise lost(sent.what) from error
+        raise lost(sent.message.what) from error

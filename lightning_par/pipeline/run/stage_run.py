@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ class StageRun(RecordedRun):
         alone = axis is None or axis.rank == 0
         self.alone = alone
         routes = program.routes
-        self.coming = set(routes.tail) if tail else {key for key, _ in routes.coming[stage]}
+        self.coming: Collection[Key] = routes.tail if tail else routes.keys_coming[stage]
         self.leaving = () if tail else tuple(routes.leaving[stage])
         self.begin_anew()
         self.again: Callable[[Callable[[], Any]], Any] | None = None  # makes a call that backward runs again
