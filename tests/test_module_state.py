@@ -42,6 +42,7 @@ CHANGING = {
     "sharded/tensor.py _dispatch": "imported when it is first needed, since it needs this module",
     # what is changed in torch, and by whom it is held: a strategy holds it until its run ends, or until it is collected
     "sharded/patches/__init__.py SHARDED": "",
+    "sharded/patches/__init__.py STORED": "",
     "sharded/patches/__init__.py SHARES": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",
     "sharded/patches/transforms.py TRANSFORMS": "what stands there, as long as it does",

@@ -15,6 +15,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.optim.gradient_buckets import Bucket, Buckets
 from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.private.leaf_hooks import hooks_of
+from lightning_par.private.modules import ModuleTree
 from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, leaf
@@ -51,7 +52,7 @@ class GradientSync:
         stored: Axis | None = None,
     ) -> None:
         self.blocked = False
-        self._module = module
+        self._module, self._tree = module, ModuleTree(module)
         self._axis = axis
         self._split = split or axis
         self._nobody = Axis("data", (0,), 0, None)
@@ -155,8 +156,8 @@ class GradientSync:
                 )
 
     def _find_leaves(self) -> None:
-        found = {id(leaf(p)): p for p in self._module.parameters() if self._along(p).size > 1}
-        held = {i: (leaf(p), self._along(p)) for i, p in found.items() if not is_elsewhere(leaf(p))}
+        found = [(leaf(p), self._along(p)) for _, p in self._tree.parameters()]
+        held = {id(x): (x, axis) for x, axis in found if axis.size > 1 and not is_elsewhere(x)}
         # a leaf frozen within the window may have got its share
         along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
         leaves = {i: held[i][0] for i in along}

@@ -37,15 +37,19 @@ def _for_sharded_tensors() -> Iterable[Patch]:
     from lightning_par.sharded.patches import (
         autograd_functions,
         checkpointing,
-        kept_weights,
         module_hooks,
         tensor_data,
-        tensor_grad,
         transforms,
     )
 
     return autograd_functions.patch(), checkpointing.patch(), *transforms.patches(), tensor_data.patch(), \
-        tensor_grad.patch(), module_hooks.patch(), kept_weights.patch(), _compiled_graphs()  # fmt: skip
+        module_hooks.patch(), _compiled_graphs()  # fmt: skip
+
+
+def _for_stored_weights() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import kept_weights, tensor_grad
+
+    return tensor_grad.patch(), kept_weights.patch()
 
 
 @functools.cache
@@ -75,6 +79,9 @@ def _for_sync_advice() -> Iterable[Patch]:
 SHARDED = Patches(_for_sharded_tensors)
 """What would pass tensors by of which this rank has a part or nothing."""
 
+STORED = Patches(_for_stored_weights)
+"""For weights that are stored in parts, and gathered for a call."""
+
 SHARES = Patches(_for_gradient_shares)
 """For backwards after which ranks sum up, or average, gradients."""
 
@@ -92,4 +99,4 @@ def experiments(namespace: Namespace) -> Patches:
 
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
-    return SHARDED, SHARES, SYNC_ADVICE, experiments(namespace)
+    return SHARDED, STORED, SHARES, SYNC_ADVICE, experiments(namespace)
