@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class GradientSync:
         self._copies = axis.size if copies is None else copies
         self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._handles: dict[int, Any] = {}
+        self._found: list[Tensor] = []  # the leaves of the module's parameters
         self._buckets = Buckets(axis)
         self._touched: set[int] = set()  # ids of leaves that got a gradient since the last average
         self._begun = False  # whether a window has begun whose gradients are not averaged yet
@@ -156,8 +158,12 @@ class GradientSync:
                 )
 
     def _find_leaves(self) -> None:
-        found = [(leaf(p), self._along(p)) for _, p in self._tree.parameters()]
-        held = {id(x): (x, axis) for x, axis in found if axis.size > 1 and not is_elsewhere(x)}
+        parameters = [p for _, p in self._tree.parameters()]
+        found = [*map(leaf, parameters)]
+        if self._is_as_it_was(found):
+            return
+        pairs = zip(found, map(self._along, parameters), strict=True)
+        held = {id(x): (x, axis) for x, axis in pairs if axis.size > 1 and not is_elsewhere(x)}
         # a leaf frozen within the window may have got its share
         along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
         leaves = {i: held[i][0] for i in along}
@@ -168,6 +174,12 @@ class GradientSync:
         for i in leaves.keys() - self._handles.keys():
             self._handles[i] = leaves[i].register_post_accumulate_grad_hook(self._on_gradient)
         self._fill_buckets([(x, along[i]) for i, x in leaves.items()])
+
+    def _is_as_it_was(self, leaves: list[Tensor]) -> bool:
+        """Whether these are the leaves that were found last, all of which get gradients, as they did then."""
+        before, self._found = self._found, leaves
+        known = len(leaves) == len(before) == len(self._handles)
+        return known and all(map(is_, leaves, before)) and all(map(_trains, leaves))
 
     def _along(self, parameter: Tensor) -> Axis:
         """The ranks that sum the gradients of ``parameter``."""
@@ -206,6 +218,9 @@ class GradientSync:
 
     def _name(self, x: Tensor) -> str:
         return next((name for name, p in self._module.named_parameters() if leaf(p) is x), "a parameter")
+
+
+_trains = attrgetter("requires_grad")
 
 
 def _grad(x: Tensor) -> Tensor | None:

@@ -23,6 +23,10 @@ number_of_modes = torch._C._len_torch_function_stack
 """How many modes see torch functions; cheaper than to look at them."""
 
 
+is_any_autocast = torch._C._is_any_autocast_enabled
+"""Whether there is autocast for devices of any kind; the public function asks for one kind, and takes longer."""
+
+
 def innermost_mode() -> Any:
     """The mode that torch functions meet first, if there is one; torch has no public way to look at it."""
     from torch.overrides import _get_current_function_mode

@@ -15,6 +15,7 @@ from lightning_par.private.modes import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
     innermost_mode,
+    is_any_autocast,
     no_modes,
     number_of_modes,
     surroundings,
@@ -108,3 +109,13 @@ def test_whether_a_mode_is_entered() -> None:
     assert not number_of_modes()
     with torch.device("cpu"):
         assert number_of_modes()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_of_any_kind_is_seen(kind: str) -> None:
+    assert not is_any_autocast()
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cpu" or torch.cuda.is_available()):
+        assert is_any_autocast() == torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):
+            assert not is_any_autocast()
+    assert not is_any_autocast()

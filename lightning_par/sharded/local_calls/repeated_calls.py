@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_par.mesh.listener import thread
 from lightning_par.private import attention_kernels
-from lightning_par.private.modes import number_of_modes
+from lightning_par.private.modes import is_any_autocast, number_of_modes
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.aliases import Memory, is_among
 from lightning_par.sharded.functions import BY_ENTRY, MATRIX_PRODUCTS, PRECISIONS, REGROUPS, SLICES, TURNS, writes
@@ -154,8 +154,10 @@ def is_unwatched() -> bool:
 
 def surroundings(x: Tensor) -> tuple[Any, ...]:
     """What a rule may go by besides its arguments, of which ``x`` is one."""
-    kind = x.device.type
-    cast = torch.get_autocast_dtype(kind) if _may_cast[kind] and torch.is_autocast_enabled(kind) else None
+    cast = None
+    if is_any_autocast():
+        kind = x.device.type
+        cast = torch.get_autocast_dtype(kind) if _may_cast[kind] and torch.is_autocast_enabled(kind) else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, RunState.current.shared
 
 
