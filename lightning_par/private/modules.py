@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,21 +123,24 @@ def _walks_as_ever(kind: type[nn.Module]) -> bool:
     )
 
 
+_keys, _values = methodcaller("keys"), methodcaller("values")  # a scripted module's dicts are none, and have these
+
+
 class _Held:
     """The keys and objects that some dicts hold."""
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
         held = [*dicts]
         self._sizes = [*map(len, held)]
-        self._keys = [*chain.from_iterable(held)]
-        self._values = [*chain.from_iterable(map(dict.values, held))]
+        self._keys = [*chain.from_iterable(map(_keys, held))]
+        self._values = [*chain.from_iterable(map(_values, held))]
 
     def is_in(self, dicts: list[dict[str, Any]]) -> bool:
         """Whether these dicts hold just that."""
         return (
             [*map(len, dicts)] == self._sizes
-            and [*chain.from_iterable(dicts)] == self._keys
-            and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._values))
+            and [*chain.from_iterable(map(_keys, dicts))] == self._keys
+            and all(map(is_, chain.from_iterable(map(_values, dicts)), self._values))
         )
 
 

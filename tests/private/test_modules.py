@@ -122,7 +122,16 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Net, Renamed])
+class Scripted(Net):
+    """Torch keeps what a scripted module holds in objects of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+@pytest.mark.parametrize("kind", [Net, Renamed, Scripted])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tree_is_what_a_walk_finds(change: str, kind: type[Net]) -> None:
     def same() -> bool:
