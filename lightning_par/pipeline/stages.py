@@ -24,12 +24,14 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, list_names, walk
+from lightning_par.pipeline.program.make_program import OutsideWriteError
 from lightning_par.pipeline.program.prepare import Programs
-from lightning_par.pipeline.program.program import OutsideWriteError
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.engine import Engine
-from lightning_par.pipeline.run.located import Program, Run, intercept_units, release_units
+from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.run.tied_gradients import make_holder_axes, sum_over_holders
+from lightning_par.pipeline.run.unit_calls import intercept_units, release_units
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey

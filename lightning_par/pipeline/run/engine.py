@@ -18,9 +18,9 @@ from lightning_par.pipeline.effects.effects import Effects, apply
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.program.prepare import Prepared, Programs
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.delivery import gradients_apart
 from lightning_par.pipeline.run.forward_backward import ForwardBackward
-from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import whole_batches_advised
 from lightning_par.pipeline.run.replay import Replays

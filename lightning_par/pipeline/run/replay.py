@@ -21,9 +21,10 @@ from lightning_par.pipeline.effects.random_draws import Draws, drawing, stand_at
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.microbatch_values import local_shape, own_samples
 from lightning_par.pipeline.program.prepare import Part, Prepared
+from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.tape import Absent, Call, Tape, filled, keys_in
 from lightning_par.pipeline.run.local_events import Given, facts_of, given_to, noted
-from lightning_par.pipeline.run.located import Key, Program, Run, StepEvent
+from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.local_calls.repeated_calls import is_unwatched, surroundings

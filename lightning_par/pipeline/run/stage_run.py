@@ -14,18 +14,11 @@ from lightning_par.pipeline.effects.console import hushed, speaking
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, drawing, is_standing, standing
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.event_functions import is_setting, writes_into
 from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of, written_into
-from lightning_par.pipeline.run.located import (
-    Key,
-    OtherStageError,
-    Program,
-    RecordedRun,
-    StageDoneError,
-    StepEvent,
-    is_located,
-    is_setting,
-    writes_into,
-)
+from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located
+from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
+from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.private.compiler import as_compiled
 from lightning_par.python_state.mutable_objects import set_to

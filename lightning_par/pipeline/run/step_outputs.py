@@ -15,7 +15,7 @@ from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.program.decisions import refuse_another_loss
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.program.prepare import Prepared
-from lightning_par.pipeline.run.located import Key
+from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.run.microbatch_outputs import averaged, in_order, joined
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.run.user_step import UserStep

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from lightning_par.mesh.axis import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action, Op
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.message_plan import Message, Traffic
 
 DURATIONS: Mapping[Op, int] = {"F": 64, "B": 128, "I": 64, "W": 64}
