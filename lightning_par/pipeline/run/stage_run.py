@@ -79,7 +79,7 @@ class StageRun(StageValues):
         self.count = 0
         self.checked = min(self.end, self.program.tail) if self.alone else -1  # behind the last unit of the stage
         self.ran: list[str] = []
-        self.forget()
+        self.got, self.names = {}, {}
 
     def _next(self, func: Any) -> tuple[int, StepEvent | None]:
         index, self.count = self.count, self.count + 1

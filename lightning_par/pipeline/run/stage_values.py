@@ -47,10 +47,6 @@ class StageValues(RecordedRun):
         tail, routes = stage == program.stages, program.routes
         self.coming: Collection[Key] = routes.tail if tail else routes.keys_coming[stage]
         self.leaving = () if tail else tuple(routes.leaving[stage])
-        self.forget()
-
-    def forget(self) -> None:
-        """No value is here."""
         self.got: dict[Key, Tensor] = {}
         self.names: dict[int, Key] = {}
 
