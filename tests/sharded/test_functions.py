@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.run.located import WITHOUT_ANOTHER
+from lightning_par.pipeline.program.event_functions import WITHOUT_ANOTHER
 from lightning_par.sharded import functions
 from lightning_par.sharded.functions import writes
 from tests.fact_trials import TRIALS

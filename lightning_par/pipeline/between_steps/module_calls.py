@@ -21,7 +21,7 @@ from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
-from lightning_par.pipeline.run.located import LocatedCall
+from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors

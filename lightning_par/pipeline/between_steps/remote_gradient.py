@@ -17,7 +17,7 @@ from lightning_par.absent.elsewhere import sharding_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.function_facts import Effect, function_of
-from lightning_par.pipeline.run.located import is_metadata
+from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.tensors import make_wrapper_subclass
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in

@@ -24,7 +24,7 @@ from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
 from lightning_par.pipeline.between_steps.unlinked import unlinked
-from lightning_par.pipeline.run.located import is_metadata
+from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_calls import METHODS
@@ -53,6 +53,7 @@ _BETWEEN = (
     *(Elsewhere.__module__, "lightning_par.pipeline.between_steps.remote_gradient"),
     "lightning_par.pipeline.between_steps.optimizer_state",
     *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
+    "lightning_par.pipeline.run.unit_calls",
     "lightning_par.sharded.patches.tensor_data",  # of ``x.data``, for whoever wrote that
 )
 _TRANSPARENT = ("torch", "copy", "collections")

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from lightning_par.absent.elsewhere import Elsewhere, Origin, sharding_of
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, kinds_at, wanted_of
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.program.program import Program
 from lightning_par.private.modules import buffers_of, is_persistent, weight_norms
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.identity import become, swappable
@@ -46,6 +48,22 @@ class Placement:
     def of(self, name: str, size: int) -> tuple[int, ...]:
         """The indices of the ranks that hold ``name``, of ``size`` ranks."""
         return self.holders.get(name, tuple(range(size)))
+
+
+def place(module: nn.Module, stages: Stages, program: Program | None) -> Placement:
+    """Which ranks hold which tensors: those of the stages that use them, and what no stage uses the last."""
+    ranks: dict[int, set[int]] = {}
+    for path in stages.homes:
+        unit = module.get_submodule(path)
+        for x in (*unit.parameters(), *unit.buffers()):
+            ranks.setdefault(id(x), set()).update(stages.holders(path))
+    for name, used in (program.uses if program is not None else {}).items():
+        if program is not None and name not in stages.homes:
+            ranks.setdefault(id(module.get_parameter(name)), set()).update(program.at[stage] for stage in used)
+    last = {stages.last}
+    holders = {name: tuple(sorted(ranks.get(id(p), last))) for name, p in module.named_parameters()}
+    holders |= {name: tuple(sorted(ranks[id(b)])) for name, b in module.named_buffers() if id(b) in ranks}
+    return Placement(holders)
 
 
 class Once:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.run.located import is_located
+from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.trial.placeholders import AbsentNumber
 from lightning_par.python_state.referents import atoms_in, holds
 

@@ -62,6 +62,18 @@ def _outermost(
     return method
 
 
+def as_event(name: str, metric: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call of a metric in a step: one event of the run that is on."""
+    run = Run.current
+    if run is None or run.depth:
+        return call(*args, **kwargs)
+    run.depth += 1
+    try:
+        return run.metric(metric, name.rpartition(".")[2], call, run.followed(args), run.followed(kwargs))
+    finally:
+        run.depth -= 1
+
+
 class MetricStandIns:
     """Values of the structure that a metric would return, found by running a copy of it on zeros, once per shape."""
 

@@ -22,7 +22,7 @@ from lightning_par.mesh.batch_broadcast import Known, broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.effects.local_objects import ByPlace, flat, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.messages import lost
 from lightning_par.python_state.changes import Change, MappingChange, as_it_is, stored_by
 from lightning_par.python_state.nested_tensors import tensors_in

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, heard_from, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
-from lightning_par.pipeline.run.located import LocatedCall
+from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all

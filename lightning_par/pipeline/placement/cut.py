@@ -13,8 +13,8 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from lightning_par.pipeline.plan.stage_ranges import Cut, Stages
+from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.program.routes import stage_of
-from lightning_par.pipeline.run.located import Key
 from lightning_par.python_state.nested_tensors import returned_tensors
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action, Op
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 
 MOST_KEPT = 64  # schedules
 _BACKWARD = 2.0  # what a backward costs, in forwards

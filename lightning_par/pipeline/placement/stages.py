@@ -20,9 +20,10 @@ from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.stage_plan import Stage, StagePlan
 from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.plan.uncalled import uncalled
 from lightning_par.pipeline.plan.units import ModuleCall, list_names, walk
-from lightning_par.pipeline.run.located import Program
-from lightning_par.pipeline.stages import Spread, uncalled
+from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.study import survey
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.trial.first_step import FirstStep

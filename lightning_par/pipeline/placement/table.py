@@ -14,7 +14,7 @@ from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.plan.stage_plan import StagePlan
 from lightning_par.pipeline.plan.table import shared_line
 from lightning_par.pipeline.plan.units import list_names
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.strategies.startup_table import bytes_text, show_table
 
 Row = tuple[str, str, str, str]

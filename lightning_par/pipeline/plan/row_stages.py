@@ -15,10 +15,11 @@ from lightning_par.pipeline.plan.stage_order import PipelineOrder
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
 from lightning_par.pipeline.plan.stage_ranges import Homes, Stages
 from lightning_par.pipeline.plan.table import show_stages
+from lightning_par.pipeline.plan.uncalled import uncalled
 from lightning_par.pipeline.plan.units import ModuleCall
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
-from lightning_par.pipeline.stages import Spread, uncalled
+from lightning_par.pipeline.stages import Spread
 
 BUBBLE = 0.1  # that "auto" cuts the batch for
 

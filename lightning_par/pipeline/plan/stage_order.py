@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from lightning_par.pipeline.plan.schedule import Schedule, make_forward_schedule, make_schedule, make_schedule_again
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 
 
 class Order(Protocol):

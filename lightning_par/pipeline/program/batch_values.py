@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.run.located import Key, writes_into
+from lightning_par.pipeline.program.event_functions import writes_into
+from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
 from lightning_par.python_state.mutable_objects import note_write

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.run.located import Key, Program
+from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.sharded.tensor import full

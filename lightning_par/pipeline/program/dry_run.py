@@ -8,22 +8,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.microbatch_values import written_into
+from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located
 from lightning_par.pipeline.program.tape import Tape
-from lightning_par.pipeline.run.located import (
-    ChangedError,
-    Key,
-    Program,
-    RecordedRun,
-    StepEvent,
-    is_located,
-    is_setting,
-)
+from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, told_to
 from lightning_par.pipeline.trial.fake_step import sizing
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
+
+
+class ChangedError(Exception):
+    """The step did something else than what was recorded of it."""
 
 
 class DryRun(RecordedRun):

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.run.located import Program, Run
+from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.sharded.tensor import ShardedTensor
 

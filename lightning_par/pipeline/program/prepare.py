@@ -17,11 +17,11 @@ from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import Memo
-from lightning_par.pipeline.program.dry_run import DryRun
+from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
 from lightning_par.pipeline.program.lent_buffers import lacking_buffers
 from lightning_par.pipeline.program.microbatch_values import share_of
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape, may_be_taped
-from lightning_par.pipeline.run.located import ChangedError, Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import Attributes
 from lightning_par.pipeline.trial.side_inputs import UnitError

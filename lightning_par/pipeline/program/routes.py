@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from lightning_par.pipeline.run.located import Key
+from lightning_par.pipeline.program.program import Key
 
 Arrival = tuple[Key, int]
 """A value, and the stage that it comes from."""

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.program.read_only_inputs import memory_of
-from lightning_par.pipeline.run.located import Key
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
 from lightning_par.private.operators import schema_of
 from lightning_par.python_state.nested_tensors import tensors_in

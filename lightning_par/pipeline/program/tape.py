@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
-from lightning_par.pipeline.run.located import Key, Program, StepEvent, is_located, is_metric_call, writes_into
+from lightning_par.pipeline.program.event_functions import writes_into
+from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located, is_metric_call
 from lightning_par.private.modes import surroundings
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.private.pytree import tree_leaves

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import local_shape, of_microbatch
+from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.pipeline.run.backward import SplitBackward, backward
-from lightning_par.pipeline.run.located import Key, OtherStageError, Program
+from lightning_par.pipeline.run.errors import OtherStageError
 from lightning_par.pipeline.run.message_plan import Message, Traffic, Way
 from lightning_par.pipeline.run.messages import Incoming, Messenger, Outgoing
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis

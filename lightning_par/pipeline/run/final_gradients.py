@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from lightning_par.pipeline.plan.schedules import Action
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.timetable import Event, Exchange
 
 

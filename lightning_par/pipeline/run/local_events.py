@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_par.pipeline.program.batch_values import Memo as BatchValues
+from lightning_par.pipeline.program.program import Key, StepEvent
 from lightning_par.pipeline.program.tape import Absent, Call
-from lightning_par.pipeline.run.located import Key, StepEvent
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.sharded.functions import DRAWS

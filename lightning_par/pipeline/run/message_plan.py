@@ -12,7 +12,7 @@ import torch
 from lightning_par.mesh.axis import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
-from lightning_par.pipeline.run.located import Key, Program
+from lightning_par.pipeline.program.program import Key, Program
 from lightning_par.sharded.tensor import ShardedTensor
 
 _MOST_VALUES = 4096  # that leave one stage; keeps tags apart

@@ -7,7 +7,8 @@ need the other microbatches' values at that moment can't run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from torch import Tensor
@@ -20,6 +21,17 @@ class SamplesMixError(RuntimeError):
     """A function needs several microbatches at once; ``unit`` is the module that was called as a whole there."""
 
     unit: str | None = None
+
+
+@contextmanager
+def whole_batches_advised() -> Iterator[None]:
+    """Inside, samples that need one another in a later batch than the first are an error of the user's."""
+    try:
+        yield
+    except SamplesMixError as error:
+        raise ValueError(
+            f"Samples of this batch need one another, which none of the first batch did: {error}. Write microbatches=1."
+        ) from error
 
 
 class MicrobatchAxis(Axis):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.pipeline.effects.effects import Effects, merged
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.sharded.tensor import ShardedTensor
 
 

@@ -1,8 +1,8 @@
-"""Runs of a step whose program is known: without any stage's values, or as one stage on one microbatch."""
+"""A run of the user's step as one stage, on one microbatch, or as the tail, on the whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,29 +14,19 @@ from lightning_par.pipeline.effects.console import hushed, speaking
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, drawing, is_standing, standing
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import Memo
-from lightning_par.pipeline.program.microbatch_values import cut_to, local_shape, of_microbatch, share_of, written_into
-from lightning_par.pipeline.run.located import (
-    Key,
-    OtherStageError,
-    Program,
-    RecordedRun,
-    StageDoneError,
-    StepEvent,
-    is_located,
-    is_setting,
-    writes_into,
-)
+from lightning_par.pipeline.program.event_functions import is_setting, writes_into
+from lightning_par.pipeline.program.microbatch_values import written_into
+from lightning_par.pipeline.program.program import Key, Program, StepEvent
+from lightning_par.pipeline.run.errors import OtherStageError, StageDoneError
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
+from lightning_par.pipeline.run.stage_values import StageValues
 from lightning_par.private.compiler import as_compiled
-from lightning_par.python_state.mutable_objects import set_to
-from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, tensors_in, twin
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.registered_hooks import HooksCell
-from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.rules.lookup import user_line
-from lightning_par.sharded.tensor import ShardedTensor
 
 
-class StageRun(RecordedRun):
+class StageRun(StageValues):
     """One stage of the step, on one microbatch; or the tail, on the whole batch.
 
     Args:
@@ -55,9 +45,6 @@ class StageRun(RecordedRun):
         hushed: whether what units print is dropped, or None where the run that is on hears it.
     """
 
-    tokens = Tokens()
-    """How sequences lie on the ranks of this stage."""
-
     told: InnerState | None = None
     hushed: bool | None = None
     hooks: HooksCell | None = None
@@ -73,8 +60,7 @@ class StageRun(RecordedRun):
         key: Sequence[int],
         stops: bool = False,
     ) -> None:
-        super().__init__(program)
-        self.memo, self.stage, self.axis, self.receive = memo, stage, axis, receive
+        super().__init__(program, memo, stage, axis, receive)
         self.tells = tells
         self.draws = tuple(key)
         tail = stage == program.stages
@@ -83,11 +69,7 @@ class StageRun(RecordedRun):
         self.last = stage >= program.stages - 1 and not stops
         if stops:
             self.end = program.tail
-        alone = axis is None or axis.rank == 0
-        self.alone = alone
-        routes = program.routes
-        self.coming: Collection[Key] = routes.tail if tail else routes.keys_coming[stage]
-        self.leaving = () if tail else tuple(routes.leaving[stage])
+        self.alone = axis is None or axis.rank == 0
         self.begin_anew()
         self.again: Callable[[Callable[[], Any]], Any] | None = None  # makes a call that backward runs again
         self.lost = False  # behind the last unit a value read may have led elsewhere than in the analysis
@@ -97,23 +79,7 @@ class StageRun(RecordedRun):
         self.count = 0
         self.checked = min(self.end, self.program.tail) if self.alone else -1  # behind the last unit of the stage
         self.ran: list[str] = []
-        self.got: dict[Key, Tensor] = {}
-        self.names: dict[int, Key] = {}  # of absent tensors
-
-    def copied(self, x: Tensor) -> Tensor:
-        copy = self.memo.copied(x)
-        return super().copied(x) if copy is None else copy
-
-    def write_back(self) -> None:
-        """Values of the model that the step wrote into tensors of the module get there."""
-        with torch.no_grad():
-            for target, value in self.written.values():
-                if self.memo.is_state(target):
-                    set_to(target, value)
-
-    def outputs(self) -> dict[Key, Tensor]:
-        """What other stages need, after the run."""
-        return {key: self.got[key] for key in self.leaving}
+        self.got, self.names = {}, {}
 
     def _next(self, func: Any) -> tuple[int, StepEvent | None]:
         index, self.count = self.count, self.count + 1
@@ -157,7 +123,7 @@ class StageRun(RecordedRun):
             return result
         index, record = self._next(func)
         if record is None:
-            return func(*self._present(args), **self._present(kwargs))
+            return func(*self.present(args), **self.present(kwargs))
         if record.live and record.kind == "batch":
             return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
@@ -166,18 +132,18 @@ class StageRun(RecordedRun):
         if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:
-            value = self._from_before(index, record)
+            value = self.from_before(index, record)
             return self._returned(func, args, value, record)
         if record.kind == "read" and self.axis is not None:
             return record.result  # no one knows the whole batch's number here; the tail will
         # draws go by the place in the step, so that they are the same whatever runs on this rank
         with drawing((*self.draws, index), func):
-            given, kwargs = self._scaled(self._inputs(args, record.cuts), record), self._inputs(kwargs, record.cuts)
+            given, kwargs = self.scaled(self.inputs(args, record.cuts), record), self.inputs(kwargs, record.cuts)
             if record.writes:
                 given = (given[0].clone(), *given[1:])  # the batch's own tensor serves the other microbatches, too
             result = func(*given, **kwargs)
         result = given[0] if record.writes or record.sets else result
-        return self._returned(func, args, self._made(index, result, record), record)
+        return self._returned(func, args, self.made(index, result, record), record)
 
     def _returned(self, func: Any, args: Any, value: Any, record: StepEvent) -> Any:
         if record.writes:
@@ -198,8 +164,8 @@ class StageRun(RecordedRun):
         if index < self.first:
             if self.told is not None:
                 self.told.passed(index)
-            return self._from_before(index, record)
-        args, kwargs = self._taken(args, record.viewed), self._taken(kwargs, record.viewed)
+            return self.from_before(index, record)
+        args, kwargs = self.all_taken(args, record.viewed), self.all_taken(kwargs, record.viewed)
         self.ran.append(path)
         with (
             drawing((*self.draws, index), module), self.aside(), as_compiled(),
@@ -210,7 +176,7 @@ class StageRun(RecordedRun):
             result = call() if self.again is None else self.again(call)
             if before is not None and not is_standing(before):
                 raise GlobalDrawError(path)
-        return self._made(index, self._as_recorded(path, result, record), record)
+        return self.made(index, self.as_recorded(path, result, record), record)
 
     def _heard(self) -> AbstractContextManager[None]:
         """What a unit prints inside is heard on this rank, once for all microbatches, or by the run that is on."""
@@ -245,94 +211,4 @@ class StageRun(RecordedRun):
         record = self._next(("metric", method))[1]
         if not self.tells and record is not None:  # only the run that counts may update it
             return map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), record.result)
-        return original(*self._present(args), **self._present(kwargs))
-
-    def _from_before(self, index: int, record: StepEvent) -> Any:
-        """A value from before this stage: received where it is needed, else absent."""
-        if record.kind == "read":
-            return record.result
-        numbers = iter(range(len(returned_tensors(record.result))))
-
-        def value(absent: Tensor) -> Tensor:
-            key = (index, next(numbers))
-            if not is_located(absent):  # sizes that the batch alone tells are what they were
-                return absent
-            self.names[id(absent)] = key
-            if key not in self.coming:
-                return absent
-            self.got[key] = self.receive(key)
-            return self.got[key]
-
-        return map_returned(value, twin(record.result))
-
-    def _present(self, value: Any) -> Any:
-        """``value`` with what has been received in place of absent tensors."""
-        return map_tensors(self._found, value) if self.names else value
-
-    def _found(self, x: Tensor) -> Tensor:
-        key = self.names.get(id(x))
-        if key is None:
-            return x
-        if key not in self.got:
-            raise OtherStageError(
-                f"{user_line()}: the step uses a value here that was computed on an earlier stage and was not used "
-                "here when the step was recorded. Which values a step uses must not depend on values that it reads."
-            )
-        return self.got[key]
-
-    def _inputs(self, value: Any, cuts: bool) -> Any:
-        """``value`` as a located event takes it: absent tensors found, whole samples cut to the microbatch."""
-        value = self._present(value)
-        return value if self.axis is None or not cuts else map_tensors(self._cut, value)
-
-    def _cut(self, x: Tensor) -> Tensor:
-        layout = self.program.layouts.get(self.memo.keys.get(id(x), (-2, 0)))
-        return x if layout is None or self.axis is None else cut_to(x, layout, self.axis)
-
-    def _taken(self, value: Any, viewed: bool) -> Any:
-        """``value`` as a unit takes it: as an event does, but in plain tensors where it does the same on them."""
-        return map_tensors(lambda x: self.taken(x, viewed), value) if value else value
-
-    def taken(self, x: Tensor, viewed: bool) -> Tensor:
-        """``x`` as a unit takes it."""
-        x = self._cut(self._found(x))
-        own = self.tokens.entered(of_microbatch(x))
-        return x.with_local(own) if viewed and isinstance(x, ShardedTensor) and x.axis is self.axis else own
-
-    def _scaled(self, args: Any, record: StepEvent) -> Any:
-        if not record.shares or self.axis is None:
-            return args
-        share = share_of(self.program, self.axis)
-
-        def scaled(x: Any) -> Any:
-            return x * share
-
-        items: list[Any] = list(args)
-        for place in record.shares:
-            items[place] = scaled(items[place])
-        return tuple(items)
-
-    def _as_recorded(self, path: str, result: Any, record: StepEvent) -> Any:
-        """A unit's result as the step sees it: samples of a microbatch stand for the whole batch's."""
-        if self.axis is None:
-            return result
-        axis = self.axis
-        recorded = iter(returned_tensors(record.result))
-
-        def wrap(x: Tensor) -> Tensor:
-            model = next(recorded, None)
-            if not isinstance(model, ShardedTensor) or record.viewed and isinstance(x, ShardedTensor):
-                return x
-            expected = local_shape(model, axis)
-            if tuple(x.shape) != expected:
-                raise OtherStageError(f"{path!r} returned {tuple(x.shape)} where {expected} was expected.")
-            return ShardedTensor(x, model.sharded_dim, model.positions, axis)
-
-        return map_returned(wrap, result)
-
-    def _made(self, index: int, result: Any, record: StepEvent) -> Any:
-        for n, x in enumerate(returned_tensors(result)):
-            self.got[index, n] = x
-        if self.names:  # user code may still hold the absent tensor that was written into
-            self.names.update((id(x), (index, n)) for n, x in enumerate(returned_tensors(record.result)))
-        return result
+        return original(*self.present(args), **self.present(kwargs))

@@ -7,13 +7,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_par.fsdp.prefetch import in_use, parts_of_gradients
+from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_values import on_device
 from lightning_par.mesh.layout import Groups
 from lightning_par.mesh.world_groups import process_group
 from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.private.modules import ModuleTree
 
 Holders = tuple[int, ...]
 
@@ -39,6 +42,36 @@ def make_holder_axes(placement: Placement, groups: Groups, timeout: timedelta) -
                 ranks = tuple(pipeline.ranks[i] for i in holders)
                 axes[holders] = Axis(pipeline.name, ranks, holders.index(pipeline.rank), group)
     return axes
+
+
+class TiedGradients:
+    """Finishes the gradients of a step.
+
+    Args:
+        module: that is spread.
+        placement: who holds what; what was registered since belongs to no stage.
+        axes: from `make_holder_axes`.
+    """
+
+    def __init__(self, module: nn.Module, placement: Placement, axes: Mapping[Holders, Axis]) -> None:
+        self._tree, self._placement, self._axes = ModuleTree(module), placement, axes
+
+    def finish(self, grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
+        """``grads`` by leaf, those of parameters that several ranks hold summed over these. All ranks must call it."""
+        known = self._placement.holders
+        held = {name: p for name, p in self._tree.parameters() if name in known and in_use(p) in grads}
+        like = {name: in_use(p) for name, p in held.items()}
+        named = {name: grads[x] for name, x in like.items()}
+        summed = sum_over_holders(named, self._placement, self._axes, like)
+        stored: dict[Stored, Tensor | None] = {
+            p: summed.pop(name) for name, p in held.items() if isinstance(p, Stored) and like[name] is not p.local
+        }
+        mine = set(map(id, like.values()))  # of a stored weight the part alone is kept, not the whole
+        return (
+            {x: g for x, g in grads.items() if id(x) not in mine}
+            | {like[name]: g for name, g in summed.items()}
+            | {p.local: g for p, g in parts_of_gradients(stored).items()}
+        )
 
 
 @torch.no_grad()

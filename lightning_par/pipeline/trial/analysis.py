@@ -22,11 +22,12 @@ from lightning_par.pipeline.effects.watched_run import LENT, state_of
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
+from lightning_par.pipeline.program.event_functions import is_setting, writes_into
 from lightning_par.pipeline.program.microbatch_values import cut_to, written_into
+from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
 from lightning_par.pipeline.program.read_only_inputs import Lent
 from lightning_par.pipeline.program.routes import Use
 from lightning_par.pipeline.program.shared_storage import SharedStorage
-from lightning_par.pipeline.run.located import Key, StepEvent, is_located, is_metric_call, is_setting, writes_into
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to, watched
 from lightning_par.pipeline.trial.code_attributes import TENSORS

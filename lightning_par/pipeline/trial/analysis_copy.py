@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
-from lightning_par.pipeline.run.located import LocatedCall
+from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.private.fake_tensors import FakeTensorMode

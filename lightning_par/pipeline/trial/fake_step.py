@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.constants import constants_of
+from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
-from lightning_par.pipeline.run.located import Run, is_metadata
+from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.pipeline.run.located import is_located
+from lightning_par.pipeline.program.program import is_located
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor

@@ -18,9 +18,9 @@ from lightning_par.pipeline.effects.unit_effects import Sight, refuse_aftereffec
 from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.decisions import follow_decisions
-from lightning_par.pipeline.program.program import make_program
+from lightning_par.pipeline.program.make_program import make_program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.read_only_inputs import memory_of
-from lightning_par.pipeline.run.located import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts, ReadFirstError
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, intercept_calls, listen

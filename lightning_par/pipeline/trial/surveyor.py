@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.run.located import WITHOUT_ANOTHER, is_metadata, is_setting
+from lightning_par.pipeline.program.event_functions import WITHOUT_ANOTHER, is_metadata, is_setting
 from lightning_par.pipeline.trial.analysis_copy import trace_calls
 from lightning_par.pipeline.trial.call_costs import CallTree
 from lightning_par.pipeline.trial.fake_step import sizing

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 
 from lightning_par import PipelineParallelStrategy
-from lightning_par.pipeline.program import program
+from lightning_par.pipeline.program import make_program
 from lightning_par.pipeline.run import verification
 from lightning_par.pipeline.trial import expected_gradients
 from tests.helpers.pool import Pool
@@ -43,7 +43,7 @@ def _train(branches: bool, loses: bool = False, free: float | None = None) -> tu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "real_gradients", real_gradients)
         if loses:  # as a pipeline that does not see a use of what crosses
-            patch.setattr(program, "_wanted", lambda *args: frozenset())
+            patch.setattr(make_program, "_wanted", lambda *args: frozenset())
         if free is not None:
             patch.setattr(expected_gradients, "free_on", lambda device: free)
         seed_everything(0, verbose=False)

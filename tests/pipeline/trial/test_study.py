@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.run.located import Program
+from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.stages import _as_the_loop_will_run
 from lightning_par.pipeline.trial.study import study
 from lightning_par.trial.step import Step

@@ -1,0 +1,235 @@
+"""By which modules, and into how many microbatches, a step can be cut: tried out on copies, before training.
+
+What can't be cut at first may be where a module is opened, so that its own code is the step's, or closed, so that it is
+one unit. What can't be cut into microbatches at all is left whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
+from lightning_par.pipeline.program.make_program import OutsideWriteError
+from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.pipeline.trial.study import study, survey
+from lightning_par.pipeline.trial.survey import Survey
+from lightning_par.strategies.entry_points import has_start_hooks
+from lightning_par.trial.step import Step
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.stages import Spread
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A step cut into stages: what it does, the plan, and the program, or the reason why there is none.
+
+    Attributes:
+        opened: modules that are no units for a reason that came up.
+        unmixed: the cut before more was opened to see whether samples mix.
+    """
+
+    surveyed: Survey
+    plan: Any
+    stages: Stages
+    program: Program | None
+    reason: SamplesMixError | UnitError | None
+    opened: tuple[str, ...] = ()
+    unmixed: _Cut | None = None
+
+
+class CutSearch:
+    """Searches for a cut of one step.
+
+    Args:
+        spread: plans stages; is told into how many microbatches a batch is cut, and why.
+
+    Example::
+
+        plan, stages, program = CutSearch(spread).decide(step, heard)
+    """
+
+    def __init__(self, spread: Spread) -> None:
+        self.spread = spread
+
+    def decide(self, step: Step, known: Survey | None) -> tuple[Any, Stages, Program | None]:
+        """The plan, the stages, and what ``step`` does, unless it has no batch or runs unit by unit.
+
+        Args:
+            step: on the first batch, if there is one.
+            known: what was seen of it before, if it was.
+
+        Raises:
+            ValueError: it can't be cut, or not as the user asked.
+        """
+        try:
+            return self._decide(step, known)
+        except Exception:  # it may lack what `on_train_epoch_start` sets
+            if step.batch is None or not has_start_hooks(step.module):
+                raise
+            return self._decide(replace(step, starts=True), None)
+
+    def _decide(self, step: Step, known: Survey | None) -> tuple[Any, Stages, Program | None]:
+        if step.batch is None:
+            return *self.spread.plan(step.module, _static(step.module), ()), None
+        wanted = self._wanted(step)
+        surveyed = known or survey(step, one_more=wanted > 1 and not self.spread.weighs)
+        plan, stages = self.spread.plan(step.module, surveyed.root, ())
+        if not surveyed.ends:  # it will run unit by unit
+            return plan, stages, None
+        first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
+        cut = self._improved(step, first, wanted, opens=True)
+        if isinstance(cut.reason, UnitError):
+            other = self._improved(step, first, wanted, opens=False)
+            cut = cut if isinstance(other.reason, UnitError) else other
+        if isinstance(cut.reason, UnitError) and wanted > 1:
+            cut = self._left_whole(step, cut, cut.reason)
+        if cut.program is None and isinstance(cut.reason, SamplesMixError):
+            cut = self._taken_as_one(step, first, cut, cut.reason)
+        if cut.program is None:
+            raise ValueError(str(cut.reason))
+        return cut.plan, self._without_unused(step.module, cut.stages, cut.program), cut.program
+
+    def _left_whole(self, step: Step, cut: _Cut, reason: UnitError) -> _Cut:
+        """The batch whole, where modules can be taken as they are then; not where there is another reason.
+
+        Raises:
+            ValueError: the user asked for another count, and it is a training step.
+        """
+        program, said = self._try(step, cut.stages, 1)
+        spread = self.spread
+        if program is not None and step.grad:
+            if isinstance(spread.asked, int) and spread.asked > 1:
+                raise ValueError(f"microbatches={spread.asked}: {reason} Or write {spread.takes_one}.")
+            spread.reason, spread.microbatches = f"cut apart, {reason}", 1
+        return replace(cut, program=program, reason=reason if said is None else said)
+
+    def _taken_as_one(self, step: Step, first: _Cut, cut: _Cut, reason: SamplesMixError) -> _Cut:
+        """The batch whole, since its samples need one another."""
+        self._take_one(step, reason)
+        said: SamplesMixError | UnitError | None = None
+        # What was opened to see whether samples mix is of no use then.
+        for whole in (first, *([cut.unmixed] if cut.unmixed else []), cut):
+            program, said = self._try(step, whole.stages, 1)
+            if program is not None:
+                return replace(whole, program=program)
+        return replace(cut, reason=said or reason)
+
+    def _take_one(self, step: Step, reason: Exception | None) -> None:
+        """Run the batch whole.
+
+        Raises:
+            ValueError: the user asked for another count, and it is a training step.
+        """
+        spread = self.spread
+        if isinstance(spread.asked, int) and spread.asked > 1 and step.grad:
+            if spread.allow_coupling:
+                spread.coupled, spread.reason = True, f"each a batch of its own, though {reason}"
+                return
+            raise ValueError(
+                f"microbatches={spread.asked}: the samples of a batch need one another: {reason}. Cut apart they would "
+                f"train another model. Write {spread.takes_one}, or allow_batch_coupling=True if each microbatch may "
+                "be a batch of its own."
+            )
+        spread.reason = f"samples need one another: {reason}"
+        if step.grad:
+            spread.microbatches = 1
+
+    def _improved(self, step: Step, cut: _Cut, wanted: int, opens: bool) -> _Cut:
+        """``cut``, with units opened, or else closed, until it can be run or nothing more helps."""
+        mixing: _Cut | None = None
+        met: list[str] = []
+        while cut.reason is not None and cut.reason.unit is not None and met.count(cut.reason.unit) < 2:
+            ways = _ways(step.module, cut, cut.reason)
+            for surveyed, opened in (ways if opens else ways[::-1])[met.count(cut.reason.unit) :]:
+                try:
+                    plan, stages = self.spread.plan(step.module, surveyed.root, opened)
+                except ValueError:  # it is needed as a unit, or apart
+                    continue
+                if plan != cut.plan:
+                    break
+            else:
+                break
+            met.append(cut.reason.unit)
+            unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
+            other = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
+            if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
+                break
+            if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):
+                mixing = cut
+            cut = other
+        # Where what was opened to see whether samples mix can't be run, that was no use.
+        return mixing if mixing is not None and isinstance(cut.reason, UnitError) else cut
+
+    def _without_unused(self, module: nn.Module, stages: Stages, program: Program) -> Stages:
+        """A module that is never called is no unit where the step itself reads its parameters."""
+        direct = {module.get_parameter(name) for name in program.uses if name not in stages.homes}
+        unused = {
+            path
+            for path in stages.homes
+            if path not in program.uses and direct & {*module.get_submodule(path).parameters(recurse=False)}
+        }
+        return stages.without(unused)
+
+    def _wanted(self, step: Step) -> int:
+        """How many microbatches the first batch, of at least one sample, is cut into if its samples allow it."""
+        samples = max(1, step.samples)
+        asked = self.spread.asked
+        self.spread.microbatches = asked if isinstance(asked, int) else self.spread.automatic(samples)
+        return min(self.spread.microbatches, samples)
+
+    def _try(
+        self, step: Step, stages: Stages, wanted: int, surveyed: Survey | None = None
+    ) -> tuple[Program | None, SamplesMixError | UnitError | None]:
+        try:
+            return study(step, stages, wanted, surveyed=surveyed), None
+        except (SamplesMixError, UnitError) as error:
+            return None, error
+
+
+def _ways(module: nn.Module, cut: _Cut, reason: SamplesMixError | UnitError) -> list[tuple[Survey, tuple[str, ...]]]:
+    """What may be done about the unit of a ``reason``: the calls, and what is opened of them."""
+    assert reason.unit is not None
+    surveyed, root, opened = cut.surveyed, cut.surveyed.root, cut.opened
+    # What the module does with the whole batch's masks may be harmless where it is seen, and what it keeps from one
+    # call to the next is at hand where its code is the step's own, whatever ranks hold its weights.
+    mixes, inner = isinstance(reason, SamplesMixError), module.get_submodule(reason.unit).children()
+    closed = {call.path for call in walk(root) if call.closed is not None}
+    units = reason.units if isinstance(reason, UnitError) and reason.units else (reason.unit,)
+    seen = reason.unit not in closed and not (mixes and next(inner, None) is None)  # there is something in it to see
+    ways = [(surveyed, (*opened, *(unit for unit in units if unit not in closed)))] if seen else []
+    alike = [path for path in _alike(module, reason.unit) if path in cut.stages.homes and path not in closed]
+    if mixes and ways and len(alike) > 1:  # it is most likely the same in all layers
+        ways.insert(0, (surveyed, (*opened, *alike)))
+    # What other code takes from within it is at hand in the module around, where that is called as a whole.
+    called = {call.path for call in walk(root)}
+    around = next((path for path in ancestors(reason.unit) if path in called), None)
+    if mixes or around is None or around in opened:
+        return ways
+    others = {path for path in _alike(module, around) if path not in opened}
+    closer = close(root, others, f"its code needs what is within {reason.unit!r}")
+    return [*ways, (replace(surveyed, root=closer), opened)]
+
+
+def _alike(module: nn.Module, path: str) -> list[str]:
+    """The modules of one class with that at ``path``."""
+    kind = type_before_parametrizations(module.get_submodule(path))
+    return [other for other, m in module.named_modules() if other and type_before_parametrizations(m) is kind]
+
+
+def _static(module: nn.Module) -> ModuleCall:
+    """Where there was no batch to look at: modules in the order in which they were made, parameters as their cost."""
+
+    def call(path: str, m: nn.Module) -> ModuleCall:
+        children = [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
+        numel = sum(p.numel() for p in m.parameters())
+        return ModuleCall(path, float(numel), numel, tuple(call(*child) for child in children))
+
+    return call("", module)

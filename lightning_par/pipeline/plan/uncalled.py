@@ -1,0 +1,25 @@
+"""Modules that a step does not call, though they have parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+
+def within(path: str, homes: Collection[str]) -> bool:
+    """Whether ``path`` is one of the units, or lies in one."""
+    return any(path == unit or path.startswith(f"{unit}.") for unit in homes)
+
+
+def uncalled(module: nn.Module, homes: Collection[str], opened: Collection[str] = ()) -> list[str]:
+    """Modules with parameters that the step does not call: the outermost that hold no unit, and are not ``opened``."""
+    found: list[str] = []
+    for path, child in module.named_modules():
+        if not path or path in opened or within(path, homes) or within(path, found):
+            continue
+        if any(unit.startswith(f"{path}.") for unit in homes):
+            continue
+        if any(True for _ in child.parameters()):
+            found.append(path)
+    return found

@@ -1,0 +1,42 @@
+"""Which torch functions are events of a step, and what they do: tell a value, write into one, set a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.sharded.functions import MEMORY, MEMORY_KINDS, METADATA, SHOWS, VALUE_PROPERTIES, writes
+
+# Functions that read only what an absent value tells, too.
+_TOLD = METADATA | MEMORY | MEMORY_KINDS | SHOWS
+
+# Functions that take of another tensor only what an absent value tells, too, written without it.
+WITHOUT_ANOTHER: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+    "to": lambda x, like: (Tensor.to, (x,), {"dtype": like.dtype, "device": like.device}),
+    "type_as": lambda x, like: (Tensor.to, (x,), {"dtype": like.dtype, "device": like.device}),
+    "expand_as": lambda x, like: (Tensor.expand, (x, tuple(like.shape)), {}),
+    "view_as": lambda x, like: (Tensor.view, (x, tuple(like.shape)), {}),
+    "reshape_as": lambda x, like: (Tensor.reshape, (x, tuple(like.shape)), {}),
+}
+
+
+def is_metadata(func: Any, name: str) -> bool:
+    """Whether ``func``, whose ``__name__`` is ``name``, reads only what an absent value tells, too."""
+    if name == "__set__":
+        return getattr(func.__self__, "__name__", "") != "data"
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in VALUE_PROPERTIES
+    return name in _TOLD
+
+
+def writes_into(name: str) -> bool:
+    """Whether a function of this name writes into its first argument; the only property that is set is ``data``."""
+    return writes(name) or name == "__set__"
+
+
+def is_setting(given: Any, result: Any) -> bool:
+    """Whether a function neither took nor gave a tensor: it asks or switches a mode, and does so in every run."""
+    return not tensors_in(given) and not tensors_in(result)

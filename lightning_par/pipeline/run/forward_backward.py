@@ -1,0 +1,195 @@
+"""One step that runs: the forwards and backwards of this rank's stages, and its messages, in the timetable's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.plan.schedule import Schedule
+from lightning_par.pipeline.plan.schedules import Action
+from lightning_par.pipeline.program.prepare import Prepared
+from lightning_par.pipeline.run.boundary import Crossing
+from lightning_par.pipeline.run.final_gradients import FinalGradients
+from lightning_par.pipeline.run.microbatch import whole_batches_advised
+from lightning_par.pipeline.run.microbatch_outputs import without_graphs
+from lightning_par.pipeline.run.stage_run import StageRun
+from lightning_par.pipeline.run.step_outputs import StepOutputs
+from lightning_par.pipeline.run.timetable import Event, Exchange, Settling, Telling
+from lightning_par.pipeline.run.user_step import UserStep
+from lightning_par.pipeline.simulate import Span
+from lightning_par.sharded.tensor import full
+from lightning_par.strategies.stop_iteration import Stopping
+from lightning_par.trial.step import loss_in
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.run.engine import Engine
+
+
+class ForwardBackward:
+    """Runs one step by its schedule, once.
+
+    Args:
+        engine: what this rank runs steps with.
+        ready: the step.
+        schedule: of it.
+        scale: of the loss.
+        key: of its draws.
+        settle: called before the backwards, if these may meet what the step did.
+        finals: told of its events.
+        rehearses: whether nothing of the step is kept.
+
+    Example::
+
+        effects = ForwardBackward(engine, ready, schedule, 1.0, key).run()
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ready: Prepared,
+        schedule: Schedule,
+        scale: float,
+        key: Sequence[int],
+        settle: Callable[[Effects], None] | None = None,
+        finals: FinalGradients | None = None,
+        rehearses: bool = False,
+    ) -> None:
+        self.engine, self.ready, self.schedule, self.scale, self.key = engine, ready, schedule, scale, key
+        self.settle, self.finals, self.rehearses = settle, finals, rehearses
+        self.messenger, self.replays, self.tokens = engine.messenger, engine.replays, engine.tokens
+        self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
+        inner = None if rehearses else self.inner_state
+        self.user_step = UserStep(engine.module, engine.programs.watch, inner)
+        self.outputs = StepOutputs(ready, schedule.trains, self.user_step, key)
+        self._advise = partial(_alone, engine.axis.rank)
+        self._effects: Effects | None = None  # what the step did, once all forwards have run
+
+    def run(self) -> Effects:
+        """Run the step; returns what it did, in plain tensors, on the rank that knows."""
+        order, trace, finals = self._begin(), self.engine.trace, self.finals
+        for event in order:
+            if isinstance(event, Exchange):
+                self.crossing.exchange(event)
+                if finals is not None:
+                    finals.end(event)
+                continue
+            if isinstance(event, Telling):
+                self._tell(event)
+                continue
+            if isinstance(event, Settling):
+                self._effects = self._end_forwards()
+                continue
+            began = self.messenger.clock() - self.messenger.waited if trace is not None else 0.0
+            if event.op == "F":
+                self._forward(event.stage, event.microbatch)
+            else:
+                self._backward(event)
+            if trace is not None:
+                start = began + self.messenger.waited  # what it waited for messages is no part of the span
+                trace.append(Span(self.engine.axis.rank, event, start, self.messenger.clock()))
+        effects = self._end_forwards() if self._effects is None else self._effects
+        if self.meets and not self.rehearses:
+            self.in_backward.end()
+        return effects
+
+    def _begin(self) -> tuple[Event, ...]:
+        """Agree with the other ranks on what is told; returns this rank's events."""
+        engine, ready, inner, hooks = self.engine, self.ready, self.inner_state, self.engine.programs.hooks
+        if engine.agree is not None:
+            engine.agree(len(ready.parts))
+        self.messenger.timed = engine.trace is not None
+        hooked = inner.agree(ready.program) or hooks.on_backwards
+        self.meets = hooked and self.settle is not None and len(ready.parts) == 1  # backwards what the step did
+        if not self.rehearses:
+            inner.begin(ready.program, len(ready.parts) > 1)
+            self.in_backward.clear()
+        programs, told = [part.program for part in ready.parts], not self.rehearses and inner.tells
+        traffic, timetable = engine.timetables.of(programs, self.schedule, told, self.meets)
+        axes = [part.axis for part in ready.parts]
+        self.crossing = Crossing(traffic, engine.axis.rank, self.messenger, axes, self.tokens)
+        self.replays.begin(ready, apart=bool(hooked or self.rehearses or inner.keeping or hooks.known))
+        order = timetable.orders[engine.axis.rank]
+        if self.finals is not None:
+            self.finals.follow(order)
+        return order
+
+    # ------------------------------------------------------------------------------------------------------ the events
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        ready = self.ready
+        part = ready.parts[microbatch]
+        step, program, axis = part.step, part.program, part.axis
+        last = stage == program.stages - 1
+        joins = step.grad and program.plain_effects
+        counts = last and (axis is None or joins)  # else what counts is the tail, which runs once on the whole batch
+        stops = last and axis is not None and not step.grad
+        with whole_batches_advised(), Stopping(self._advise):
+            receive = self.crossing.receive(stage, microbatch)
+            run = StageRun(program, part.memo, stage, axis, receive, counts, (*self.key, microbatch), stops)
+            run.tokens = self.tokens
+            done = self.replays.run(part, run, counts)
+            result, effects = self.user_step.run(part, run, counts) if done is None else done
+            if done is None and (axis is not None or part.apart):
+                effects = without_graphs(effects)  # else all graphs would live until the last forward
+            if not last:
+                self.crossing.hand_on(stage, microbatch, run.outputs())
+            elif step.grad:
+                self._hold_loss(stage, microbatch, result)
+        if last:
+            self.outputs.add(microbatch, run, effects)
+
+    def _hold_loss(self, stage: int, microbatch: int, result: Any) -> None:
+        """Keep the loss for the backward."""
+        loss = loss_in(result)
+        if loss is None:
+            return
+        self.outputs.add_loss(microbatch, loss)
+        if loss.requires_grad:
+            factor = self.scale * self.ready.parts[microbatch].share
+            self.crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
+
+    def _backward(self, action: Action) -> None:
+        if self.finals is not None:
+            self.finals.begin(action)
+        with self._keeping(action), Stopping(self._advise):
+            self.crossing.backward(action.op, action.stage, action.microbatch, once=self.meets)
+        if self.finals is not None:
+            self.finals.end(action)
+
+    def _keeping(self, action: Action) -> AbstractContextManager[None]:
+        """Around a backward, which may keep something."""
+        if not self.meets or self.rehearses or action.op == "W":  # of which the whole has run with the inputs' part
+            return nullcontext()
+        return self.in_backward.stage()
+
+    def _tell(self, telling: Telling) -> None:
+        if telling.kind == "forward":
+            self.inner_state.tell(telling.stage)
+        elif not self.rehearses:
+            self.in_backward.tell()
+
+    def _end_forwards(self) -> Effects:
+        """All forwards have run. Returns what the step did, in plain tensors."""
+        self.replays.end()
+        if not self.rehearses:
+            self.inner_state.end()
+        program = self.ready.program
+        effects = self.outputs.whole() if program.last_rank == self.engine.axis.rank else Effects()
+        # what one rank of a stage holds of it is a part, and other stages need it whole
+        whole = merged([effects], lambda parts: full(parts[0])) if self.engine.inner else effects
+        if self.meets and self.settle is not None:
+            self.settle(whole)
+            if not self.rehearses:
+                self.in_backward.begin(program)
+        return whole
+
+
+def _alone(rank: int, _: StopIteration) -> str:
+    return (
+        f"A layer or a hook raised StopIteration on rank {rank} of those that share the layers. Lightning would take "
+        "that for the end of the data, and the other ranks, which don't run it, would wait. Raise it in the step "
+        "itself, outside of layers, or use `self.trainer.should_stop`."
+    )

@@ -1,0 +1,111 @@
+"""The gradients of one training step: of the backwards of its stages, finished over all ranks, and delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_par.optim.gradients_ahead import Ahead
+from lightning_par.pipeline.program.prepare import Prepared
+from lightning_par.pipeline.run.delivery import deliver, gradients_apart, note_last
+from lightning_par.pipeline.run.final_gradients import FinalGradients, stages_by_leaf
+from lightning_par.pipeline.trial.expected_gradients import refuse_others
+from lightning_par.sharded import gradient_shares
+from lightning_par.sharded.tensor import leaf
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.run.engine import Engine
+
+
+class StepGradients:
+    """Collects, finishes and delivers the gradients of one step.
+
+    Args:
+        engine: that runs the step.
+        ready: the step.
+        named: the leaves that get gradients here, by name.
+        scale: of the loss in the backwards.
+        ahead: averages gradients over replicas while the backwards run, unless hooks must see them first.
+
+    Example::
+
+        gradients = StepGradients(engine, ready, named, scale, ahead)
+        with gradients.collected():
+            ...  # the backwards
+        gradients.finish(expected)
+        gradients.land()
+        loss = gradients.delivered(loss)
+    """
+
+    def __init__(
+        self, engine: Engine, ready: Prepared, named: Mapping[str, Tensor], scale: float, ahead: Ahead | None
+    ) -> None:
+        self._engine, self._ready, self._named, self._scale = engine, ready, named, scale
+        hooked = engine.programs.hooks.on_parameters
+        self._order: list[int] | None = [] if hooked else None  # in which backward came to the leaves, by id
+        self._ahead = None if hooked else ahead
+        self.finals = None if self._ahead is None else self._follow(self._ahead)
+        self._found: dict[Tensor, Tensor | None] = {}
+
+    def _follow(self, ahead: Ahead) -> FinalGradients:
+        programs, rank = [part.program for part in self._ready.parts], self._engine.axis.rank
+        stages = stages_by_leaf(programs, rank, self._named, self._engine.programs.holds)
+        return FinalGradients(stages, ahead.final, ahead.refuse_late)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """The backwards run inside; what earlier batches of the window left in ``.grad`` is put back behind it."""
+        note: Callable[[Tensor], None] | None = None if self.finals is None else self.finals.note
+        if self._order is not None:
+            note = partial(note_last, self._order)
+        with gradients_apart([*self._named.values()], note), gradient_shares.unshared():
+            yield
+            self._found = {p: p.grad for p in self._named.values()}  # before what was there is put back
+
+    def finish(self, expected: frozenset[str] | None) -> None:
+        """Sum what several ranks have a part of, and send what is to be averaged. All ranks must call it.
+
+        Args:
+            expected: the parameters that have a gradient on one device, if that is known.
+        """
+        own, self._found = self._found, self._engine.finish_gradients(self._found)
+        if self._ahead is not None:
+            self._ahead.send_rest(self._found)
+        if expected is not None:
+            self._check(expected, own)
+
+    def _check(self, expected: frozenset[str], own: Mapping[Tensor, Tensor | None]) -> None:
+        found, named, module = self._found, self._named, self._engine.module
+        parts = {name: leaf(p) for name, p in module.named_parameters()}  # stored parameters have theirs there
+        places = {n: (own[p], found.get(p), found.get(parts.get(n, p))) for n, p in named.items()}
+        got = {n for n, there in places.items() if any(x is not None for x in there)}
+        refuse_others(expected, got, named, self._engine.axis.rank)
+
+    def land(self) -> None:
+        """Wait for the averages, once the step's messages are done: gradients may share memory with these."""
+        if self._ahead is not None:
+            self._found = self._ahead.land(self._found)
+
+    def delivered(self, loss: Tensor) -> Tensor:
+        """``loss`` again, whose backward gives each leaf its gradient."""
+        grads = [(p, g) for p, g in self._found.items() if g is not None]
+        if self._order is None:
+            return self._engine.in_backward.delivered(deliver(loss, grads, self._scale))
+        return self._delivered_in_turn(loss, grads, self._order)
+
+    def _delivered_in_turn(self, loss: Tensor, grads: list[tuple[Tensor, Tensor]], order: list[int]) -> Tensor:
+        """Each parameter in the order of backward, in which hooks on them run."""
+        engine, named = self._engine, self._named
+        place, given = {key: n for n, key in enumerate(order)}, {id(p): (p, g) for p, g in grads}
+        # those that no backward of this rank has reached come last
+        names = sorted(
+            (n for n, p in named.items() if id(p) in given), key=lambda n: place.get(id(named[n]), len(place))
+        )
+        counts = {name: engine.programs.holds(name)[0] for name in names}
+        aside = {name: rank for name, rank in counts.items() if rank != engine.axis.rank}
+        ordered = {name: given[id(named[name])] for name in names}
+        return engine.in_backward.in_turn(self._ready.program, loss, ordered, self._scale, aside)
