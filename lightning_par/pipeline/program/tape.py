@@ -7,6 +7,7 @@ stage that has some of it runs the user's step, as ever.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
@@ -19,6 +20,7 @@ from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_functions import writes_into
+from lightning_par.pipeline.program.named_by_code import named_by
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located, is_metric_call
 from lightning_par.private.modes import surroundings
 from lightning_par.private.modules import buffers_of, parameters_of
@@ -62,7 +64,7 @@ class Call:
         nested: whether values of the model are within lists, tuples or dicts.
         module: the unit.
         original: what its call runs.
-        holds: what the modules in the unit held then.
+        holds: what the modules in the unit held then, and what their code named.
     """
 
     func: Any
@@ -77,8 +79,7 @@ class Call:
         """Whether the unit's modules hold the same objects as when the step called it."""
         if self.module is None or self.holds is None:
             return True
-        now = contents(self.module)
-        return len(now) == len(self.holds) and all(map(is_, now, self.holds))
+        return are_same(contents(self.module), self.holds)
 
 
 class Tape:
@@ -108,6 +109,7 @@ class Tape:
         self.calls: dict[int, Call] = {}
         self.unlike: set[int] = set()  # events that it can't tell
         self.around: Any = None  # see `surroundings`
+        self.context: list[Any] = []  # see `_context`
         self.moved: Any = None  # as the step begins: what stands in for functions
         self.result: Any = None
         self.logs: list[LogRecord] | None = []  # None where something was said that can't be told
@@ -116,6 +118,7 @@ class Tape:
     def begin(self, names: dict[int, Key]) -> None:
         """The step begins; ``names`` tells absent tensors as they are made."""
         self.names, self.around, self.moved = names, surroundings(), self.moves()
+        self.context = _context()
 
     def note(self, index: int, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
         """An event is about to run."""
@@ -186,6 +189,8 @@ class Tape:
             raise UnlikeError
         if "out" in kwargs or is_told_to(func, args, kwargs) or surroundings() != self.around:
             raise UnlikeError
+        if not are_same(_context(), self.context):
+            raise UnlikeError
         if not _is_of_tensors(record.result):
             raise UnlikeError
 
@@ -229,10 +234,23 @@ class Tape:
         return not isinstance(told, Tensor)
 
 
+def are_same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _context() -> list[Any]:
+    """All `contextvars.ContextVar` that are set, and their values: libraries keep settings there, as numpy does what
+    `numpy.errstate` sets."""
+    context = copy_context()
+    return [*context, *context.values()]
+
+
 def contents(module: nn.Module) -> list[Any]:
-    """The objects that the modules in ``module`` hold."""
-    found: list[Any] = []
-    for m in module.modules():
+    """The objects that the modules in ``module`` hold, and that their code finds by name."""
+    within = [*module.modules()]
+    found = named_by(within)
+    for m in within:
         found += vars(m).values()
         found += parameters_of(m).values()
         found += buffers_of(m).values()

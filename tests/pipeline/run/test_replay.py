@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import decimal
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
@@ -166,6 +168,34 @@ class UnderAMode(GPT):
             return super().run_blocks(x)
 
 
+class PatchesALibrary(GPT):
+    """Around one layer a function of torch is another."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            with mock.patch.object(F, "gelu", F.relu) if i % 2 else nullcontext():
+                x = block(x)
+        return x
+
+
+class Precise(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + decimal.getcontext().prec / 100)
+
+
+class SetsAContext(GPT):
+    """Around one layer a library's context is another."""
+
+    def block(self, i: int) -> nn.Module:
+        return Precise()
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            with decimal.localcontext(decimal.Context(prec=5 + i)):
+                x = block(x)
+        return x
+
+
 class LateAnd(Block):
     """Changes what others reach once nothing that a trial of it could see says so."""
 
@@ -294,7 +324,18 @@ def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [SetForAWhile, WithoutGradients, UnderAMode, InPlace, SetsWhatIsNoEvent, DrawsOfRandom, BeginsToKeep]
+    "make",
+    [
+        SetForAWhile,
+        WithoutGradients,
+        UnderAMode,
+        InPlace,
+        SetsWhatIsNoEvent,
+        DrawsOfRandom,
+        BeginsToKeep,
+        PatchesALibrary,
+        SetsAContext,
+    ],
 )
 def test_other_steps_are_run_as_ever(pool: Pool, make: type[GPT]) -> None:
     """At least on the rank where what they do matters."""

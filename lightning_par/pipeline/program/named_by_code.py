@@ -1,0 +1,65 @@
+"""What the code of modules takes by name, of which nothing is watched: methods of classes, and what libraries hold.
+
+A step may put something else there around a unit, as ``unittest.mock.patch.object(F, "gelu", ...)`` does, and take it
+away again: only its own run would have the unit see that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from lightning_par.python_state.code_names import names_of
+from lightning_par.python_state.reachable import ATOMS
+from lightning_par.trial.memo import Memo
+
+_Places = list[tuple[Mapping[str, Any], str]]
+
+
+def named_by(modules: Iterable[nn.Module]) -> list[Any]:
+    """What is there now for the names in the code of ``modules``, in an order that stays the same.
+
+    Example::
+
+        before = named_by([torch.nn.GELU()])
+        with unittest.mock.patch.object(torch.nn.functional, "gelu", torch.relu):
+            assert named_by([torch.nn.GELU()]) != before
+    """
+    kinds = tuple(dict.fromkeys(map(type, modules)))
+    there = [space.get(name) for space, name in _places[kinds]]
+    return [x if type(x) in ATOMS or callable(x) else None for x in there]  # a copy may stand in for others
+
+
+def _places_of(kinds: tuple[type[nn.Module], ...]) -> _Places:
+    found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+    for kind in kinds:
+        own = [vars(one) for one in kind.__mro__ if one not in nn.Module.__mro__]
+        found.update({(id(space), "forward"): (space, "forward") for space in own})
+        _add_named([x for space in own for x in space.values() if isinstance(x, FunctionType)], found)
+    return [*found.values()]
+
+
+def _add_named(functions: list[FunctionType], found: dict[tuple[int, str], tuple[Mapping[str, Any], str]]) -> None:
+    """Where ``functions`` find what they name: in the globals of their file, and in Python modules there."""
+    for function in functions:  # and helpers beside it, which it appends
+        names, space = names_of(function.__code__), function.__globals__
+        modules = [sys.modules.get(name) for name in names.imports]
+        for name in names.globals:
+            x = space.get(name)
+            found[id(space), name] = space, name
+            modules.append(x)
+            if isinstance(x, FunctionType) and x.__globals__ is space and x not in functions:
+                functions.append(x)
+        for module in modules:  # and modules of theirs, which it appends
+            if isinstance(module, ModuleType):
+                inner = vars(module)
+                named = [name for name in names.attributes if name in inner]
+                modules += [x for x in map(inner.get, named) if isinstance(x, ModuleType) and x not in modules]
+                found.update({(id(inner), name): (inner, name) for name in named})
+
+
+_places: Memo[tuple[type[nn.Module], ...], _Places] = Memo(_places_of)
