@@ -166,8 +166,11 @@ class Axis:
         if self.size == 1:
             return None
         self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
-        group = host_group(self.group) if x.device.type == "cpu" else self.group
-        return dist.all_reduce(x, op=_OPS[op], group=group, async_op=True)
+        return dist.all_reduce(x, op=_OPS[op], group=self._group_of(x), async_op=True)
+
+    def _group_of(self, x: Tensor) -> dist.ProcessGroup | None:
+        """What takes ``x``: of shards that a callback keeps on the host, NCCL takes none."""
+        return host_group(self.group) if x.device.type == "cpu" else self.group
 
     def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
         """Every rank's ``x`` (same shape on all ranks), in rank order.
@@ -229,7 +232,7 @@ class Axis:
             return x if shape is None else x.view(shape), None
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
         out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
-        return out, dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        return out, dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group_of(x), async_op=True)
 
     def start_reduce_scatter(
         self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
@@ -243,7 +246,7 @@ class Axis:
             return x if shape is None else x.view(shape), None
         self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
         out = x.new_empty(x.numel() // self.size if shape is None else tuple(shape))
-        return out, dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        return out, dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group_of(x), async_op=True)
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
         """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.
@@ -256,14 +259,14 @@ class Axis:
         out = x.new_empty((sum(received), *x.shape[1:]))
         row = x[:1].numel() * x.element_size()
         self._log("all_to_all", purpose, x.numel(), sum(sent) * row, stays=sent[self.rank] * row)
-        dist.all_to_all_single(out, x, received, sent, group=self.group)
+        dist.all_to_all_single(out, x, received, sent, group=self._group_of(x))
         return out
 
     def broadcast_(self, x: Tensor, purpose: str, source: int = 0) -> Tensor:
         """Overwrite the contiguous ``x`` with that of index ``source`` along the axis; returns it."""
         if self.size > 1:
             self._log("broadcast", purpose, x.numel(), x.numel() * x.element_size())
-            dist.broadcast(x, src=self.ranks[source], group=self.group)
+            dist.broadcast(x, src=self.ranks[source], group=self._group_of(x))
         return x
 
     def start_exchange(self, ops: Sequence[PeerOp]) -> list[dist.Work]:

@@ -149,6 +149,8 @@ def _install_bindings(fake: Any) -> None:
         _cuda_isCurrentStreamCapturing=lambda: False,
         _cuda_clearCublasWorkspaces=lambda: None,
         _cuda_getCurrentRawStream=lambda *_: 0,
+        _nccl_version=lambda: 2 << 32 | 27 << 16 | 5,  # asked for what c10d logs of an error
+        _nccl_version_suffix=lambda: b"",
     )
     for name, value in bindings.items():
         setattr(torch._C, name, value)
@@ -158,7 +160,7 @@ def _functions(fake: Any) -> dict[str, Any]:
     count = fake.device_count()
     found: dict[str, Any] = dict(
         _exchange_device=fake.exchange_device,
-        _maybe_exchange_device=fake.exchange_device,
+        _maybe_exchange_device=lambda device: fake.exchange_device(device),  # to dynamo, a function of its own
         _initialized=True,
         _is_compiled=lambda: True,
         _is_in_bad_fork=lambda: False,

@@ -28,7 +28,7 @@ constexpr int kMost = 64;  // devices
 int device_count() {
   static int n = [] {
     auto asked = std::getenv("FAKECUDA_DEVICES");
-    return asked ? std::min(atoi(asked), kMost) : 8;
+    return asked ? std::min(atoi(asked), kMost) : 16;
   }();
   return n;
 }
@@ -271,7 +271,8 @@ struct Aliases {
     c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
     for (auto& [a, b] : tensors) {
       if (b.storage().unsafeGetStorageImpl() != r.storage().unsafeGetStorageImpl()) continue;
-      auto inherited = c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+      auto inherited = c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) |
+          c10::autocast_dispatch_keyset;
       keys = keys | (a.key_set() & inherited);
       return at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(st), keys, r.dtype());
     }

@@ -31,7 +31,7 @@ class StrictGroup(QueuedGroup):
         options.reduceOp = dist.ReduceOp.SUM if average else op
         self.gloo.allreduce([x], options).wait()
         if average:
-            x.div_(self._size)
+            x.div_(self._size, rounding_mode=None if x.is_floating_point() else "trunc")
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp

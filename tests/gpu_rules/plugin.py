@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.gpu_rules import build
-from tests.gpu_rules.known import known
 from tests.gpu_rules.report import Rules
 
 _OPTION = "--gpu-rules"
@@ -41,14 +40,6 @@ def strict_pool(config: pytest.Config) -> Any:
     if why is not None:
         pytest.skip(why)
     return StrictPool("cuda", Rules(queue=queue))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    queue = config.getoption(_OPTION)
-    for item in items if queue else ():
-        reason = known(item.nodeid)
-        if reason:
-            item.add_marker(pytest.mark.xfail(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -136,7 +136,8 @@ class Entry(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        future: Any = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
+        on_cuda = self.device.type == "cuda"
+        future: Any = torch.futures.Future(devices=[torch.cuda.current_device()] if on_cuda else None)
 
         def finish() -> None:
             self.done.wait()

@@ -170,6 +170,16 @@ def test_inference_mode_is_as_on_a_cpu(pool: StrictPool) -> None:
     assert found[0] == found[1] and found[0][0]
 
 
+def _cast_to() -> list[torch.dtype]:
+    x = torch.ones(2, 4, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        return [F.log_softmax(y, -1).dtype for y in (x, x.t(), x.view(4, 2)[1:])]
+
+
+def test_autocast_knows_views(pool: StrictPool) -> None:
+    assert pool.run(1, _cast_to) == [[torch.float32] * 3]
+
+
 def _loads() -> dict[str, Any]:
     x = torch.arange(6.0, device="cuda:1")
     file = io.BytesIO()

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_rules.known import LAYOUTS as KNOWN
 from tests.gpu_rules.layouts import LAYOUTS, ranks
 from tests.gpu_rules.ranks import StrictPool
 from tests.gpu_rules.report import Rules
 from tests.gpu_rules.training import Trained, differences, train
 from tests.gpu_rules.waits import blocking
-from tests.helpers.pool import RanksFailedError
 from tests.helpers.slow import slow
 
 QUEUES = ("communicator", "rank")
@@ -24,25 +22,12 @@ def one_device(pool: StrictPool) -> Trained:
     return trained
 
 
-def _cells(columns: dict[str, dict[str, Any]]) -> list[Any]:
-    return [
-        pytest.param(layout, queue, id=f"{layout}-{queue}", marks=_marks(layout))
-        for layout in columns
-        for queue in QUEUES
-    ]
-
-
-def _marks(layout: str) -> tuple[pytest.MarkDecorator, ...]:
-    if layout not in KNOWN:
-        return ()
-    return (pytest.mark.xfail(reason=KNOWN[layout], strict=True, raises=(AssertionError, RanksFailedError)),)
-
-
 FAST = "tensor_residual-rank ring-rank ulysses-communicator fsdp-rank zbv-communicator placement-rank".split()
 
 
 @slow(but=[*FAST, "pipe_tensor-rank", "ulysses_ring-rank"])
-@pytest.mark.parametrize(("layout", "queue"), _cells(LAYOUTS))
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout: str, queue: Any) -> None:
     pool.rules = Rules(queue=queue)
     trained = pool.run(ranks(layout), train, layout, grace=15.0)

@@ -417,8 +417,9 @@ class Numbers(IterableDataset[Any]):
 
 class NoTensors(Watched):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self(torch.tensor(batch["rows"]))
-        return nn.functional.cross_entropy(logits, torch.tensor([len(name) for name in batch["names"]]))
+        logits = self(torch.tensor(batch["rows"], device=self.device))
+        sizes = torch.tensor([len(name) for name in batch["names"]], device=self.device)
+        return nn.functional.cross_entropy(logits, sizes)
 
 
 def _no_tensors() -> Any:
@@ -465,7 +466,7 @@ class Text(Watched):
         tokens = batch[0]
         mask = tokens.ne(0)
         logits = self(self.tok(tokens[:, :-1]))
-        positions = torch.arange(tokens.shape[1] - 1).unsqueeze(0)
+        positions = torch.arange(tokens.shape[1] - 1, device=self.device).unsqueeze(0)
         logits = logits + 0.01 * positions.unsqueeze(-1)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
         self.log("tokens", mask.sum().double())
@@ -745,7 +746,7 @@ class Handles(Callback):
         self.outputs.append(kept(outputs["loss"]))
         if batch_idx == 0:
             pl_module.cpu()
-            pl_module.to("cpu").double()
+            pl_module.to(trainer.strategy.root_device).double()
         elif batch_idx == 1:
             self.copied = copy.deepcopy(pl_module)
             assert len(pl_module.state_dict()) == len(self.copied.state_dict())
