@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 LONGEST = """
-    law/test_found law/test_equality fsdp/test_fully_sharded law/test_hybrid_equality sharded/rules/test_rules
+    sharded/patches/test_unchanged law/test_found law/test_equality strategies/test_compiled_blocks
+    fsdp/test_fully_sharded law/test_hybrid_equality sharded/rules/test_rules pretrained/test_generate
     strategies/test_launch strategies/test_registry pipeline/test_surface verdict/test_check law/test_features
     absent/test_deferred_fit pipeline/effects/test_backward_state pipeline/placement/test_equality
     sequence/test_counts strategies/test_surface_training checkpoint/test_matrix optim/test_optimizers

@@ -94,7 +94,7 @@ def test_gradients_that_move_are_those_of_adapters(pool: Pool, layout: str) -> N
             assert rank["state_elements"] == 2 * ADAPTERS
 
 
-@slow(but=["lora_last"])
+@slow()
 @pytest.mark.parametrize("adapter", ["lora", "lora_last", "lora_first"])
 def test_no_gradient_crosses_to_stages_before_the_first_adapter(pool: Pool, adapter: str) -> None:
     first, last = pool.run(2, trained, adapter, "pipeline")

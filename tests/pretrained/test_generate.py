@@ -181,7 +181,7 @@ def _differences(pool: Pool, name: str, layout: str, length: int, where: tuple[s
     return found
 
 
-@slow(but=["1f1b-gpt2", "tensor-gpt2"])
+@slow(but=["tensor-gpt2"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_text_that_hooks_and_callbacks_generate_is_one_devices(pool: Pool, layout: str, name: str) -> None:
@@ -216,7 +216,7 @@ def test_text_that_a_validation_step_generates_is_one_devices(pool: Pool, layout
     assert _differences(pool, name, layout, 6, ("validation",)) == []
 
 
-@slow(but=["ring"])
+@slow()
 @pytest.mark.parametrize("layout", SPLIT)
 def test_text_that_a_predict_step_generates_is_one_devices(pool: Pool, layout: str) -> None:
     assert _differences(pool, "gpt2", layout, 6, ("predict",)) == []

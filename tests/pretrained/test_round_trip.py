@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_par.checkpoint.export import export
 from tests.helpers.pool import Pool
-from tests.helpers.slow import in_turn, slow
+from tests.helpers.slow import slow
 from tests.pretrained.in_float64 import in_float64
 from tests.pretrained.test_load import CASES, LAYOUTS, OPTIONS, Pretrained, fit, save
 
@@ -65,7 +65,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if "safetensors" in path.name}
 
 
-@slow(but=in_turn(LAYOUTS, ["hf_gpt2", "hf_llama"]))
+@slow(but=["tp2-hf_gpt2", "pp2-hf_llama", "sp2-hf_gpt2", "fsdp2-hf_llama"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_train_and_export(layout: str, case: str, pool: Pool, tmp_path: Path) -> None:

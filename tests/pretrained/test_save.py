@@ -318,5 +318,6 @@ def _keep() -> None:
     trainer.fit(_Keeps("llama", None), torch.utils.data.DataLoader(torch.randint(48, (12, 8)), batch_size=4))
 
 
+@slow()
 def test_a_state_dict_that_is_kept_stays_that_of_the_weights(pool: Pool) -> None:
     pool.run(2, _keep)  # as on one device, where it has their memory

@@ -171,7 +171,7 @@ def _cases(kinds: Sequence[str], ranks: int, counts: Sequence[int] = COUNTS) -> 
             yield from (_traffic(schedule, kind) for kind in kinds)
 
 
-@slow("7", "8")
+@slow("6", "7", "8")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks):
@@ -179,6 +179,7 @@ def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
+@slow("8-*")
 @pytest.mark.parametrize("latency", [0, 8])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:
@@ -205,6 +206,7 @@ def test_what_is_told_between_stages_stands_in_the_same_line(ranks: int, told: t
             assert len(rows[0]) == traffic.schedule.stages * sum(told) + told[1]
 
 
+@slow("7", "8")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_each_message_goes_once_and_two_ranks_have_one_order(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks, counts=(1, 3)):
@@ -238,6 +240,7 @@ def test_orders_of_each_ranks_own_would_hang() -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
+@slow("16")
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_a_rank_has_room_for_few_messages_at_once(ranks: int) -> None:
     """What has come and is not needed yet, its maker would hold else; it does not grow with the microbatches."""

@@ -19,6 +19,7 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.sharded.tensor import ShardedTensor, full
 from tests.helpers.globals_of_torch import attributes, differences
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.surface import Net, loader
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -92,6 +93,7 @@ def fresh(pool: Pool) -> Iterator[Pool]:
     pool.restart()
 
 
+@slow(but=["pipeline", "fsdp"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_a_run_everything_is_as_before(fresh: Pool, layout: str) -> None:
     for meanwhile, after_fit, after_all in fresh.run(2, _fit, LAYOUTS[layout]):
@@ -139,6 +141,7 @@ def _fit_that_fails(layout: dict[str, Any], again: bool) -> Any:
     return failed, _left(before)
 
 
+@slow(but=["pipeline-run again", "fsdp-thrown away"])
 @pytest.mark.parametrize("again", [False, True], ids=["thrown away", "run again"])
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "fsdp", "data"])
 def test_after_an_exception_until_nothing_is_in_parts(fresh: Pool, layout: str, again: bool) -> None:
