@@ -74,7 +74,7 @@ class Ring:
                 sent = parcel.beginning(here, counts[source])
                 received = parcel.beginning(there, counts[(source - 1) % size])
                 arrive = self._exchange(sent, (me + 1) % size, received, (me - 1) % size, kind, 2 * hop)
-            k_block, v_block = parcel.unpack(here, counts[source])
+            k_block, v_block = parcel.unpack(here, counts[source]) if hop else (k, v)
             yield source, k_block, v_block
             if arrive is not None:
                 arrive()

@@ -156,7 +156,7 @@ def _share(path: Path, folder: Path, config: Path | None, dtype: Any) -> float:
     return (peaks["self"] - start) / written
 
 
-@slow(but=["True-bfloat16"])
+@slow()
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["None", "bfloat16"])
 @pytest.mark.parametrize("with_config", [True, False])
 def test_values_are_held_for_one_file(with_config: bool, dtype: Any, pool: Pool, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_with_one_queue_a_rank_replicas_may_cut_other_microbatches(
     assert strict_cpu.broken() == []
 
 
+@slow()
 def test_on_devices_their_threads_send_them(pool: StrictPool) -> None:
     results = pool.run(4, train, "1f1b", False)
     assert pool.broken() == []

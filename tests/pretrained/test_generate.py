@@ -194,7 +194,7 @@ def test_64_tokens_are_one_devices(pool: Pool, layout: str) -> None:
     assert _differences(pool, "gpt2", layout, 64, ("epoch",)) == []
 
 
-@slow(but=["1f1b"])
+@slow()
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beams_are_one_devices(pool: Pool, layout: str) -> None:
     assert _differences(pool, "gpt2", layout, 8, ("epoch",), num_beams=2) == []
