@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.private.dict_versions import version_of_dict
+
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 """The attributes in which a module keeps its own; what is public walks those within, too, or hides what is None."""
 
@@ -130,18 +132,30 @@ class _Held:
     """The keys and objects that some dicts hold."""
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
-        held = [*dicts]
+        held = self._dicts = [*dicts]
         self._sizes = [*map(len, held)]
         self._keys = [*chain.from_iterable(map(_keys, held))]
         self._values = [*chain.from_iterable(map(_values, held))]
+        self._counted = all(type(x) is dict for x in held)  # by Python: most of the time their versions tell it all
+        self._versions = self._now(held)
 
     def is_in(self, dicts: list[dict[str, Any]]) -> bool:
         """Whether these dicts hold just that."""
-        return (
+        if len(dicts) != len(self._dicts) or not all(map(is_, dicts, self._dicts)):
+            return False
+        now = self._now(dicts)
+        if self._counted and now == self._versions:
+            return True
+        same = (
             [*map(len, dicts)] == self._sizes
             and [*chain.from_iterable(map(_keys, dicts))] == self._keys
             and all(map(is_, chain.from_iterable(map(_values, dicts)), self._values))
         )
+        self._versions = now if same else self._versions
+        return same
+
+    def _now(self, dicts: list[dict[str, Any]]) -> list[int]:
+        return [*map(version_of_dict, dicts)] if self._counted else []
 
 
 def hand_on_metadata(state: Any, new: Any) -> None:
