@@ -57,6 +57,24 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
+class FreezesAround(Net):
+    """Of two calls of a layer one trains it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.norm.requires_grad_(False)
+        h = self.norm(h)
+        self.norm.requires_grad_(True)
+        return self.down(self.norm(h))
+
+
+class FreezesLater(Net):
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.up.weight.requires_grad = False
+        return self(x).pow(2).mean()
+
+
 class HooksWeight(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.down.weight.register_hook(lambda grad: 2 * grad)
@@ -302,6 +320,16 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], list[str
         HooksBackward,
         {},
         ["The step registers a hook on the gradients of a Linear", "register it in on_fit_start or __init__"],
+    ),
+    "a layer that the step freezes for a call": (
+        FreezesAround,
+        {},
+        [line(FreezesAround.forward, "(False)"), "changes whether a parameter requires a gradient", ELSEWHERE[4:]],
+    ),
+    "a weight that the step freezes, later": (
+        FreezesLater,
+        {},
+        [line(FreezesLater.training_step, "= False"), "Do it between steps, as in on_train_batch_start"],
     ),
     "an empty batch": (EmptyBatch, {}, ["training_step: the batch is empty", "0 samples"]),
 }

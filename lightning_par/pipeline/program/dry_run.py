@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.batch_values import Memo
@@ -14,7 +15,7 @@ from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_l
 from lightning_par.pipeline.program.tape import Tape
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, told_to
-from lightning_par.pipeline.trial.fake_step import sizing
+from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
 from lightning_par.private.modes import innermost_mode
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
@@ -43,7 +44,10 @@ class DryRun(RecordedRun):
         return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.tape is not None and not self.depth and getattr(func, "__name__", "") == "__set__":
+        name = "" if self.depth else getattr(func, "__name__", "")
+        if name in ("__set__", "requires_grad_") and torch.is_grad_enabled() and sets_requires_grad(func, args, kwargs):
+            raise ChangedError(f"{user_line()}: which parameters require a gradient")  # a trial then refuses it
+        if self.tape is not None and name == "__set__":
             self.tape.spoil()  # `x.requires_grad = True` is no event
         return super().__torch_function__(func, types, args, kwargs)
 

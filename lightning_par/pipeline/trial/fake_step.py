@@ -26,6 +26,16 @@ from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_
 from lightning_par.trial.guesses import Guesses
 
 
+def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` lets a parameter require a gradient that did not, or the other way round."""
+    name = getattr(func, "__name__", "")
+    is_setter = name == "__set__" and getattr(func.__self__, "__name__", "") == "requires_grad"
+    if not (is_setter or name == "requires_grad_") or not isinstance(args[0], nn.Parameter):
+        return False
+    wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+    return bool(wanted) != args[0].requires_grad
+
+
 class FakeRun(CallTree, Run):
     """Runs torch functions on fakes, within units too.
 
@@ -66,6 +76,12 @@ class FakeRun(CallTree, Run):
                 if self.trace is not None:
                     self.trace.note(func, args, kwargs, result)
             return result
+        if self.training and sets_requires_grad(func, args, kwargs):
+            raise NotImplementedError(
+                f"{user_line()}: a training step changes whether a parameter requires a gradient. Each rank of the "
+                "pipeline runs the step up to the end of its stages, and would not come to the line that changes it "
+                "back. Do it between steps, as in on_train_batch_start, or use x.detach() or TensorParallelStrategy."
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
     def inside(self, func: Any, given: Any, result: Any) -> None:
