@@ -16,6 +16,7 @@ from lightning_par.fsdp.block_use import Use
 from lightning_par.fsdp.escaped import Escaped
 from lightning_par.fsdp.served import Served
 from lightning_par.fsdp.stored_block import StoredBlock
+from lightning_par.fsdp.stored_gradient import StoredGradient
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.private.graph import in_backward
 from lightning_par.private.module_calls import set_inner_call
@@ -171,6 +172,8 @@ class BlockCalls:
             use.places.append(place)
             whole._stored_weight, whole._data_taken = x, place.take  # type: ignore[attr-defined]
             weights.append(x.as_used(whole))
+            if weights[-1] is not whole:
+                weights[-1]._lender = StoredGradient(x)  # type: ignore[attr-defined]
         if self.keep or block.stays and self.kind == "training_step" and not in_backward():
             self._kept[id(block)] = use, weights, torch.is_grad_enabled()
             if not self.keep:

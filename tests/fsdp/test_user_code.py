@@ -72,6 +72,17 @@ class ReadsGradient(Layer):
         return super().forward(x if grad is None else x + grad.square().sum())
 
 
+class WritesGradient(ReadsGradient):
+    """And forgets some, and another one's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.up.weight.grad is not None:
+            self.up.weight.grad = self.up.weight.grad * 0.5
+            self.down.weight.grad = None
+        return x + sum(0 if p.grad is None else p.grad.square().sum() for p in self.parameters())
+
+
 class Recursive(Layer):
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         x = super().forward(x)
@@ -292,7 +303,8 @@ def _train(model: type[Model], kind: type[Layer], ranks: int, reshard: bool, win
     own = model(kind).double()
     x = torch.randn(STEPS, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     kept: dict[str, Any] = {} if reshard else {"reshard_after_forward": False}
-    strategy: Any = "auto" if ranks == 1 else HybridParallelStrategy(data_parallel="fsdp", **kept)
+    split: dict[str, Any] = {"data_parallel": "fsdp", "tensor_parallel_size": ranks // 2}
+    strategy: Any = "auto" if ranks == 1 else HybridParallelStrategy(**split, **kept)
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
@@ -334,9 +346,15 @@ def test_while_gradients_accumulate(pool: Pool, model: type[Model], kind: type[L
     _compare(pool, model, kind, True, 3)
 
 
-def _compare(pool: Pool, model: type[Model], kind: type[Layer], reshard: bool, windows: int) -> None:
+@slow(but=["WritesGradient"])
+@pytest.mark.parametrize("kind", [ReadsGradient, WritesGradient, KeepsAnew, Recursive], ids=_name)
+def test_where_weights_are_split_over_tensor_ranks_too(pool: Pool, kind: type[Layer]) -> None:
+    _compare(pool, Model, kind, True, 3, ranks=4)
+
+
+def _compare(pool: Pool, model: type[Model], kind: type[Layer], reshard: bool, windows: int, ranks: int = 2) -> None:
     (one,) = pool.run(1, _train, model, kind, 1, reshard, windows)
-    for theirs in pool.run(2, _train, model, kind, 2, reshard, windows, timeout=60):
+    for theirs in pool.run(ranks, _train, model, kind, ranks, reshard, windows, timeout=60):
         np.testing.assert_allclose(theirs[1], one[1], rtol=1e-9, atol=1e-9)
         for x, expected in zip(theirs[0], one[0], strict=True):
             np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-9)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_par.private import fake_tensors
 from lightning_par.private.fake_tensors import (
@@ -14,6 +17,7 @@ from lightning_par.private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    makes_fakes,
     unset_fake_temporarily,
 )
 
@@ -46,3 +50,19 @@ def test_an_operation_without_shapes_raises_and_is_told_in_the_log(caplog: pytes
             torch.ops.lightning_par_test.opaque(x)
     assert caplog.records and {record.name for record in caplog.records} == {fake_tensors.log.name}
     library._destroy()
+
+
+def test_a_gradient_is_asked_for_by_what_makes_fakes_and_by_what_reads_code() -> None:
+    asked: list[bool] = []
+
+    class Asked(nn.Parameter):
+        @property
+        def grad(self) -> Any:  # type: ignore[override]
+            asked.append(makes_fakes(sys._getframe(1)))
+            return nn.Parameter.grad.__get__(self)  # type: ignore[union-attr]
+
+    x = Asked(torch.ones(2))
+    FakeTensorMode().from_tensor(x)
+    assert asked and all(asked)
+    asked.clear()
+    assert x.grad is None and asked == [False]

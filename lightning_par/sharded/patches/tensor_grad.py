@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor
 
+from lightning_par.private.fake_tensors import makes_fakes
 from lightning_par.sharded.patches.replacement import Replacement, Use
 
 
@@ -23,7 +25,9 @@ class _Grad(property):
 def _of_stored(plain: Any, use: Use) -> Any:
     def get_grad(x: Tensor) -> Any:
         stored = getattr(x, "_stored_weight", None) if use.on else None
-        return plain.__get__(x) if stored is None else stored.grad
+        if stored is None or makes_fakes(sys._getframe(1)):
+            return plain.__get__(x)
+        return stored.grad
 
     def set_grad(x: Tensor, value: Any) -> None:
         stored = getattr(x, "_stored_weight", None) if use.on else None

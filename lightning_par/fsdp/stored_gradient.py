@@ -1,0 +1,24 @@
+"""The gradient of a weight that was gathered for a call and is split over the tensor axis, too."""
+
+from __future__ import annotations
+
+import types
+
+from torch import Tensor
+
+from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.private.fake_tensors import makes_fakes
+
+
+class StoredGradient:
+    """``x.grad`` of what a call has of the weight ``stored`` is that of ``stored``, which lies as that does; see also
+    `lightning_par.sharded.patches.tensor_grad`."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+
+    def read(self, _: Tensor, frame: types.FrameType) -> Tensor | None:
+        return None if makes_fakes(frame) else self.stored.grad
+
+    def write(self, _: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
+        self.stored.grad = value
