@@ -22,7 +22,7 @@ from lightning_par.mesh.listener import heard
 from lightning_par.mesh.objects import broadcast_object
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.world_groups import host_group
-from lightning_par.private.process_groups import has_gloo, start_receive, start_send
+from lightning_par.private.process_groups import has_gloo, kind_without_hosts, start_receive, start_send
 from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
@@ -98,6 +98,7 @@ class Axis:
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._by_tag: dict[str, bool] = {}
         self._peers: list[int] = []  # the ranks' numbers in the group
+        self._hosts: tuple[dist.ProcessGroup | None, str | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
@@ -105,7 +106,8 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        return {**vars(self), "group": None, "guard": None, "mix": None, "calls": Memo(), "_entries": {}, "_by_tag": {}}
+        none = dict.fromkeys(("group", "guard", "mix", "_hosts"))
+        return {**vars(self), **none, "calls": Memo(), "_entries": {}, "_by_tag": {}}
 
     @property
     def size(self) -> int:
@@ -166,11 +168,24 @@ class Axis:
         if self.size == 1:
             return None
         self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
-        return dist.all_reduce(x, op=_OPS[op], group=self._group_of(x), async_op=True)
+        return self._collective(dist.all_reduce, x, op=_OPS[op], async_op=True)
 
-    def _group_of(self, x: Tensor) -> dist.ProcessGroup | None:
-        """What takes ``x``: of shards that a callback keeps on the host, NCCL takes none."""
-        return host_group(self.group) if x.device.type == "cpu" else self.group
+    def _collective(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
+        """``call`` of ``torch.distributed``, which writes the first of ``tensors``."""
+        if tensors[0].device.type != "cpu":
+            return call(*tensors, group=self.group, **options)
+        # Shards that a callback keeps on the host: NCCL takes none.
+        if self._hosts is None:
+            group = host_group(self.group)
+            self._hosts = group, kind_without_hosts(group)
+        group, kind = self._hosts
+        if kind is None:
+            return call(*tensors, group=group, **options)
+        with torch.no_grad():
+            there = [x.to(kind) for x in tensors]
+            call(*there, group=group, **{**options, "async_op": False})
+            tensors[0].copy_(there[0])
+        return None
 
     def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
         """Every rank's ``x`` (same shape on all ranks), in rank order.
@@ -232,7 +247,7 @@ class Axis:
             return x if shape is None else x.view(shape), None
         self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
         out = x.new_empty(x.numel() * self.size if shape is None else tuple(shape))
-        return out, dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group_of(x), async_op=True)
+        return out, self._collective(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
 
     def start_reduce_scatter(
         self, x: Tensor, purpose: str, shape: Sequence[int] | None = None
@@ -246,7 +261,7 @@ class Axis:
             return x if shape is None else x.view(shape), None
         self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
         out = x.new_empty(x.numel() // self.size if shape is None else tuple(shape))
-        return out, dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group_of(x), async_op=True)
+        return out, self._collective(dist.reduce_scatter_tensor, out.view(-1), x.view(-1), async_op=True)
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
         """Exchange rows: rank i gets the next ``sent[i]`` rows of the contiguous ``x``.
@@ -259,14 +274,14 @@ class Axis:
         out = x.new_empty((sum(received), *x.shape[1:]))
         row = x[:1].numel() * x.element_size()
         self._log("all_to_all", purpose, x.numel(), sum(sent) * row, stays=sent[self.rank] * row)
-        dist.all_to_all_single(out, x, received, sent, group=self._group_of(x))
+        self._collective(dist.all_to_all_single, out, x, output_split_sizes=received, input_split_sizes=sent)
         return out
 
     def broadcast_(self, x: Tensor, purpose: str, source: int = 0) -> Tensor:
         """Overwrite the contiguous ``x`` with that of index ``source`` along the axis; returns it."""
         if self.size > 1:
             self._log("broadcast", purpose, x.numel(), x.numel() * x.element_size())
-            dist.broadcast(x, src=self.ranks[source], group=self._group_of(x))
+            self._collective(dist.broadcast, x, src=self.ranks[source])
         return x
 
     def start_exchange(self, ops: Sequence[PeerOp]) -> list[dist.Work]:

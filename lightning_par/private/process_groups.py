@@ -47,6 +47,12 @@ def has_gloo(group: Any, kind: str) -> bool:
     return backends.get(kind, config) == "gloo"
 
 
+def kind_without_hosts(group: Any) -> str | None:
+    """The kind of devices, as "cuda" under NCCL, whose memory a group carries, where it carries none of the hosts'."""
+    kinds = [part.split(":")[0] for part in str(torch.distributed.get_backend_config(group)).split(",")]
+    return None if "cpu" in kinds else kinds[0]
+
+
 def start_send(group: Any, x: torch.Tensor, peer: int, tag: int) -> torch.distributed.Work:
     """`torch.distributed.isend` to a group's own rank ``peer``, which asks of group, rank and tensor what is known of
     a ring's next hop; its documented name costs more than the message."""

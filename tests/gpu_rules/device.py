@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu_rules import attention, cells, kernels, waits
+from tests.gpu_rules import attention, batch_norm, cells, kernels, waits
 from tests.gpu_rules.build import extension
 
 used: Counter[str] = Counter()
@@ -125,6 +125,7 @@ def install() -> None:
     torch.backends.cuda.is_built = lambda: True
     fake.listen(waits.tell)
     attention.install()
+    batch_norm.install()
     cells.install()
     kernels.install()
     _install_storages(fake)

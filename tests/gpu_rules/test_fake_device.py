@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -150,6 +151,31 @@ def _kernels_of_cuda() -> list[bool]:
 
 def test_kernels_that_a_cpu_lacks(pool: StrictPool) -> None:
     assert pool.run(1, _kernels_of_cuda) == [[True] * 9]
+
+
+def _batch_norms() -> list[float]:
+    """How far SyncBatchNorm on two ranks is from BatchNorm of all rows on one host."""
+    dist.init_process_group("nccl")
+    torch.manual_seed(3)
+    x, grad = (torch.randn(6, 4, 5, dtype=torch.float64) for _ in range(2))
+    rows = slice(0, 2) if dist.get_rank() == 0 else slice(2, 6)
+    whole, part = nn.BatchNorm1d(4).double(), nn.SyncBatchNorm(4).double().cuda()
+    nn.init.normal_(whole.weight)
+    part.load_state_dict(whole.state_dict())
+    given, own = x.clone().requires_grad_(), x[rows].cuda().requires_grad_()
+    out, own_out = whole(given), part(own)
+    out.backward(grad)
+    own_out.backward(grad[rows].cuda())
+    for p in part.parameters():
+        dist.all_reduce(p.grad)
+    pairs = [(out[rows], own_out), (given.grad[rows], own.grad), (whole.weight.grad, part.weight.grad)]
+    pairs += [(whole.bias.grad, part.bias.grad), *zip(whole.buffers(), part.buffers(), strict=True)]
+    return [(wanted - found.cpu()).abs().max().item() for wanted, found in pairs]
+
+
+def test_batch_norm_is_synced(pool: StrictPool) -> None:
+    for off in pool.run(2, _batch_norms):
+        assert max(off) < 1e-12, off
 
 
 def _inference() -> list[bool]:

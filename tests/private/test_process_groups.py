@@ -14,6 +14,7 @@ from lightning_par.private.process_groups import (
     has_gloo,
     host_of_store,
     init_process_group,
+    kind_without_hosts,
     number_of_groups,
     splits,
     start_receive,
@@ -68,9 +69,10 @@ def test_who_carries_messages_of_a_kind_of_device_is_known() -> None:
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert has_gloo(None, "cpu") and has_gloo(None, "cuda")
+        assert has_gloo(None, "cpu") and has_gloo(None, "cuda") and kind_without_hosts(None) is None
     finally:
         dist.destroy_process_group()
+    assert str(dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))) == "cuda:nccl"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int16])
