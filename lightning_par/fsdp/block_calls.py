@@ -171,9 +171,11 @@ class BlockCalls:
             place = self.escaped.give(x, whole)
             use.places.append(place)
             whole._stored_weight, whole._data_taken = x, place.take  # type: ignore[attr-defined]
-            weights.append(x.as_used(whole))
-            if weights[-1] is not whole:
-                weights[-1]._lender = StoredGradient(x)  # type: ignore[attr-defined]
+            used = x.as_used(whole)
+            weights.append(used)
+            if used is not whole:
+                mark_parameter(used)
+                used._stored_weight, used._lender = x, StoredGradient(x)  # type: ignore[attr-defined]
         if self.keep or block.stays and self.kind == "training_step" and not in_backward():
             self._kept[id(block)] = use, weights, torch.is_grad_enabled()
             if not self.keep:

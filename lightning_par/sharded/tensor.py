@@ -250,6 +250,9 @@ class ShardedTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As `torch.Tensor.register_hook`; the hook meets a sharded gradient."""
+        stored = vars(self).get("_stored_weight")
+        if stored is not None:  # see `lightning_par.sharded.patches.gradient_hooks`
+            return stored.register_hook(hook)
 
         def local_hook(grad: Tensor) -> Tensor | None:
             result = hook(self.with_local(grad))

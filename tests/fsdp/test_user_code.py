@@ -83,6 +83,12 @@ class WritesGradient(ReadsGradient):
         return x + sum(0 if p.grad is None else p.grad.square().sum() for p in self.parameters())
 
 
+class Hooks(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.bias.register_hook(lambda grad: grad + 0.01 * torch.arange(grad.shape[0]).to(grad))
+        return super().forward(x)
+
+
 class Recursive(Layer):
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         x = super().forward(x)
@@ -346,8 +352,8 @@ def test_while_gradients_accumulate(pool: Pool, model: type[Model], kind: type[L
     _compare(pool, model, kind, True, 3)
 
 
-@slow(but=["WritesGradient"])
-@pytest.mark.parametrize("kind", [ReadsGradient, WritesGradient, KeepsAnew, Recursive], ids=_name)
+@slow(but=["WritesGradient", "Hooks"])
+@pytest.mark.parametrize("kind", [WritesGradient, Hooks, KeepsAnew, Recursive], ids=_name)
 def test_where_weights_are_split_over_tensor_ranks_too(pool: Pool, kind: type[Layer]) -> None:
     _compare(pool, Model, kind, True, 3, ranks=4)
 
