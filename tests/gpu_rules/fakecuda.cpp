@@ -9,6 +9,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <array>
@@ -199,6 +200,18 @@ struct FakeHooks final : at::CUDAHooksInterface {
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", FakeHooks);
+
+// torch's DDP asks for one and does not take none
+struct FakeTimer final : c10d::Timer {
+  explicit FakeTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    auto from = getTimestamp(start), to = getTimestamp(end);
+    return from && to ? std::optional(*to - *from) : std::nullopt;
+  }
+};
+using c10d::RegistererTimerRegistry;
+using c10d::TimerRegistry;
+C10_REGISTER_TYPED_CLASS(TimerRegistry, kCuda, FakeTimer);
 
 // What the host waits for: the size of the result depends on values, or a value is read
 const std::unordered_set<std::string> waits = {

@@ -36,10 +36,8 @@ class StrictGroup(QueuedGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         hosts = self._hosts(tensors)
-        entry = self._collective("allreduce", hosts, (), lambda: [self._sum_(x, op) for x in hosts], op=_name_of(op))
-        if entry is not None:
-            entry.result = lambda: tensors
-        return entry
+        run = lambda: [self._sum_(x, op) for x in hosts]  # noqa: E731
+        return self._collective("allreduce", hosts, (), run, tensors, op=_name_of(op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
         return self.allreduce(tensors, opts)

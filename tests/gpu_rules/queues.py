@@ -135,6 +135,9 @@ class Entry(dist.Work):
     def block_current_stream(self) -> None:
         self.wait()
 
+    def result(self) -> list[Tensor]:
+        return [x for operation in self.operations for x in operation.result]
+
     def get_future(self) -> Any:
         on_cuda = self.device.type == "cuda"
         future: Any = torch.futures.Future(devices=[torch.cuda.current_device()] if on_cuda else None)
@@ -142,7 +145,7 @@ class Entry(dist.Work):
         def finish() -> None:
             self.done.wait()
             self._bring_back()
-            future.set_result([x for operation in self.operations for x in operation.result])
+            future.set_result(self.result())
 
         self.waited = True
         threading.Thread(target=finish, daemon=True).start()

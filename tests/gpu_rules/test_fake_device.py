@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.gpu_rules import build
 from tests.gpu_rules.ranks import StrictPool
@@ -176,6 +177,21 @@ def _batch_norms() -> list[float]:
 def test_batch_norm_is_synced(pool: StrictPool) -> None:
     for off in pool.run(2, _batch_norms):
         assert max(off) < 1e-12, off
+
+
+def _averaged_by_ddp() -> list[list[float]]:
+    dist.init_process_group("nccl")
+    layer = nn.Linear(2, 1, bias=False).cuda()
+    model, grads = DistributedDataParallel(layer, device_ids=[0], find_unused_parameters=True), []
+    for step in range(3):  # it asks for times from the second on
+        layer.zero_grad()
+        model(torch.tensor([[1.0, step]], device="cuda") * (1 + dist.get_rank())).sum().backward()
+        grads.append(layer.weight.grad.flatten().tolist())
+    return grads
+
+
+def test_torchs_ddp_averages_gradients(pool: StrictPool) -> None:
+    assert pool.run(2, _averaged_by_ddp) == [[[1.5, 1.5 * step] for step in range(3)]] * 2
 
 
 def _inference() -> list[bool]:
