@@ -85,7 +85,7 @@ class WritesGradient(ReadsGradient):
 
 class Hooks(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        self.up.bias.register_hook(lambda grad: grad + 0.01 * torch.arange(grad.shape[0]).to(grad))
+        self.down.bias.register_hook(lambda grad: grad + 0.01 * torch.arange(grad.shape[0]).to(grad))
         return super().forward(x)
 
 
