@@ -11,7 +11,7 @@ from tests.helpers.slow import slow
 from tests.pipeline.run.test_final_gradients import train
 
 
-@slow(but=["other-microbatches-zbv"])
+@slow()
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 3)], ids=["alike", "other-microbatches"])
 def test_with_one_queue_a_rank_replicas_may_cut_other_microbatches(

@@ -307,7 +307,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name].double(), x.double(), rtol=1e-9, atol=1e-11, msg=name)
 
 
-@slow(but=["GPT-1f1b", "ByStep-interleaved_1f1b"])
+@slow(but=["ByStep-interleaved_1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("make", [GPT, ByStep])
 def test_a_plain_step_is_replayed_in_every_microbatch(pool: Pool, make: type[GPT], schedule: str) -> None:

@@ -120,6 +120,7 @@ def _fit_within(outer: dict[str, Any], inner: dict[str, Any]) -> Any:
     return nested.changed, _left(before)
 
 
+@slow()
 def test_the_last_of_two_runs_undoes(fresh: Pool) -> None:
     for outer, inner in (("tensor", "fsdp"), ("data", "tensor")):
         for meanwhile, after in fresh.run(2, _fit_within, LAYOUTS[outer], LAYOUTS[inner]):
