@@ -16,21 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_par import SequenceParallelStrategy, TensorParallelStrategy
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
+from tests.strategies.test_compiled_blocks import BLOCKS, STEPS, Block, C
 
-C, BLOCKS, STEPS, LENGTH = 8, 4, 3, 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.proj = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(-2))
-        return x + self.mlp(x)
+LENGTH = 6
 
 
 @dataclass(frozen=True)
