@@ -95,6 +95,8 @@ class Axis:
         """Calls of ring attention along it so far, alike on all ranks, whose messages have tags by them."""
         self.calls: Memo[Any, Any] = Memo()
         """Of functions of tensors that are sharded over it; see `lightning_par.sharded.local_calls.repeated_calls`."""
+        self.forms: Memo[Any, Any] = Memo()
+        """Of tensors that are sharded over it; see `lightning_par.sharded.local_calls.form`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._by_tag: dict[str, bool] = {}
         self._peers: list[int] = []  # the ranks' numbers in the group
@@ -107,7 +109,7 @@ class Axis:
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
         none = dict.fromkeys(("group", "guard", "mix", "_hosts"))
-        return {**vars(self), **none, "calls": Memo(), "_entries": {}, "_by_tag": {}}
+        return {**vars(self), **none, "calls": Memo(), "forms": Memo(), "_entries": {}, "_by_tag": {}}
 
     @property
     def size(self) -> int:

@@ -24,6 +24,7 @@ _OWN = {
     "_inner",
     "split_over",
     "_strides",
+    "_form",
     "_name",
     "_patches",
     "_memory_asked_for",

@@ -68,6 +68,7 @@ class ShardedTensor(torch.Tensor):
     _axis: Axis
     _name: str = ""  # see `lightning_par.sharded.tensor_names`
     _strides: Any = None  # on one device, or what tells them, where the part's don't
+    _form: Any = None  # see `lightning_par.sharded.local_calls.form`
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
@@ -225,6 +226,7 @@ class ShardedTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         with DisableTorchFunction():
             self._local.data, shares = self._own_part(value)
+        self._form = None
         if not shares:
             aliases.link(self, value)
 

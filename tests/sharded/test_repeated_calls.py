@@ -14,7 +14,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import patches
 from lightning_par.sharded.local_calls.repeated_calls import Call
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
 from tests.helpers.rule_check import KINDS, Case, check
 from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
@@ -107,3 +107,41 @@ def _beside_a_copy(axis: Axis) -> tuple[set[str], list[float]]:
 
 def test_calls_repeat_beside_a_copy_of_another_tensor() -> None:
     assert run_ranks(2, _beside_a_copy) == [({"__getitem__", "mul"}, [1.0, 5.0, 1.0, 1.0])] * 2
+
+
+def _moved(x: Any) -> None:
+    x.data = torch.ones(2, 4, dtype=torch.float64)
+
+
+def _without_a_graph(x: Any) -> None:
+    x.detach_()
+
+
+def _written_to(x: Any) -> None:
+    x.mul_(torch.full((2, 4), 3.0, requires_grad=True))
+
+
+@pytest.mark.parametrize("change", [_moved, _without_a_graph, _written_to])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_result_that_is_laid_out_anew_is_another_argument(change: Any, grad: bool) -> None:
+    axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+    start = torch.arange(8.0).view(2, 4).requires_grad_(grad)
+    for changed in (False, False, False, True, True, True, True):
+        y, plain = ShardedTensor(start, 1, Positions.of([0] * 4), axis) * 2, start * 2
+        if changed:
+            change(y)
+            change(plain)
+        z, whole = y + 1, plain + 1
+        assert torch.equal(z.full_tensor(), whole) and z.requires_grad == whole.requires_grad
+        assert z.dtype == whole.dtype
+
+
+def test_a_weight_that_is_laid_out_anew_is_another_argument() -> None:
+    axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+    weight = sharded_parameter(torch.ones(4, 4), 0, Positions.of([0] * 4), axis)
+    for dtype in [torch.float32] * 3 + [torch.float64] * 4:
+        weight.data = weight.data.to(dtype)
+        assert F.linear(torch.ones(2, 4, dtype=dtype), weight).dtype == dtype
+    for wanted in (True, False) * 4:
+        weight.requires_grad = wanted
+        assert F.linear(torch.ones(2, 4, dtype=torch.float64), weight).requires_grad == wanted

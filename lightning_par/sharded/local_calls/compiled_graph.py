@@ -51,7 +51,7 @@ class CompiledGraph:
             return self.graph(*args)
         args = tuple(gathering_of(x).gathered(x) if _is_stored(x) else x for x in args)
         call = Call(None)
-        if not all(map(call.add, args)) or is_among(call.tensors):
+        if not call.add(args) or is_among(call.tensors):
             return self.graph(*args)
         if call.axis is None:
             if self._whole is None:

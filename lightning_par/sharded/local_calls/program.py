@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.tensors import make_wrapper_subclass
+from lightning_par.sharded.local_calls.form import Form
 from lightning_par.sharded.local_calls.tape import Item, Name, Shard
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -16,12 +17,12 @@ _WRITTEN = (int, bool, str, type(None))
 _ITEM = re.compile(r"[at]\d+")
 
 
-def shard(local: Tensor, shape: Any, dim: int, positions: Any, axis: Any, strides: Any) -> ShardedTensor:
+def shard(local: Tensor, form: Form) -> ShardedTensor:
     """The sharded tensor of a result, made where no mode looks, of a part that is no leaf of its own."""
-    x: ShardedTensor = make_wrapper_subclass(ShardedTensor, shape, dtype=local.dtype, device=local.device)
-    x._local, x._dim, x._positions, x._axis = local, dim, positions, axis
-    if strides is not None:
-        x._strides = strides
+    x: ShardedTensor = make_wrapper_subclass(ShardedTensor, form.shape, dtype=form.dtype, device=form.device)
+    x._local, x._dim, x._positions, x._axis, x._form = local, form.dim, form.positions, form.axis, form
+    if form.strides is not None:
+        x._strides = form.strides
     return x
 
 
@@ -44,8 +45,7 @@ class Source:
         if isinstance(value, Name):
             return self.renamed_text(value.text)
         if isinstance(value, Shard):
-            rest = (value.shape, value.dim, value.positions, value.axis, value.strides)
-            return f"shard({self.text(value.part)}, {', '.join(self.text(x) for x in rest)})"
+            return f"shard({self.text(value.part)}, {self.constant(value.form)})"
         if type(value) is tuple:
             return f"({''.join(f'{self.text(x)}, ' for x in value)})"
         if type(value) is list:

@@ -8,12 +8,11 @@ rule. The calls hang on the mesh axis, and end with the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_par.mesh.listener import thread
@@ -22,11 +21,12 @@ from lightning_par.private.modes import is_any_autocast, number_of_modes
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sharded.aliases import Memory, is_among
 from lightning_par.sharded.functions import BY_ENTRY, MATRIX_PRODUCTS, PRECISIONS, REGROUPS, SLICES, TURNS, writes
+from lightning_par.sharded.local_calls.form import PLAIN, form_of
 from lightning_par.sharded.local_calls.program import program
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
 from lightning_par.sharded.rules.in_place import place_of_inplace
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import ShardedTensor, remembered
+from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.memo import Memo
 
 Program = Callable[..., Any]
@@ -35,8 +35,7 @@ _FUNCTIONS = (
     | {"softmax", "log_softmax", "layer_norm", "rms_norm", "scaled_dot_product_attention", "dropout", "contiguous"}
     | {"sum", "mean"}
 )  # fmt: skip
-_SETTINGS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
-_PLAIN = frozenset((Tensor, Parameter))
+_SETTINGS = frozenset((float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
 
 
 def _place_of_inplace(func: Any) -> int | None:
@@ -69,46 +68,43 @@ class Call:
         self.axis: Any = None
         self.tensors: list[Tensor] = []
 
-    def add(self, x: Any) -> bool:
-        """Whether the table may know calls that have ``x``."""
-        # It runs for each argument of each call of a step: in one piece, and the likely kinds first.
-        kind = type(x)
-        facts: Any = kind
-        if kind is ShardedTensor:
-            local, axis, strides = x._local, x._axis, x._strides
-            if type(local) not in _PLAIN or axis is not self.axis and not self._lies_along(axis):
-                return False
-            if strides is not None and type(strides) is not tuple:
-                strides = remembered(x)
-            facts = x._dim, x._positions, strides
-        elif kind in _PLAIN:
-            local = x
-        elif kind in _SETTINGS:
-            self.key += kind, x or repr(x)  # 0.0 equals -0.0
-            return True
-        else:
-            return self._add_parts(kind, x)
+    def add(self, xs: Iterable[Any]) -> bool:
+        """Whether the table may know calls that have ``xs``."""
+        # It runs for each call of a step: in one piece, and the likely kinds first.
         key, tensors = self.key, self.tensors
-        key += (
-            local.shape, local.stride(), local.dtype, local.device, local.requires_grad, local.is_leaf, facts
-        )  # fmt: skip
-        for number, known in enumerate(tensors):
-            if known is local:  # a rule may go by that
-                key += "again", number
-        tensors.append(local)
+        for x in xs:
+            kind = type(x)
+            if kind is ShardedTensor:
+                local, form, axis = x._local, x._form, x._axis
+                if form is None or form.requires_grad is not local.requires_grad or form.is_leaf is not local.is_leaf:
+                    form = form_of(x)
+                if form is None or axis is not self.axis and not self._lies_along(axis):
+                    return False
+                key.append(form)
+            elif kind is int:
+                key.append(x)
+                continue
+            elif kind in PLAIN:
+                local = x
+                key += (kind, x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_leaf)
+            else:
+                if kind in _SETTINGS:  # with the kind: True equals 1
+                    key += kind, x or repr(x)  # 0.0 equals -0.0
+                elif not self._add_parts(kind, x):
+                    return False
+                continue
+            for known in tensors:
+                if known is local:  # a rule may go by that
+                    key += "again", [other is local for other in tensors].index(True)
+            tensors.append(local)
         return True
 
     def _add_parts(self, kind: type, x: Any) -> bool:
+        self.key.append(kind)
         if kind is tuple or kind is list:
-            self.key += kind, len(x)
-            return all(map(self.add, x))
-        if kind is slice:
-            self.key.append(slice)
-            return self.add(x.start) and self.add(x.stop) and self.add(x.step)
-        if x is Ellipsis:
-            self.key.append(x)
-            return True
-        return False
+            self.key.append(len(x))
+            return self.add(x)
+        return x is Ellipsis or kind is slice and self.add((x.start, x.stop, x.step))
 
     def _lies_along(self, axis: Any) -> bool:
         """Whether the call may have a tensor that is sharded over ``axis``, which no other of it is so far."""
@@ -172,15 +168,12 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
     if len(args) > place and args[place] or kwargs and ("out" in kwargs or kwargs.get("inplace")):
         return None
     call = Call(func)
-    add = call.add
-    for x in args:
-        if not add(x):
-            return None
+    if not call.add(args):
+        return None
     if kwargs:
-        for name, x in kwargs.items():
-            call.key.append(name)
-            if not add(x):
-                return None
+        call.key += kwargs
+        if not call.add(kwargs.values()):
+            return None
     if call.axis is None or Memory.count and is_among(call.tensors):
         return None
     call.key += surroundings(call.tensors[0])

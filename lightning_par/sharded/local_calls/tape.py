@@ -12,21 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_par.mesh.listener import Listener, thread
 from lightning_par.sharded.functions import DRAWS, METADATA, READS, STRIDES, name_of, writes
+from lightning_par.sharded.local_calls.form import PLAIN, Form, form_of
 from lightning_par.sharded.rules.in_place import is_told_to
-from lightning_par.sharded.tensor import ShardedTensor, remembered
+from lightning_par.sharded.tensor import ShardedTensor
 
 _FACTS = METADATA | STRIDES | frozenset("""
 shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized is_nested is_mps is_cpu
 untyped_storage nelement itemsize nbytes is_mkldnn is_xpu names __hash__ grad_fn
 """.split())  # fmt: skip
 """What a rule may ask of a tensor: those things go by what a call's key holds."""
-
-_PLAIN = (Tensor, Parameter)
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,10 @@ class Name:
 
 @dataclass(frozen=True)
 class Shard:
-    """Stands for a sharded tensor."""
+    """Stands for a sharded tensor of this form."""
 
     part: Name
-    shape: tuple[int, ...]
-    dim: int
-    positions: Any
-    axis: Any
-    strides: Any
+    form: Form
 
 
 @dataclass(frozen=True)
@@ -101,10 +95,9 @@ class Tape(TorchFunctionMode, Listener):
         """
         if isinstance(value, Tensor):
             if type(value) is ShardedTensor:
-                part = value._local
-                strides = remembered(value)
-                shape = (*part.shape[: value._dim], value._positions.size, *part.shape[value._dim + 1 :])
-                return Shard(self._name(part), shape, value._dim, value._positions, value._axis, strides)
+                part, form = self._name(value._local), form_of(value)
+                assert form is not None  # a part of parts has no name
+                return Shard(part, form)
             return self._name(value)
         if type(value) in (tuple, list):
             return type(value)(self.described(x) for x in value)
@@ -131,7 +124,7 @@ class Tape(TorchFunctionMode, Listener):
         if self._paused:
             return func(*args, **kwargs)
         name = name_of(func)
-        subclasses = [kind for kind in types if kind not in _PLAIN]
+        subclasses = [kind for kind in types if kind not in PLAIN]
         if subclasses:
             return self._of_subclass(func, name, subclasses, args, kwargs)
         result = func(*args, **kwargs)
@@ -212,7 +205,7 @@ class Tape(TorchFunctionMode, Listener):
                 self._give_names(x, f"{out}[{number}]")
         elif type(result) is ShardedTensor:
             self._give_names(result._local, f"{out}._local")
-        elif type(result) in _PLAIN:
+        elif type(result) in PLAIN:
             if id(result) not in self._names:  # it may be an argument, handed through
                 self._names[id(result)] = out
                 self._held.append(result)

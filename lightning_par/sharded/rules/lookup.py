@@ -18,7 +18,7 @@ from lightning_par.sharded import aliases
 from lightning_par.sharded.aliases import Memory
 from lightning_par.sharded.functions import MEMORY_KINDS, METADATA
 from lightning_par.sharded.functions import writes as writes
-from lightning_par.sharded.local_calls import repeated_calls
+from lightning_par.sharded.local_calls import form, repeated_calls
 from lightning_par.sharded.packed_parameters import has_own_functions
 from lightning_par.sharded.rules import raw_memory, several_axes, stored_weights
 from lightning_par.sharded.rules.alias import kept, shown
@@ -70,6 +70,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return shown(result, {}) if Memory.count else result
     if found is _memory and (memory := _memory(func, *args)) is not NotImplemented:
         return memory
+    if _writers[func] or "out" in kwargs:
+        form.forget(args, kwargs)
     if _writers[func]:
         aliases.count_write(args)
         RunState.current.wrote()
