@@ -25,7 +25,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import storage_of
-from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter
+from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter, set_data
 from lightning_par.sharded import aliases
 from lightning_par.sharded.run_state import RunState
 
@@ -226,6 +226,8 @@ class ShardedTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         with DisableTorchFunction():
             self._local.data, shares = self._own_part(value)
+            if type(self) is ShardedTensor:  # of another dtype, say, as after `module.double()`
+                set_data(self, self.with_local(self._local))
         self._form = None
         if not shares:
             aliases.link(self, value)

@@ -141,6 +141,7 @@ def test_a_weight_that_is_laid_out_anew_is_another_argument() -> None:
     weight = sharded_parameter(torch.ones(4, 4), 0, Positions.of([0] * 4), axis)
     for dtype in [torch.float32] * 3 + [torch.float64] * 4:
         weight.data = weight.data.to(dtype)
+        assert weight.dtype == dtype and isinstance(weight, torch.nn.Parameter)
         assert F.linear(torch.ones(2, 4, dtype=dtype), weight).dtype == dtype
     for wanted in (True, False) * 4:
         weight.requires_grad = wanted
