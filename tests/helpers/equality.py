@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def run(
     steps: int = STEPS,
     eps: float | None = None,
     in_configure_model: bool = False,
+    seed: int = 1234,
 ) -> Result:
     """Fit, validate and predict on this rank.
 
@@ -58,6 +60,7 @@ def run(
         accumulate: batches that each replica accumulates over.
         eps: AdamW's, where not its default.
         in_configure_model: whether the module builds its layers there.
+        seed: of the weights and of what is drawn.
     """
     model = MODELS[case]
     folder = folder or tempfile.mkdtemp()
@@ -65,7 +68,7 @@ def run(
     with warnings.catch_warnings(), all_in_float64(model.casts and precision == "64-true"):
         warnings.simplefilter("ignore")
         # Weights and draws come from rank 0, whatever the others would have made.
-        torch.manual_seed(1234 + int(os.environ.get("RANK", "0")))
+        torch.manual_seed(seed + int(os.environ.get("RANK", "0")))
         module = configured(model.module) if in_configure_model else model.module()
         if eps is not None:
             module.eps = eps  # type: ignore[assignment]
@@ -164,33 +167,41 @@ def compare(reference: Result, result: Result, data_size: int = 1, tolerance: fl
 _SYNCED = ("train_loss", "train_loss_step", "top5")
 
 
-def compare_low(exact: Result, single: Result, result: Result, data_size: int = 1, factor: float = 2.0) -> list[str]:
-    """Low precision: the error against float64 is at most ``factor`` times one device's own.
+def compare_low(exact: Result, single: Result, result: Result, data_size: int = 1) -> list[str]:
+    """`compare_low_of` one run."""
+    return compare_low_of([(exact, single, result)], data_size)
+
+
+def compare_low_of(runs: Sequence[tuple[Result, Result, Result]], data_size: int = 1, factor: float = 2.0) -> list[str]:
+    """Low precision: the error against float64 is at most ``factor`` times one device's own, over all runs together.
 
     The few losses and metrics may be exact by luck: one device's error on them counts as one rounding at least.
 
     Args:
-        exact: one device in float64.
-        single: one device in the low precision.
-        result: the layout in the low precision.
+        runs: of different seeds: one device in float64, one device in the low precision, and the layout in that.
     """
-    found = []
-    exact, single = (
-        verdict.expectation(reference, result.replica, data_size, _SYNCED) for reference in (exact, single)
-    )
-    if result.rank == 0:
-        found += map(str, verdict.compare_tensors("initial weight", single.initial, result.initial, 0.0))
-    for what, pick in _QUANTITIES.items():
-        x, one, other = pick(exact), pick(single), pick(result)
-        if result.rank and not other:
-            continue  # the first rank has it
-        other = {k: v for k, v in other.items() if k in x}  # with a data axis there are metrics beyond the expected
-        if one.keys() != other.keys():
-            found.append(f"{what}: {sorted(one)} on one device, {sorted(other)} here")
-            continue
-        own, error = _distance(x, one), _distance(x, other)
-        if what == "losses and metrics":
-            own = max(own, _UNIT[single.precision] * max(map(verdict.largest, x.values())))
+    found: list[str] = []
+    squares: dict[str, list[tuple[float, float]]] = {}
+    for exact, single, result in runs:
+        exact, single = (
+            verdict.expectation(reference, result.replica, data_size, _SYNCED) for reference in (exact, single)
+        )
+        if result.rank == 0:
+            found += map(str, verdict.compare_tensors("initial weight", single.initial, result.initial, 0.0))
+        for what, pick in _QUANTITIES.items():
+            x, one, other = pick(exact), pick(single), pick(result)
+            if result.rank and not other:
+                continue  # the first rank has it
+            other = {k: v for k, v in other.items() if k in x}  # with a data axis there are metrics beyond the expected
+            if one.keys() != other.keys():
+                found.append(f"{what}: {sorted(one)} on one device, {sorted(other)} here")
+                continue
+            own, error = _distance(x, one), _distance(x, other)
+            if what == "losses and metrics":
+                own = max(own, _UNIT[single.precision] * max(map(verdict.largest, x.values())))
+            squares.setdefault(what, []).append((own**2, error**2))
+    for what, pairs in squares.items():
+        own, error = (sum(side) ** 0.5 for side in zip(*pairs, strict=True))
         if not error <= factor * own:
             found.append(f"{what}: error {error:.2e} against float64, one device's own {own:.2e}")
     return found

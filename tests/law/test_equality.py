@@ -6,7 +6,7 @@ Models are in `tests.helpers.models`, what is compared and how closely in `tests
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -218,13 +218,27 @@ def test_in_low_precision_a_layout_errs_at_most_twice_as_much_as_one_device(
     row: Row, pool: Pool, one_device: Callable[..., Result], tmp_path: Path
 ) -> None:
     # Where a gradient is nearly zero, AdamW with its small eps makes a full step of the noise: a matter of luck.
-    row.options["eps"] = 0.01
-    data_size, results = _train(pool, row, tmp_path)
-    exact = one_device(row.case, data_size=data_size, eps=0.01)
-    single = one_device(row.case, data_size=data_size, **_of_one_device(row))
-    broken = {rank: equality.compare_low(exact, single, result, data_size) for rank, result in enumerate(results)}
-    lines = [f"rank {rank}: {line}" for rank, found in broken.items() for line in found]
+    row = replace(row, options={**row.options, "eps": 0.01})
+    lines = _errors(row, pool, one_device, tmp_path, SEEDS[:1])
+    if lines:  # a few losses are far, or one device's near, by luck, too: of one run they say little
+        lines = _errors(row, pool, one_device, tmp_path, SEEDS)
     assert not lines, "\n" + "\n".join(lines)
+
+
+SEEDS = (1234, 10, 20, 30)
+
+
+def _errors(row: Row, pool: Pool, one_device: Callable[..., Result], folder: Path, seeds: tuple[int, ...]) -> list[str]:
+    runs: dict[int, list[tuple[Result, Result, Result]]] = {}
+    data_size = 1
+    for seed in seeds:
+        seeded = replace(row, options={**row.options, "seed": seed})
+        data_size, results = _train(pool, seeded, folder / str(seed))
+        exact = one_device(row.case, data_size=data_size, eps=0.01, seed=seed)
+        single = one_device(row.case, data_size=data_size, **_of_one_device(seeded))
+        for rank, result in enumerate(results):
+            runs.setdefault(rank, []).append((exact, single, result))
+    return [f"rank {rank}: {line}" for rank, of in runs.items() for line in equality.compare_low_of(of, data_size)]
 
 
 def _drawing(case: str, schedule: str) -> tuple[Result, Tensor]:
