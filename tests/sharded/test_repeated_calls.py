@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import patches
+from lightning_par.sharded.local_calls.form import form_of
 from lightning_par.sharded.local_calls.repeated_calls import Call
 from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
 from tests.helpers.rule_check import KINDS, Case, check
@@ -146,3 +147,13 @@ def test_a_weight_that_is_laid_out_anew_is_another_argument() -> None:
     for wanted in (True, False) * 4:
         weight.requires_grad = wanted
         assert F.linear(torch.ones(2, 4, dtype=torch.float64), weight).requires_grad == wanted
+
+
+def test_strides_told_later_are_part_of_a_form() -> None:
+    axis = Axis("tensor", ranks=(0,), rank=0, group=None)
+    x = ShardedTensor(torch.ones(2, 4), 1, Positions.of([0] * 4), axis)
+    before = form_of(x)
+    assert form_of(x) is before
+    x._strides = (1, 2)
+    after = form_of(x)
+    assert after is not before and after is form_of(x) and after is not None and after.strides == (1, 2)

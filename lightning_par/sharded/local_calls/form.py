@@ -37,10 +37,18 @@ class Form:
 
 def form_of(x: ShardedTensor) -> Form | None:
     """The form of ``x``; None where its part is no plain tensor."""
-    local = x._local
+    known: Form | None = x._form
+    local, strides = x._local, x._strides
+    if (
+        known is not None
+        and known.requires_grad is local.requires_grad
+        and known.is_leaf is local.is_leaf
+        and known.strides is strides  # a rule may tell them after a function that it calls gave the tensor
+    ):
+        return known
     if type(local) not in PLAIN:
         return None
-    strides, axis = x._strides, x._axis
+    axis = x._axis
     if strides is not None and type(strides) is not tuple:
         strides = remembered(x)
     facts: Any = (
@@ -50,7 +58,7 @@ def form_of(x: ShardedTensor) -> Form | None:
     form: Form | None = axis.forms.get(facts)
     if form is None:
         form = axis.forms[facts] = Form(x, strides)
-    x._form = form
+    x._form, x._strides = form, form.strides
     return form
 
 

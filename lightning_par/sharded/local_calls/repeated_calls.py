@@ -75,9 +75,7 @@ class Call:
         for x in xs:
             kind = type(x)
             if kind is ShardedTensor:
-                local, form, axis = x._local, x._form, x._axis
-                if form is None or form.requires_grad is not local.requires_grad or form.is_leaf is not local.is_leaf:
-                    form = form_of(x)
+                local, form, axis = x._local, form_of(x), x._axis
                 if form is None or axis is not self.axis and not self._lies_along(axis):
                     return False
                 key.append(form)
