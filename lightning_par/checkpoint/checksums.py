@@ -120,11 +120,12 @@ def is_zip(file: Any) -> bool:
     return bytes(file.read(4)) == _BEGINS
 
 
-def records(file: Any) -> Iterator[Record]:
+def records(file: Any, share: tuple[int, int] = (0, 1)) -> Iterator[Record]:
     """What is in a file of torch, each with what is wrong with it. Memory is that of a piece.
 
     Args:
         file: open for reading, in which one can go back; a `Part` that was read is not read again.
+        share: which of how many shares of about as many bytes to look at.
 
     Raises:
         OSError: it can't be read.
@@ -143,7 +144,7 @@ def records(file: Any) -> Iterator[Record]:
     with archive:
         found = archive.infolist()
         summed = any(info.CRC for info in found)
-        for info in found:
+        for info in _share(found, *share):
             start, problem = _start(part, info), None
             if start is None:
                 problem = "it is not where the index says"
@@ -153,6 +154,17 @@ def records(file: Any) -> Iterator[Record]:
 
 
 _GARBLED = (zipfile.BadZipFile, EOFError, LookupError, NotImplementedError, RuntimeError, ValueError, zlib.error)
+
+
+def _share(found: list[zipfile.ZipInfo], index: int, count: int) -> list[zipfile.ZipInfo]:
+    """Alike for all who share; the largest go out first, each to who has least."""
+    taken, own = [0] * count, []
+    for info in found if count == 1 else sorted(found, key=lambda info: -info.file_size):
+        least = taken.index(min(taken))
+        taken[least] += info.file_size + 1
+        if least == index:
+            own.append(info)
+    return own
 
 
 def _start(part: Part, info: zipfile.ZipInfo) -> int | None:
@@ -190,6 +202,7 @@ def refuse_damaged(
     *,
     item: tuple[str, str | None] | None = None,
     failure: type[Exception] = RuntimeError,
+    share: tuple[int, int] = (0, 1),
 ) -> None:
     """
     Args:
@@ -198,6 +211,7 @@ def refuse_damaged(
         weights_only: as for `torch.load`, by which tensors are found out that are damaged.
         item: the file of a directory, and the tensor that the item is, if it is one.
         failure: what to raise.
+        share: as for `records`.
 
     Raises:
         RuntimeError: or ``failure``: a record does not match its checksum; the message names the tensors.
@@ -207,7 +221,7 @@ def refuse_damaged(
         with open("last.ckpt", "rb") as file:
             refuse_damaged("last.ckpt", file)
     """
-    damaged = [record for record in records(file) if record.problem] if is_zip(file) else []
+    damaged = [record for record in records(file, share) if record.problem] if is_zip(file) else []
     if damaged:
         name = None if item is None else item[1]
         told = [f"the tensor {name!r}"] if name else said(damaged, tensor_names(file, weights_only))

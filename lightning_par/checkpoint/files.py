@@ -131,6 +131,7 @@ def _make_class(name: str, namespace: Namespace) -> type:
                 RuntimeError: it is cut short or garbled, or a tensor does not match its checksum; it is named.
             """
             from lightning_par.checkpoint import reading
+            from lightning_par.checkpoint.checked_together import refuse_damaged_file
             from lightning_par.checkpoint.checksums import is_zip, refuse_damaged
             from lightning_par.checkpoint.safe_load import reads
 
@@ -138,9 +139,9 @@ def _make_class(name: str, namespace: Namespace) -> type:
                 return reading.load_whole(str(path), weights_only)
             local_path = _local(path)
             if local_path is not None and os.path.isfile(local_path):
+                refuse_damaged_file(str(path), local_path, weights_only)
                 with open(local_path, "rb") as file:
                     zipped = is_zip(file)  # torch's format of old can't be mapped
-                    refuse_damaged(str(path), file, weights_only)
                 with reads(str(path), weights_only, local_path):
                     return torch.load(local_path, map_location, mmap=zipped, weights_only=weights_only)
             weights_only = weights_only is None or weights_only

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_par.private.trainer import about_to_begin_batch, dummy_experiment, resumes, throughputs
+from lightning_par.private.trainer import about_to_begin_batch, dummy_experiment, restores_a_run, resumes, throughputs
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -33,6 +33,26 @@ def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> No
         trainer.fit(Telling(), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert told == [False, True]
+
+
+@both
+def test_the_load_of_what_an_entry_point_was_given_is_recognised(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    told: list[bool] = []
+
+    class Telling(namespace.from_pytorch("strategies", "SingleDeviceStrategy")):  # type: ignore[misc]
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            told.append(restores_a_run(sys._getframe()))
+            return super().load_checkpoint(*args, **kwargs)
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = trainer_class(strategy=Telling("cpu"), fast_dev_run=1, **options)
+    trainer.fit(model := boring())
+    trainer.save_checkpoint(path := tmp_path / "last.ckpt")
+    trainer.validate(model, ckpt_path=path)
+    trainer.strategy.load_checkpoint(path)
+    assert told == [True, False]
 
 
 @both
