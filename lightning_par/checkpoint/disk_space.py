@@ -95,8 +95,8 @@ def no_space(number: int, path: str, needed: float, free: float) -> OSError:
 
         assert "No space left: 2.0 GB" in str(no_space(errno.ENOSPC, "last.ckpt", 2e9, 1e9))
     """
-    left = f"the disk has {bytes_text(free)} free{FULL[number]}"
-    return OSError(number, f"No space left: {bytes_text(needed)} were to be written, and {left}", path)
+    sizes = f"{bytes_text(needed)} were to be written, and the disk has {bytes_text(free)} free"
+    return OSError(number, f"No space left: {sizes}{FULL[number]}", path)
 
 
 @dataclass(frozen=True)
