@@ -1,11 +1,14 @@
 """Hosts made of network namespaces: each has a network of its own, joined by a bridge, on one machine.
 
+Processes are started there, by torchrun or by hand, or enter one for a while, as the ranks of a pool do.
+
 They share the file system, the host's name and the clock. That name stands for the loopback address in each of them, as
 on many a real host, unless `Hosts` is given names.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+_NETWORK = 0x40000000  # CLONE_NEWNET
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
 
@@ -76,6 +80,26 @@ class Host:
                 stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=env, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
+
+
+@contextmanager
+def within(name: str) -> Iterator[None]:
+    """This thread is in the network namespace, and those that it starts.
+
+    Args:
+        name: of a `Host`.
+    """
+    with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{name}") as there:
+        _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(before.fileno())
+
+
+def _enter(namespace: int) -> None:  # Python has it from 3.12 on
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 @contextmanager

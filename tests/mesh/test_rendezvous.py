@@ -138,4 +138,4 @@ def test_a_store_that_ends_meanwhile_is_told() -> None:
         return met.exchange("names", rank) if rank else None  # rank 0 ends, and the store with it
 
     error = on_ranks([0, 1], run)[1]
-    assert "The ranks' store at MASTER_ADDR='127.0.0.1'" in str(error) and "has ended" in str(error)
+    assert "the ranks' store at MASTER_ADDR='127.0.0.1'" in str(error) and "has ended" in str(error)
