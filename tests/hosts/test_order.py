@@ -64,7 +64,7 @@ ROWS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "2-hosts-pp2-tp2": (2, TP2 | dict(pipeline_parallel_size=2, microbatches=2, hybrid=True), True),
     "2-hosts-pp2-tp2-by-block": (2, TP2 | dict(pipeline_parallel_size=2, microbatches=2, hybrid=True), False),
     "2-hosts-sp4": (2, dict(sequence_parallel_size=4), True),
-    "2-hosts-dp2-tp2-fsdp": (2, TP2 | dict(data_parallel_size=2, data_parallel="fsdp"), True),
+    "2-hosts-dp2-tp2-fsdp": (2, TP2 | dict(data_parallel_size=2, data_parallel="fsdp", hybrid=True), True),
     "3-hosts-pp3-tp2": (3, TP2 | dict(pipeline_parallel_size=3, microbatches=2, hybrid=True), True),
     "2-hosts-dp2-sp2-tp2": (2, TP2 | dict(data_parallel_size=2, sequence_parallel_size=2, hybrid=True), True),
 }
