@@ -40,6 +40,11 @@ def operator_of(func: Any) -> str:
     return str(schema_of(func).name.removeprefix("aten::"))
 
 
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
 def writes(name: str) -> bool:
     """Whether a function writes into its first argument, or changes how that is laid out or differentiated."""
     return name == "__setitem__" or name in IN_PLACE_OPERATORS or name.endswith("_") and not name.endswith("__")
@@ -94,6 +99,9 @@ fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_w
 scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
 """)
 """Take a tensor, and may move the generator on."""
+
+DRAWS_BY_VALUE = _names("poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_")
+"""How many numbers they draw goes by the tensor's entries."""
 
 # What is written.
 

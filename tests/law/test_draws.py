@@ -1,0 +1,63 @@
+"""With ``draws="one_device"`` the law holds with dropout on, and all generators stand where one device's stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import equality
+from tests.helpers.equality import Result
+from tests.helpers.models import DRAWING
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": dict(tensor_parallel_size=2),
+    "tp2-residual": dict(tensor_parallel_size=2, shard_residual=True),
+    "sp2-ring": dict(sequence_parallel_size=2, attention="ring"),
+    "sp2-ulysses": dict(sequence_parallel_size=2, attention="ulysses"),
+    "sp2-gather": dict(sequence_parallel_size=2, attention="all_gather"),
+    "sp4-product": dict(sequence_parallel_size=4, attention={"ulysses": 2, "ring": 2}),
+    "sp2-tp2": dict(hybrid=True, sequence_parallel_size=2, tensor_parallel_size=2),
+    "tp1": dict(tensor_parallel_size=1),
+    "fsdp-sp2": dict(hybrid=True, sequence_parallel_size=2, data_parallel="fsdp"),
+}
+_SIZES = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size")
+
+
+def _run(case: str, layout: dict[str, Any] | None, folder: str, **options: Any) -> tuple[Result, Tensor]:
+    """The result, and where torch's generator stands after it."""
+    layout = None if layout is None else {**layout, "draws": "one_device"}
+    return equality.run(case, layout, folder, **options), torch.get_rng_state()
+
+
+def differences(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **options: Any) -> list[str]:
+    ((reference, state),) = pool.run(1, _run, case, None, str(folder / "one"), **options)
+    ranks = 1
+    for size in _SIZES:
+        ranks *= layout.get(size, 1)
+    found = []
+    for rank, (result, stands) in enumerate(pool.run(ranks, _run, case, layout, str(folder), **options)):
+        found += [f"rank {rank}: {line}" for line in equality.compare(reference, result)]
+        if not torch.equal(state, stands):
+            found.append(f"rank {rank}: torch's generator does not stand where one device's does")
+    return found
+
+
+TENSORS = [(case, layout) for case in DRAWING for layout in ("tp2", "tp2-residual")]
+SEQUENCES = [
+    *(("gpt_drops", layout) for layout in LAYOUTS if "tp" not in layout),
+    *((case, "sp2-ring") for case in DRAWING if case != "gpt_drops"),
+]
+ROWS = [*TENSORS, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
+
+
+@slow(but=["gpt_drops-tp2", "gpt_drops-sp2-ring"])
+@pytest.mark.parametrize(("case", "layout"), ROWS, ids=[f"{case}-{layout}" for case, layout in ROWS])
+def test_a_layout_draws_what_one_device_draws(case: str, layout: str, pool: Pool, tmp_path: Path) -> None:
+    lines = differences(pool, case, LAYOUTS[layout], tmp_path)
+    assert not lines, "\n" + "\n".join(lines[:20])
