@@ -100,6 +100,9 @@ scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_
 """)
 """Take a tensor, and may move the generator on."""
 
+DRAWS_ANEW = _names("rand randn randint randperm")
+"""Take no tensor, and draw the entries of one."""
+
 DRAWS_BY_VALUE = _names("poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_")
 """How many numbers they draw goes by the tensor's entries."""
 

@@ -42,6 +42,9 @@ class Streams:
 
     Attributes:
         whole: whether a sharded draw is one device's, cut.
+        parts: where somebody listens, of what is drawn for parts: along which dim, and by which positions.
+        unit: what draws within the module of a pipeline that runs, on a microbatch; None elsewhere.
+        drawn_in_unit: how many functions have drawn within it.
     """
 
     seed: int = 0
@@ -49,6 +52,9 @@ class Streams:
     event: int = 0
     in_step: bool = False
     whole: bool = False
+    parts: list[tuple[int, Positions]] | None = None
+    unit: Any = None
+    drawn_in_unit: int = 0
 
     def begin_step(self, seed: int, step: int) -> None:
         self.seed, self.step, self.event, self.in_step = seed, step, 0, True
@@ -80,6 +86,8 @@ class Streams:
         """
         if device.type == "meta":
             return contextlib.nullcontext()
+        if self.parts is not None:
+            self.parts.append((dim, positions))
         return WholeDraws(dim, positions, shard, lies) if self.whole else self.draw(shard, device)
 
     @contextlib.contextmanager

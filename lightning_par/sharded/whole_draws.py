@@ -116,12 +116,12 @@ class WholeDraws(TorchDispatchMode):
         """A tensor as large as that of which ``x`` is a part, and that lies in memory so; its values are any."""
         shape = self._shape(x.shape)
         if self.lies is not None and self.lies[0] == x.shape:
-            return torch.empty_strided(shape, self.lies[1], dtype=x.dtype, device=x.device)
+            return x.new_empty_strided(shape, self.lies[1])  # a fake, for fakes
         strides, step = [0] * x.ndim, 1
         for d in sorted(range(x.ndim), key=lambda d: (x.stride(d), -d)):
             strides[d] = step
             step *= shape[d]
-        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        return x.new_empty_strided(shape, strides)
 
     def _with_part(self, x: Tensor) -> Tensor:
         """As `whole`, with ``x`` in its place and ones around it."""

@@ -153,8 +153,6 @@ def _stages(
     placed = isinstance(wanted.settings, PlacementSettings)
     if groups.pipeline.size == 1 and not placed:
         return None
-    if wanted.draws == "one_device":
-        raise ValueError("draws='one_device' is not there yet for pipelines and placements. Write draws='per_shard'.")
     groups.pipeline.name = "placement" if placed else "pipeline"  # in messages and in the ledger
     spread: Spread
     if isinstance(wanted.settings, PlacementSettings):

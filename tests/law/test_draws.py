@@ -23,6 +23,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2-gather": dict(sequence_parallel_size=2, attention="all_gather"),
     "sp4-product": dict(sequence_parallel_size=4, attention={"ulysses": 2, "ring": 2}),
     "sp2-tp2": dict(hybrid=True, sequence_parallel_size=2, tensor_parallel_size=2),
+    "pp2": dict(pipeline_parallel_size=2, microbatches=4),
+    "pp2-whole": dict(pipeline_parallel_size=2, microbatches=1),
+    "pp2-uneven": dict(pipeline_parallel_size=2, microbatches=3),
+    "placement": dict(placement="balanced"),
+    "pp2-tp2": dict(hybrid=True, pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
+    "pp2-sp2": dict(hybrid=True, pipeline_parallel_size=2, sequence_parallel_size=2, microbatches=2),
     "tp1": dict(tensor_parallel_size=1),
     "fsdp-sp2": dict(hybrid=True, sequence_parallel_size=2, data_parallel="fsdp"),
 }
@@ -37,7 +43,7 @@ def _run(case: str, layout: dict[str, Any] | None, folder: str, **options: Any) 
 
 def differences(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **options: Any) -> list[str]:
     ((reference, state),) = pool.run(1, _run, case, None, str(folder / "one"), **options)
-    ranks = 1
+    ranks = 2 if "placement" in layout else 1
     for size in _SIZES:
         ranks *= layout.get(size, 1)
     found = []
@@ -50,10 +56,17 @@ def differences(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **o
 
 TENSORS = [(case, layout) for case in DRAWING for layout in ("tp2", "tp2-residual")]
 SEQUENCES = [
-    *(("gpt_drops", layout) for layout in LAYOUTS if "tp" not in layout),
+    *(("gpt_drops", layout) for layout in LAYOUTS if "sp" in layout and "p2-tp" not in layout and "pp" not in layout),
     *((case, "sp2-ring") for case in DRAWING if case != "gpt_drops"),
 ]
-ROWS = [*TENSORS, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
+PIPELINES = [
+    *((case, layout) for case in DRAWING for layout in ("pp2", "pp2-whole")),
+    ("gpt_drops", "pp2-uneven"),
+    ("gpt_drops", "placement"),
+    ("gpt_drops", "pp2-tp2"),
+    ("gpt_drops", "pp2-sp2"),
+]
+ROWS = [*TENSORS, *PIPELINES, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
 
 
 @slow(but=["gpt_drops-tp2", "gpt_drops-sp2-ring"])

@@ -78,6 +78,8 @@ class DryRun(RecordedRun):
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
         if self.tape is not None:
             self.tape.note(index, record, func, args, kwargs)
+        if record.drawn:
+            self.memo.draw(index, record.drawn)
         if record.kind == "located" and record.itself is None:
             for n, x in enumerate(returned_tensors(record.result)):
                 (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)

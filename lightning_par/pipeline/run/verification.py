@@ -25,6 +25,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.functions import DRAWING_OPERATORS, operator_of
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.trial.step import Step
 
@@ -129,7 +130,8 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
     batch = map_tensors(cloned, step.batch)
     try:
         with _kept(engine.module, engine.overwritten, engine.programs.watch):
-            return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)
+            around = uncompiled if RunState.current.streams.whole else _without_draws
+            return engine.rehearse(replace(step, batch=batch), count, named, key, around)
     finally:
         generators.set_global_state(before)
 
