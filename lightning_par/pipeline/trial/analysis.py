@@ -20,6 +20,7 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_stan
 from lightning_par.pipeline.effects.unit_effects import Left, Sight, show
 from lightning_par.pipeline.effects.watched_run import LENT, state_of
 from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.program import event_draws as draws_of
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
 from lightning_par.pipeline.program.event_draws import DRAWING, PartDrawn
@@ -155,6 +156,7 @@ class Analysis(FakeRun):
         self.given: list[tuple[int, Any]] = []  # what events are given beside values of the model
         self.constants: list[tuple[int, Any]] = []  # those behind the first read
         self.closure: Closure | None = None
+        self.stood: draws_of.States | None = None  # torch's generators before the event that runs, where they count
         self.unit_parts: tuple[PartDrawn, ...] = ()  # of what the unit that ran last draws
         self.in_unit: str | None = None  # the unit that runs
         self.drawn_alone: dict[int, Tensor] = {}  # by id, within units: tensors of drawn numbers and nothing else
@@ -228,7 +230,7 @@ class Analysis(FakeRun):
         if name == "__set__" and is_located(args[0]):
             return self._set_data(func, args, inputs)
         target = self._write_target(name, args)
-        self.drawn = []
+        self._begin_draws()
         for x in located:
             self._use_parameter(x)
         sums = self.axis.sums if self.axis is not None else 0
@@ -402,9 +404,7 @@ class Analysis(FakeRun):
         index = len(self.events)
         self.lent.about_to_take(x for x in inputs if id(x) in self.batch_keys)
         event = StepEvent(func, kind, self._keys_of(inputs), twin(result), user_line())  # user code may write into it
-        event.drawn, self.drawn = tuple(self.drawn), []
-        if any(one.goes_by_entries for one in event.drawn):
-            self._refuse_draws(func)
+        self._end_draws(event)
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         written = self.memory.settle(index)
@@ -419,6 +419,21 @@ class Analysis(FakeRun):
                 self.memory.made((index, n), x)
         self.kept.append((inputs, result))
         return event
+
+    def _begin_draws(self) -> None:
+        """An event of the model begins."""
+        self.drawn, self.stood = [], draws_of.standing() if RunState.current.streams.whole else None
+
+    def _end_draws(self, event: StepEvent) -> None:
+        """Generators move on as by the event on one device: what the step itself draws next may decide what it does."""
+        event.drawn, self.drawn = tuple(self.drawn), []
+        stood, self.stood = self.stood, None
+        if any(one.goes_by_entries for one in event.drawn):
+            self._refuse_draws(event.func)
+        if stood is not None:
+            draws_of.stand_at(stood)
+            with unset_fake_temporarily():
+                draws_of.draw_again(event.drawn)
 
     def _refuse_draws(self, func: Any) -> None:
         what = f"{func!r}" if isinstance(func, str) else f"`{getattr(func, '__name__', func)}` at {user_line()}"
@@ -504,7 +519,8 @@ class Analysis(FakeRun):
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._about_to_call()
-        self.drawn, self.unit_parts, self.in_unit, self.drawn_alone = [], (), path, {}
+        self._begin_draws()
+        self.unit_parts, self.in_unit, self.drawn_alone = (), path, {}
         self.cutter.meet(path, len(self.events))
         self.handed.check_outside((args, kwargs))
         inputs = tensors_in((args, kwargs))
