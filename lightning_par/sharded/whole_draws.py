@@ -72,34 +72,46 @@ class WholeDraws(TorchDispatchMode):
 
     def _fill(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Numbers that are written into ``x``."""
-        whole = func(self.whole(x), *[self._beside(arg) for arg in args], **kwargs)
-        return x.copy_(self.part(whole))
+        if any(isinstance(arg, Tensor) and arg.ndim for arg in args):
+            self.goes_by_entries()
+        given = [self._beside(arg) for arg in args]
+        mask = operator_of(func) == "bernoulli_"
+        return x.copy_(self.drawn(lambda: func(self.whole(x), *given, **kwargs), mask))
 
     def _beside(self, arg: Any) -> Any:
         return self._with_part(arg) if isinstance(arg, Tensor) and arg.ndim else arg
 
     def _of_entries(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """A number for each entry or row of tensors, drawn by what it holds; how many are drawn does not go by that."""
+        self.goes_by_entries()
         given = [self._beside(arg) for arg in args]
-        return self.part(func(*given, **{name: self._beside(x) for name, x in kwargs.items()})).clone()
+        whole = func(*given, **{name: self._beside(x) for name, x in kwargs.items()})
+        return self.part(whole, self.rank).clone()
 
     def _like(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Numbers in a new tensor of the shape of ``x``."""
-        whole = func(self.whole(x), *args, **kwargs)
-        return torch.empty_like(x, dtype=whole.dtype).copy_(self.part(whole))
+        part = self.drawn(lambda: func(self.whole(x), *args, **kwargs))
+        return torch.empty_like(x, dtype=part.dtype).copy_(part)
 
     def _sized(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Numbers in a new tensor of a shape that is told."""
         place = next(i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)))
         shape = self._shape(args[place])
-        return self.part(func(*args[:place], shape, *args[place + 1 :], **kwargs)).clone()
+        return self.drawn(lambda: func(*args[:place], shape, *args[place + 1 :], **kwargs)).clone()
 
     def _dropout(self, func: Any, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
         """The kernel that draws a mask and applies it, as on CUDA."""
         if train is False:
             return func(x, p, train)  # type: ignore[no-any-return]
-        mask = self.part(func(self.whole(x).fill_(1), p, train)[1]).clone()
+        mask = self.drawn(lambda: func(self.whole(x).fill_(1), p, train)[1], True).clone()
         return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+    def drawn(self, draw: Callable[[], Tensor], mask: bool = False) -> Tensor:
+        """This rank's part of what ``draw`` gives, which is 0 and 1 where it is a ``mask``; a subclass may know it."""
+        return self.part(draw(), self.rank)
+
+    def goes_by_entries(self) -> None:
+        """What an operation is about to draw for a part goes by what that holds."""
 
     # ----------------------------------------------------------------------------------------------- whole and part
 
@@ -126,24 +138,24 @@ class WholeDraws(TorchDispatchMode):
     def _with_part(self, x: Tensor) -> Tensor:
         """As `whole`, with ``x`` in its place and ones around it."""
         whole = self.whole(x).fill_(1)
-        whole.index_copy_(self.dim, self._index(x.shape[self.dim], x.device), x)
+        whole.index_copy_(self.dim, self._index(x.shape[self.dim], self.rank, x.device), x)
         return whole
 
-    def _index(self, size: int, device: torch.device) -> Tensor:
-        """Which indices of the whole the part has, of ``size`` in all."""
-        times = self._times(size, self.positions.count(self.rank))
-        index = self.positions.index(self.rank, device)
+    def _index(self, size: int, rank: int, device: torch.device) -> Tensor:
+        """Which indices of the whole the part of ``rank`` has, of ``size`` in all."""
+        times = self._times(size, self.positions.count(rank))
+        index = self.positions.index(rank, device)
         if times == 1:
             return index
         return (index[:, None] * times + torch.arange(times, device=device)).flatten()
 
-    def part(self, whole: Tensor) -> Tensor:
-        """What of ``whole`` is this rank's."""
-        times, piece = whole.shape[self.dim] // max(1, self.positions.size), self.positions.piece(self.rank)
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """What of ``whole`` is ``rank``'s."""
+        times, piece = whole.shape[self.dim] // max(1, self.positions.size), self.positions.piece(rank)
         if piece is not None:
             return whole.narrow(self.dim, piece[0] * times, piece[1] * times)
-        own = self.positions.count(self.rank) * times
-        return whole.index_select(self.dim, self._index(own, whole.device))
+        own = self.positions.count(rank) * times
+        return whole.index_select(self.dim, self._index(own, rank, whole.device))
 
 
 _WAYS: dict[str, Callable[..., Any]] = {

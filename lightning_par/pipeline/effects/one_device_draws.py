@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.effects.random_draws import Draws, KeyedDraws, StageDraws
 from lightning_par.pipeline.program.batch_values import Memo
-from lightning_par.pipeline.program.event_draws import DRAWING, PartDrawn, are_equal, stand_at, standing
+from lightning_par.pipeline.program.event_draws import DRAWING, OfBatch, PartDrawn, are_equal, stand_at, standing
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.sharded.random_streams import Streams
@@ -74,7 +75,9 @@ class OneDeviceDraws:
             else:
                 with PartDraws(self, event, record.parts):
                     yield
-        if not are_equal(standing(), before if stood is None else stood[1]):
+        if self.axis is not None and self.axis.rank and stood is not None:
+            stand_at(stood[1])  # what it drew, it may have had from the first microbatch
+        elif not are_equal(standing(), before if stood is None else stood[1]):
             raise OtherDrawsError(f"{record.func!r}" if isinstance(record.func, str) else f"the step at {record.place}")
 
     @contextlib.contextmanager
@@ -94,6 +97,53 @@ class OneDeviceDraws:
         own.set_state(now)
 
 
+class Noting(WholeDraws):
+    """Draws for the batch, and keeps what the other microbatches have of it.
+
+    Args:
+        dim: see `WholeDraws`.
+        positions: of the microbatches.
+        rank: the one that runs.
+        found: what is kept.
+        count: of the microbatches; 0 where nothing is to be kept.
+    """
+
+    def __init__(self, dim: int, positions: Positions, rank: int, found: OfBatch, count: int) -> None:
+        super().__init__(dim, positions, rank)
+        self.found, self.count = found, count
+
+    def drawn(self, draw: Callable[[], Tensor], mask: bool = False) -> Tensor:
+        whole = draw()
+        if self.count:
+            kept = whole.bool() if mask else whole  # a byte for each entry
+            others = [rank for rank in range(self.count) if rank != self.rank]
+            self.found.parts.append({rank: self.part(kept, rank).clone() for rank in others})
+        return self.part(whole, self.rank)
+
+    def goes_by_entries(self) -> None:
+        self.found.whole = False
+
+
+class Retold(WholeDraws):
+    """Has what the first microbatch kept.
+
+    Args:
+        dim: see `WholeDraws`.
+        positions: of the microbatches.
+        rank: the one that runs.
+        own: what it has of what operations drew, in order.
+    """
+
+    def __init__(self, dim: int, positions: Positions, rank: int, own: list[Tensor]) -> None:
+        super().__init__(dim, positions, rank)
+        self.own = own
+
+    def drawn(self, draw: Callable[[], Tensor], mask: bool = False) -> Tensor:
+        if not self.own:
+            raise OtherDrawsError(f"What runs at {user_line()}")
+        return self.own.pop(0)
+
+
 class PartDraws(TorchFunctionMode):
     """Within a unit, functions draw a microbatch's part of what they draw for the batch.
 
@@ -107,7 +157,7 @@ class PartDraws(TorchFunctionMode):
         super().__init__()
         self.draws, self.event, self.parts = draws, event, parts
         assert draws.axis is not None
-        self.rank = draws.axis.rank
+        self.rank, self.count = draws.axis.rank, draws.axis.size
 
     def __enter__(self) -> Any:
         streams = RunState.current.streams
@@ -128,13 +178,26 @@ class PartDraws(TorchFunctionMode):
         part = self.parts[number] if number < len(self.parts) else None
         if part is None or part.name != name:
             raise OtherDrawsError(f"`{name}` at {user_line()}")
-        own, nothing = kwargs.get("generator"), contextlib.nullcontext()
-        cut = part.dim is not None and part.positions is not None
-        with (
-            nothing if own is None else self.draws.kept((self.event, number), own),
-            WholeDraws(part.dim, part.positions, self.rank) if cut else nothing,  # type: ignore[arg-type]
-        ):
-            return func(*args, **kwargs)
+        own = kwargs.get("generator")
+        with contextlib.nullcontext() if own is None else self.draws.kept((self.event, number), own):
+            with self._drawing(number, part):
+                return func(*args, **kwargs)
+
+    def _drawing(self, number: int, part: PartDrawn) -> contextlib.AbstractContextManager[Any]:
+        """Around a function that draws: the first microbatch draws for all."""
+        kept, place = self.draws.memo.of_functions, (self.event, number)
+        first = place not in kept
+        if first:
+            kept[place] = OfBatch(standing())
+        own = None if first else kept[place].take(self.rank)
+        if not first and own is None:
+            stand_at(kept[place].stood)
+        if part.dim is None or part.positions is None:
+            kept[place].whole = False
+            return contextlib.nullcontext()
+        if own is not None:
+            return Retold(part.dim, part.positions, self.rank, own)
+        return Noting(part.dim, part.positions, self.rank, kept[place], self.count if first else 0)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

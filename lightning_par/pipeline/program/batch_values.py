@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.program.event_draws import Drawn, States, draw_again, standing
+from lightning_par.pipeline.program.event_draws import Drawn, OfBatch, States, draw_again, standing
 from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
@@ -36,6 +36,8 @@ class Memo:
         """Where torch's generators stand before and after an event that draws, as on one device, where ranks know."""
         self.own_generators: dict[tuple[int, int], Tensor] = {}
         """Where generators of the user's stood that events of the model draw from, by event and draw."""
+        self.of_functions: dict[tuple[int, int], OfBatch] = {}
+        """What functions within units drew for the batch, by event and draw."""
         self._drawn: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # by other events: generators, after them
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}  # what was in an array when it was made
         self._views: dict[int, Any] = {}  # of the module's tensors, by id

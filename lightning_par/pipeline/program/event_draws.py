@@ -7,7 +7,7 @@ but shapes: so it knows where the generators stand before each event and behind 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -151,6 +151,27 @@ class PartDrawn(NamedTuple):
     name: str
     dim: int | None
     positions: Positions | None
+
+
+@dataclass
+class OfBatch:
+    """What a function within a unit has drawn for the batch.
+
+    Attributes:
+        stood: where generators stood before.
+        parts: of what each operation drew, what microbatches have of it that are still to run.
+        whole: whether these are all that it drew.
+    """
+
+    stood: States
+    parts: list[dict[int, Tensor]] = field(default_factory=list)
+    whole: bool = True
+
+    def take(self, rank: int) -> list[Tensor] | None:
+        """What a microbatch has of it, once; None where it must be drawn again."""
+        if not self.whole or not all(rank in parts for parts in self.parts):
+            return None
+        return [parts.pop(rank) for parts in self.parts]
 
 
 def standing() -> States:

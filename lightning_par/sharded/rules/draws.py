@@ -57,6 +57,13 @@ _SWITCHES = {
 """Which argument after the tensor says whether it draws, and its default."""
 
 
+def tells_no_draw(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function that may draw, given these arguments, is told not to."""
+    if name == "scaled_dot_product_attention":
+        return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return draws_nothing(name, tuple(args[1:]), kwargs)
+
+
 def draws_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a dropout lets everything pass, as in evaluation."""
     if name not in _SWITCHES:
