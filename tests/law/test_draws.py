@@ -15,6 +15,8 @@ from tests.helpers.models import DRAWING
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(tensor_parallel_size=2),
     "tp2-residual": dict(tensor_parallel_size=2, shard_residual=True),
@@ -29,9 +31,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "placement": dict(placement="balanced"),
     "pp2-tp2": dict(hybrid=True, pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2),
     "pp2-sp2": dict(hybrid=True, pipeline_parallel_size=2, sequence_parallel_size=2, microbatches=2),
+    **{f"pp2-{name}": dict(pipeline_parallel_size=2, microbatches=4, schedule=name) for name in SCHEDULES},
+    "pp4-zbv": dict(pipeline_parallel_size=4, microbatches=4, schedule="zbv"),
     "tp1": dict(tensor_parallel_size=1),
     "fsdp-sp2": dict(hybrid=True, sequence_parallel_size=2, data_parallel="fsdp"),
 }
+SCHEDULED = [*(f"pp2-{name}" for name in SCHEDULES if name != "1f1b"), "pp4-zbv"]
 _SIZES = ("tensor_parallel_size", "sequence_parallel_size", "pipeline_parallel_size")
 
 
@@ -61,10 +66,11 @@ SEQUENCES = [
 ]
 PIPELINES = [
     *((case, layout) for case in DRAWING for layout in ("pp2", "pp2-whole")),
+    *((case, layout) for case in ("gpt_drops", "gpt_drops_checkpointed") for layout in SCHEDULED),
+    *((case, layout) for case in ("gpt_drops", "encoder_drops") for layout in ("pp2-tp2", "pp2-sp2")),
+    *((case, "placement") for case in ("gpt_drops", "lstm_drops", "draws", "vae_drops", "hf_bert_drops")),
     ("gpt_drops", "pp2-uneven"),
-    ("gpt_drops", "placement"),
-    ("gpt_drops", "pp2-tp2"),
-    ("gpt_drops", "pp2-sp2"),
+    ("draws", "pp2-uneven"),
 ]
 ROWS = [*TENSORS, *PIPELINES, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
 

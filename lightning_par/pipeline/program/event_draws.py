@@ -105,6 +105,9 @@ class DrawLog(TorchDispatchMode):
     Args:
         found: they are added to it.
 
+    Attributes:
+        others: whether any draws from another generator.
+
     Example::
 
         found: list[Drawn] = []
@@ -116,10 +119,15 @@ class DrawLog(TorchDispatchMode):
     def __init__(self, found: list[Drawn]) -> None:
         super().__init__()
         self.found = found
+        self.others = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if draws(func) and kwargs.get("generator") is None and not _draws_nothing(func, args, kwargs):
+        if not draws(func) or _draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            self.others = True
+        else:
             self.found.append(Drawn(func, *tree_map(_told, (tuple(args), kwargs))))
         return func(*args, **kwargs)
 

@@ -422,7 +422,7 @@ class Analysis(FakeRun):
 
     def _begin_draws(self) -> None:
         """An event of the model begins."""
-        self.drawn, self.stood = [], draws_of.standing() if RunState.current.streams.whole else None
+        self.drawn, self.owned, self.stood = [], False, draws_of.standing() if RunState.current.streams.whole else None
 
     def _end_draws(self, event: StepEvent) -> None:
         """Generators move on as by the event on one device: what the step itself draws next may decide what it does."""

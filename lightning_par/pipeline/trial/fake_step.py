@@ -65,6 +65,7 @@ class FakeRun(CallTree, Run):
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
         self.drawn: list[Drawn] = []  # by the event that runs, on one device
+        self.owned = False  # whether it drew from a generator of the user's
         self.parts: list[tuple[int, Positions]] = []  # of what the last function drew; see `Streams`
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,8 +146,9 @@ class FakeRun(CallTree, Run):
             return
         before, streams.parts = streams.parts, self.parts
         try:
-            with DrawLog(self.drawn):
+            with DrawLog(self.drawn) as log:
                 yield
+            self.owned |= log.others
         finally:
             streams.parts = before
 

@@ -129,10 +129,10 @@ def _refuse_draws(graph: fx.GraphModule) -> None:
 def _on_parts(plain: Callable[..., Any], use: Use) -> Callable[..., Any]:
     def call_user_compiler(self: Any, graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
         sharded = any(isinstance(x, ShardedTensor) for x in example_inputs)
+        if use.on and RunState.current.streams.whole:
+            _refuse_draws(graph)
         if not use.on or not (sharded or RunState.current.shared):
             return plain(self, graph, example_inputs)
-        if RunState.current.streams.whole:
-            _refuse_draws(graph)
         if not may_be_split(graph):
             raise compiler.skip_frame("it has code within code, which rules are not told of")
         if sharded:

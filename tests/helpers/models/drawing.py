@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.models.bases import Base, Classifier
 from tests.helpers.models.case import Case
-from tests.helpers.models.data import text, vectors
+from tests.helpers.models.data import dicts, text, vectors
+from tests.helpers.models.hugging_face import hugging_face
 
 P = 0.3
 
@@ -125,6 +126,7 @@ class Residual(nn.Module):
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.own = torch.Generator().manual_seed(7) if kind == "own" else None
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,6 +143,8 @@ class Residual(nn.Module):
             h = h * F.gumbel_softmax(h, tau=2.0, dim=-1)
         elif self.kind == "noise":
             h = h + 0.1 * torch.randn_like(h) + torch.empty_like(h).uniform_(-0.1, 0.1)
+        elif self.kind == "own":
+            h = F.dropout(h, P) + 0.1 * torch.rand(h.shape, generator=self.own, dtype=h.dtype)
         elif self.kind == "chances":
             h = h * torch.bernoulli(h.detach().sigmoid())
         elif self.kind == "picked":
@@ -197,6 +201,21 @@ class VAE(Base):
         return F.mse_loss(self(x), x)
 
 
+def bert(t: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=48)
+    drops = dict(hidden_dropout_prob=P, attention_probs_dropout_prob=P)
+    return t.BertForMaskedLM(t.BertConfig(**sizes, **drops, max_position_embeddings=16))  # type: ignore[no-any-return]
+
+
+def bart(t: Any) -> nn.Module:
+    """It leaves layers out at random."""
+    sizes = dict(vocab_size=48, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16)
+    layers = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
+    drops = dict(dropout=P, attention_dropout=P, activation_dropout=P, encoder_layerdrop=P, decoder_layerdrop=P)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2)
+    return t.BartForConditionalGeneration(t.BartConfig(**sizes, **layers, **drops, **tokens))  # type: ignore[no-any-return]
+
+
 ROWS: dict[str, Case] = {
     "gpt_drops": Case(GPT, text()),
     "gpt_drops_by_hand": Case(lambda: GPT(by_hand=True), text()),
@@ -208,6 +227,8 @@ ROWS: dict[str, Case] = {
     "lstm_drops": Case(LSTM, text()),
     "lstm_drops_length_first": Case(lambda: LSTM(batch_first=False), text()),
     "draws": Case(lambda: Draws("alpha", "channels", "feature_alpha", "noise"), vectors()),
-    "draws_by_value": Case(lambda: Draws("gumbel", "chances", "picked"), vectors()),
+    "draws_by_value": Case(lambda: Draws("gumbel", "chances", "picked", "own"), vectors()),
     "vae_drops": Case(VAE, vectors()),
+    "hf_bert_drops": hugging_face(bert, dicts(masked=True)),
+    "hf_bart_drops": hugging_face(bart, dicts(seq2seq=True)),
 }
