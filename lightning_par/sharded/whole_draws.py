@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
-from lightning_par.sharded.functions import FILLS, draws, operator_of
+from lightning_par.sharded.functions import FILLS, attends_without_draws, draws, operator_of
 
 
 class InexactDrawError(NotImplementedError):
@@ -168,12 +168,9 @@ _WAYS: dict[str, Callable[..., Any]] = {
 
 
 def _as_it_is(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if name in ("randperm", "_fused_sdp_choice"):  # of no tensor; and it draws nothing
+    # the first is of no tensor, the second draws nothing
+    if name in ("randperm", "_fused_sdp_choice") or attends_without_draws(func, args, kwargs):
         return func(*args, **kwargs)
-    if "attention" in name:
-        given = {a.name: x for a, x in zip(func._schema.arguments, args)} | kwargs
-        if not given.get("dropout_p"):
-            return func(*args, **kwargs)
     from lightning_par.sharded.rules.gather_report import user_line
 
     raise InexactDrawError(name, user_line(), "how its kernel numbers what it draws goes by the part")

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from lightning_par import HybridParallelStrategy
 from tests.helpers import equality
+from tests.helpers.differences import differences
 from tests.helpers.equality import Result
 from tests.helpers.models import DRAWING
 from tests.helpers.pool import Pool
@@ -46,7 +50,7 @@ def _run(case: str, layout: dict[str, Any] | None, folder: str, **options: Any) 
     return equality.run(case, layout, folder, **options), torch.get_rng_state()
 
 
-def differences(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **options: Any) -> list[str]:
+def compared(pool: Pool, case: str, layout: dict[str, Any], folder: Path, **options: Any) -> list[str]:
     ((reference, state),) = pool.run(1, _run, case, None, str(folder / "one"), **options)
     ranks = 2 if "placement" in layout else 1
     for size in _SIZES:
@@ -75,8 +79,88 @@ PIPELINES = [
 ROWS = [*TENSORS, *PIPELINES, *SEQUENCES, ("gpt_drops", "sp2-tp2"), ("gpt_drops", "tp1"), ("encoder_drops", "sp2-tp2")]
 
 
-@slow(but=["gpt_drops-tp2", "gpt_drops-sp2-ring"])
+@slow(but=["gpt_drops-tp2", "gpt_drops-sp2-ring", "gpt_drops-pp2"])
 @pytest.mark.parametrize(("case", "layout"), ROWS, ids=[f"{case}-{layout}" for case, layout in ROWS])
 def test_a_layout_draws_what_one_device_draws(case: str, layout: str, pool: Pool, tmp_path: Path) -> None:
-    lines = differences(pool, case, LAYOUTS[layout], tmp_path)
+    lines = compared(pool, case, LAYOUTS[layout], tmp_path)
     assert not lines, "\n" + "\n".join(lines[:20])
+
+
+REPLICAS = {
+    "dp2-tp2": dict(hybrid=True, data_parallel_size=2, tensor_parallel_size=2),
+    "dp2-pp2": dict(hybrid=True, data_parallel_size=2, pipeline_parallel_size=2, microbatches=2),
+    "fsdp2": dict(hybrid=True, data_parallel_size=2, data_parallel="fsdp"),
+}
+
+
+@slow()
+@pytest.mark.parametrize("layout", REPLICAS)
+def test_replicas_draw_alike_whatever_their_layout(layout: str, pool: Pool, tmp_path: Path) -> None:
+    """One device that accumulates draws for one replica's batch after the other's: it is no reference."""
+    plain = pool.run(2, _run, "gpt_drops", dict(hybrid=True, data_parallel_size=2), str(tmp_path / "plain"))
+    ranks = 2 if layout == "fsdp2" else 4
+    found = []
+    for rank, (result, stands) in enumerate(
+        pool.run(ranks, _run, "gpt_drops", REPLICAS[layout], str(tmp_path / layout))
+    ):
+        reference, state = plain[result.replica]
+        found += [f"rank {rank}: {line}" for line in equality.compare(reference, result)]
+        assert torch.equal(state, stands)
+    assert not found, "\n".join(found[:20])
+
+
+def _epochs(layout: str, folder: str, epochs: int, resumes: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights after so many epochs, in the second of which the run may begin, and where the generator stands."""
+    torch.manual_seed(9 if resumes else 1)
+    wanted: Any = {**LAYOUTS[layout], "draws": "one_device", "save_distributed_checkpoint": True}
+    wanted.pop("hybrid", None)
+    trainer = Trainer(
+        strategy=HybridParallelStrategy(**wanted), accelerator="cpu", devices=2, max_epochs=epochs,
+        precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    case = DRAWING["gpt_drops"]
+    module = case.module()
+    samples: Any = case.data(0)[:16]
+    checkpoint = Path(folder) / "first"
+    trainer.fit(module, DataLoader(samples, 4, shuffle=True), ckpt_path=checkpoint if resumes else None)
+    if epochs == 1:
+        trainer.save_checkpoint(checkpoint)
+    return {name: x.detach().clone() for name, x in module.state_dict().items()}, torch.get_rng_state()
+
+
+@slow(but=["tp2-pp2"])
+@pytest.mark.parametrize(("first", "then"), [("tp2", "pp2"), ("pp2", "sp2-ring"), ("sp2-ulysses", "tp2-residual")])
+def test_a_run_that_goes_on_under_another_layout_goes_on_with_the_same_masks(
+    first: str, then: str, pool: Pool, tmp_path: Path
+) -> None:
+    weights, state = pool.run(2, _epochs, first, str(tmp_path), 2)[0]
+    pool.run(2, _epochs, first, str(tmp_path), 1)
+    for found, stands in pool.run(2, _epochs, then, str(tmp_path), 2, True):
+        assert not differences(weights, found, 1e-9)
+        assert torch.equal(state, stands)
+
+
+@slow(but=["tensor"])
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_compiled_code_that_draws_is_refused(strategy: str, pool: Pool) -> None:
+    for said in pool.run(2, _compiled, strategy):
+        assert "compiled code draws numbers of its own" in said and "draws='per_shard'" in said
+
+
+def _compiled(strategy: str) -> str:
+    wanted: Any = {f"{strategy}_parallel_size": 2}
+    trainer = Trainer(
+        strategy=HybridParallelStrategy(**wanted, draws="one_device"), accelerator="cpu", devices=2, max_steps=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    case = DRAWING["gpt_drops"]
+    module: Any = case.module()
+    for block in module.blocks:
+        block.compile(backend="eager")
+    samples: Any = case.data(0)[:4]
+    try:
+        trainer.fit(module, DataLoader(samples, 4))
+    except Exception as error:
+        return str(error)
+    return "it trained"

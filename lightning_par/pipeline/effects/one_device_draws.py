@@ -51,9 +51,8 @@ class OneDeviceDraws:
         self.program, self.memo, self.axis = program, memo, axis
 
     def at(self, event: int) -> None:
-        first = min((index for index in self.memo.stood if index >= event), default=None)
-        if first is not None:
-            stand_at(self.memo.stood[first][0])
+        if event in self.memo.regions:
+            stand_at(self.memo.regions[event])
 
     def several(self) -> contextlib.AbstractContextManager[Draws | None]:
         return contextlib.nullcontext()

@@ -34,6 +34,8 @@ class Memo:
         """Where numpy's and Python's global generators stand all through the step, None where it draws from them."""
         self.stood: dict[int, tuple[States, States]] = {}
         """Where torch's generators stand before and after an event that draws, as on one device, where ranks know."""
+        self.regions: dict[int, States] = {}
+        """Where they stand as a region begins that backward is to run again."""
         self.own_generators: dict[tuple[int, int], Tensor] = {}
         """Where generators of the user's stood that events of the model draw from, by event and draw."""
         self.of_functions: dict[tuple[int, int], OfBatch] = {}

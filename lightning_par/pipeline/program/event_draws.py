@@ -18,7 +18,14 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.pytree import tree_map
-from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, DRAWS_BY_VALUE, draws, operator_of
+from lightning_par.sharded.functions import (
+    DRAWS,
+    DRAWS_ANEW,
+    DRAWS_BY_VALUE,
+    attends_without_draws,
+    draws,
+    operator_of,
+)
 
 DRAWING = DRAWS | DRAWS_ANEW
 """Functions that draw, by name."""
@@ -59,7 +66,8 @@ class Drawn(NamedTuple):
     def again(self) -> None:
         """The generator moves on as by the operation."""
         first = self.args[0] if self.args else None
-        if isinstance(first, _Like) and first.device.type == "cpu" and _takes_64_bits(self.op):
+        of_tensor = any(isinstance(arg, _Like) for arg in self.args[1:])
+        if isinstance(first, _Like) and first.device.type == "cpu" and not of_tensor and _takes_64_bits(self.op):
             _throw_away(torch.Size(first.shape).numel())
             return
         args, kwargs = tree_map(lambda x: x.ones() if isinstance(x, _Like) else x, (self.args, self.kwargs))
@@ -74,7 +82,7 @@ class Drawn(NamedTuple):
 @lru_cache
 def _takes_64_bits(op: Any) -> bool:
     """Whether a fill takes 64 bits of the generator for each entry, as by trial with some numbers of entries."""
-    if op is not torch.ops.aten.bernoulli_.float:
+    if operator_of(op) != "bernoulli_":
         return False
 
     def moved(draw: Callable[[int], Any], count: int) -> Tensor:
@@ -140,11 +148,7 @@ def _told(x: Any) -> Any:
 
 
 def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    name = operator_of(func)
-    if name == "_fused_sdp_choice":
-        return True
-    given = {a.name: x for a, x in zip(func._schema.arguments, args)} | kwargs
-    return "attention" in name and not given.get("dropout_p")
+    return operator_of(func) == "_fused_sdp_choice" or attends_without_draws(func, args, kwargs)
 
 
 class PartDrawn(NamedTuple):
