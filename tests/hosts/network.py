@@ -9,16 +9,22 @@ on many a real host, unless `Hosts` is given names.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 _NETWORK = 0x40000000  # CLONE_NEWNET
+PORT = 29517
+_numbers = itertools.count()
+Process = subprocess.Popen[bytes]
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
 
@@ -48,24 +54,28 @@ class Host:
         self.index, self.name, self.bridge, self.hostname = index, name, bridge, hostname
         self.address = f"10.77.0.{index + 1}"
         self.device = "eth0"
-        self._outside = f"{bridge}v{index}"
+        self.outside = f"{bridge}v{index}"
 
     def make(self) -> None:
         _ip("netns", "add", self.name)
-        _ip("link", "add", self._outside, "type", "veth", "peer", "name", self.device, "netns", self.name)
-        _ip("link", "set", self._outside, "master", self.bridge, "up")
+        _ip("link", "add", self.outside, "type", "veth", "peer", "name", self.device, "netns", self.name)
+        _ip("link", "set", self.outside, "master", self.bridge, "up")
         _ip("-n", self.name, "link", "set", "lo", "up")
         _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", self.device)
         _ip("-n", self.name, "link", "set", self.device, "up")
 
     def cut(self) -> None:
         """Pull the cable at the other end: nothing gets through any more, and nobody is told."""
-        _ip("link", "set", self._outside, "nomaster")
+        _ip("link", "set", self.outside, "nomaster")
 
     def mend(self) -> None:
-        _ip("link", "set", self._outside, "master", self.bridge)
+        _ip("link", "set", self.outside, "master", self.bridge)
 
-    def start(self, command: Sequence[str], output: Path, **variables: str) -> subprocess.Popen[bytes]:
+    def processes(self) -> list[int]:
+        told = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
+        return [int(pid) for pid in told.split()]
+
+    def start(self, command: Sequence[str], output: Path, **variables: str) -> Process:
         """Run a command there, in a session of its own."""
         env = {
             k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "TORCHELASTIC"))
@@ -111,7 +121,7 @@ def hosts(count: int, named: bool = False) -> Iterator[list[Host]]:
     """
     if not can_make_hosts():
         pytest.skip("hosts are network namespaces, which only root can make")
-    tag = f"lp{os.getpid() % 10**6}"
+    tag = f"lp{os.getpid() % 10**5}n{next(_numbers)}"  # a link has a name of 15 letters at most
     made = [Host(index, f"{tag}-{index}", tag, f"host{index}" if named else None) for index in range(count)]
     folders = [Path("/etc/netns") / one.name for one in made] if named else []
     try:
@@ -126,11 +136,52 @@ def hosts(count: int, named: bool = False) -> Iterator[list[Host]]:
         yield made
     finally:
         for host in made:
-            _quiet("ip", "netns", "pids", host.name)
+            for pid in host.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _quiet("ip", "link", "delete", host.outside)  # a namespace goes some time after its name
             _quiet("ip", "netns", "delete", host.name)
         _quiet("ip", "link", "delete", tag)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def torchrun(made: Sequence[Host], each: int | Sequence[int], command: Sequence[str], folder: Path) -> list[Process]:
+    """Start ``command`` by torchrun on each host.
+
+    Args:
+        made: the hosts; the first one serves the ranks' store, by its name if it has one.
+        each: ranks a host, or of each host.
+        command: behind torchrun's options.
+        folder: for what they print, as ``output-0``.
+    """
+    counts = [each] * len(made) if isinstance(each, int) else each
+    # Hosts of unlike sizes are one to the Trainer, which knows but one number of devices.
+    variables = {"TEST_NODES": f"{len(made)}"} if len({*counts}) == 1 else {}
+    where = made[0].hostname or made[0].address
+    options = [f"--nnodes={len(made)}", f"--master-addr={where}", f"--master-port={PORT}"]
+    return [
+        host.start(
+            ["torchrun", *options, f"--node-rank={host.index}", f"--nproc-per-node={count}", *command],
+            folder / f"output-{host.index}", **variables,
+        )
+        for host, count in zip(made, counts, strict=True)
+    ]  # fmt: skip
+
+
+def left_behind(made: Sequence[Host]) -> list[int]:
+    """Processes that are still on the hosts, once they had some seconds to end."""
+    end = time.monotonic() + 10
+    while (found := [pid for host in made for pid in host.processes()]) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 150.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
 
 
 def _ip(*arguments: str) -> None:
