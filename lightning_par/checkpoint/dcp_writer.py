@@ -90,6 +90,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
+        self.folder.must_be_shared()
         needed = sum(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
                      for item in plan.items if item.tensor_data is not None)  # fmt: skip
         with self.folder.writing(plan.storage_data, needed) as stream:

@@ -7,6 +7,7 @@ own name last: until then it names those of the save before. What it does not na
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -74,6 +75,18 @@ class Folder:
         path = self.path(name)
         with writes(path, needed) if self.is_local else self.files.open(path, "wb") as file:
             yield file
+
+    def must_be_shared(self) -> None:
+        """
+        Raises:
+            FileNotFoundError: it is on a disk, and not there: the first rank has made it on a disk of its own host.
+        """
+        if self.is_local and not os.path.isdir(self.place):
+            raise FileNotFoundError(
+                f"host {socket.gethostname()!r} has no {self.place}, which the first rank has made on its host. All "
+                "ranks write to such a checkpoint: save it to a path that all hosts share, or to a URL, or leave out "
+                "save_distributed_checkpoint for a single file, which the first rank writes"
+            )
 
     def metadata(self) -> tuple[str, bytes] | None:
         """The name and the content of ``.metadata``, or of what a kill has kept from taking its place."""

@@ -16,6 +16,7 @@ from lightning_par.mesh.layout import Layout
 from lightning_par.tensor.plan import TensorPlan
 
 Row = tuple[str, str, str, str]
+_MOST = 16  # hosts that are listed
 _LEAST = 28  # characters of the column that may be broken into lines
 
 
@@ -45,7 +46,9 @@ def host_rows(grid: HostGrid) -> tuple[list[str], list[list[str]]]:
         along = [[place[grid.layout.axes().index(axis)] for place in places] for axis in axes]
         launched = [ranges(grid.launched[rank] for rank in ranks)] if renumbered else []
         rows.append([name, ranges(ranks), *launched, *map(ranges, along)])
-    return ["host", "ranks", *["numbered by the launcher"] * renumbered, *axes], rows
+    if len(rows) > _MOST:
+        rows[_MOST:] = [[f"{len(rows) - _MOST} more", *[""] * (len(rows[0]) - 1)]]
+    return ["host", "ranks", *["launcher's ranks"] * renumbered, *axes], rows
 
 
 def host_footer(grid: HostGrid) -> list[str]:
@@ -61,11 +64,12 @@ def host_footer(grid: HostGrid) -> list[str]:
         elif axis == "pipeline":
             lines.append(f"The pipeline goes across hosts in {across} of {groups} groups.")
         else:
-            counts = ", ".join(str(len(grid.ranks_of(host))) for host in grid.names)
+            counts = sorted({len(grid.ranks_of(host)) for host in grid.names})
+            within = " * ".join(f"{name}_parallel_size" for name in dict.fromkeys((axis, "tensor")))
             lines.append(
-                f"The {axis} axis goes across hosts in {across} of {groups} groups of {size}; hosts have {counts} "
-                f"ranks. It talks in each layer, over the network there: let {axis}_parallel_size divide the ranks of "
-                "each host, and another axis go across."
+                f"The {axis} axis goes across hosts in {across} of {groups} groups of {size}; hosts have "
+                f"{' or '.join(map(str, counts))} ranks. It talks in each layer, over the network there: let {within} "
+                "divide the ranks of each host, and another axis go across."
             )
     return lines
 

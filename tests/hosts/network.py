@@ -75,18 +75,26 @@ class Host:
         told = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
         return [int(pid) for pid in told.split()]
 
-    def start(self, command: Sequence[str], output: Path, **variables: str) -> Process:
-        """Run a command there, in a session of its own."""
+    def start(self, command: Sequence[str], output: Path, own_disk: Path | None = None, **variables: str) -> Process:
+        """Run a command there, in a session of its own.
+
+        Args:
+            command: with its arguments.
+            output: a file for what it prints.
+            own_disk: a folder that is on each host another one.
+            variables: of the environment.
+        """
         env = {
             k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "TORCHELASTIC"))
         }
         env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", **variables}
-        named = (
-            [] if self.hostname is None else ["unshare", "-u", "sh", "-c", f'hostname {self.hostname}; exec "$@"', "sh"]
-        )
+        # Mounts of a process in a namespace are its own there.
+        prepare = [] if own_disk is None else [f"mount -t tmpfs tmpfs {own_disk}"]
+        prepare += [] if self.hostname is None else [f"hostname {self.hostname}"]
+        shell = ["unshare", "-u", "sh", "-c", "; ".join([*prepare, 'exec "$@"']), "sh"]
         with output.open("wb") as file:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *named, *command],
+                ["ip", "netns", "exec", self.name, *shell, *command],
                 stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=env, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
@@ -146,7 +154,13 @@ def hosts(count: int, named: bool = False) -> Iterator[list[Host]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def torchrun(made: Sequence[Host], each: int | Sequence[int], command: Sequence[str], folder: Path) -> list[Process]:
+def torchrun(
+    made: Sequence[Host],
+    each: int | Sequence[int],
+    command: Sequence[str],
+    folder: Path,
+    own_disk: Path | None = None,
+) -> list[Process]:
     """Start ``command`` by torchrun on each host.
 
     Args:
@@ -154,6 +168,7 @@ def torchrun(made: Sequence[Host], each: int | Sequence[int], command: Sequence[
         each: ranks a host, or of each host.
         command: behind torchrun's options.
         folder: for what they print, as ``output-0``.
+        own_disk: as for `Host.start`.
     """
     counts = [each] * len(made) if isinstance(each, int) else each
     # Hosts of unlike sizes are one to the Trainer, which knows but one number of devices.
@@ -163,7 +178,7 @@ def torchrun(made: Sequence[Host], each: int | Sequence[int], command: Sequence[
     return [
         host.start(
             ["torchrun", *options, f"--node-rank={host.index}", f"--nproc-per-node={count}", *command],
-            folder / f"output-{host.index}", **variables,
+            folder / f"output-{host.index}", own_disk, **variables,
         )
         for host, count in zip(made, counts, strict=True)
     ]  # fmt: skip

@@ -14,8 +14,8 @@ import torch
 from lightning_par.verdict.compare import TOLERANCE
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.hosts import train
 from tests.hosts.network import Host, Process, hosts, left_behind, torchrun, wait_for
+from tests.hosts.train import one_device
 
 STEPS = 150
 LAYOUTS = {
@@ -46,7 +46,7 @@ def _said(made: Sequence[Host], folder: Path) -> str:
 
 @slow()
 def test_a_cut_that_is_mended_within_tcps_patience_changes_nothing(pool: Pool, tmp_path: Path) -> None:
-    (expected,) = pool.run(1, train.long, tmp_path, None, STEPS)
+    (expected,) = pool.run(1, one_device, STEPS, str(tmp_path))
     with hosts(2, named=True) as made:
         started = _start(made, tmp_path, "pp2-tp2", timeout=60)
         made[1].cut()

@@ -109,6 +109,6 @@ def test_a_layout_on_hosts_never_changes_results(
 def test_the_start_up_table_shows_the_grid_by_host(launched: Callable[[str], tuple[Path, str]]) -> None:
     _, said = launched("2 hosts of 2")
     assert "4 ranks on 2 hosts (pipeline 2 x tensor 2)" in said and "The tensor axis is within hosts." in said
-    assert "The tensor axis goes across hosts in 1 of 1 groups of 4; hosts have 2, 2 ranks." in " ".join(said.split())
+    assert "The tensor axis goes across hosts in 1 of 1 groups of 4; hosts have 2 ranks." in " ".join(said.split())
     _, said = launched("3 and 1")
-    assert "The tensor axis goes across hosts in 1 of 2 groups of 2; hosts have 3, 1 ranks." in " ".join(said.split())
+    assert "The tensor axis goes across hosts in 1 of 2 groups of 2; hosts have 1 or 3 ranks." in " ".join(said.split())
