@@ -176,24 +176,33 @@ class Rendezvous:
             self._start = f"{_START}/{self._own}"
             self._store.set(self._keys(_JOINED)[0], self._own)
             self._store.set(_START, self._start)
-        self._wait(self._is_in, _JOINED)
+        self._wait(self._are_all_in if self.rank == 0 else self._is_in, _JOINED)
+
+    def _are_all_in(self) -> bool:
+        if self._store.get(_START).decode() != self._start:
+            self._fail(
+                f"Two processes have started as rank 0 at {self.address}. Start those of each host by torchrun or by "
+                "srun, or let NODE_RANK say which host it is; two jobs need ports of their own."
+            )
+        if not self._store.check(self._keys(_JOINED)):
+            return False
+        self._store.set(f"{self._start}/{_JOINED}", json.dumps(self._come()))
+        return True
 
     def _is_in(self) -> bool:
-        if self.rank and self._store.check([_START]):
-            start = self._store.get(_START).decode()
-            if start != self._start:
-                self._start = start
-                self._store.set(self._keys(_JOINED)[self.rank], self._own)
-        if self.rank == 0 and self._store.check(self._keys(_JOINED)):
-            self._store.set(f"{self._start}/{_JOINED}", json.dumps(self._come()))
-        known = f"{self._start}/{_JOINED}"
-        return bool(self._start) and self._store.check([known]) and self._own in json.loads(self._store.get(known))
+        if not self._store.check([_START]):
+            return False
+        start = self._store.get(_START).decode()
+        if start != self._start:
+            self._start = start
+            self._store.set(self._keys(_JOINED)[self.rank], self._own)
+        known = f"{start}/{_JOINED}"
+        return self._store.check([known]) and self._own in json.loads(self._store.get(known))
 
     def _come(self) -> list[str]:
         """By what the ranks go that have joined so far."""
-        return [
-            told.decode() for told in self._store.multi_get([k for k in self._keys(_JOINED) if self._store.check([k])])
-        ]
+        there = [key for key in self._keys(_JOINED) if self._store.check([key])]
+        return [told.decode() for told in self._store.multi_get(there)]
 
     def _keys(self, what: str) -> list[str]:
         return [f"{self._start}/{what}/{rank}" for rank in range(self.world_size)]

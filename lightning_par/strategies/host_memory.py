@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
@@ -17,6 +16,7 @@ from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.checkpoint.disk_space import file_system, free_in
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_files import LEAST
+from lightning_par.mesh.hosts import Host, this_host
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.startup_table import bytes_text
@@ -66,7 +66,8 @@ def shortest_room(
         world: all ranks.
         folder: where files are to hold what is large of it; else the host's memory holds all.
     """
-    host = socket.gethostname()
+    own = this_host()
+    host = own.name
     weights, states = _growth(module, optimizers)
     filed = 0.0
     if folder is not None:
@@ -78,7 +79,10 @@ def shortest_room(
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         asked.append((f"{device} of {host}", weights, torch.cuda.mem_get_info(device)[0] + unused))
-    return least(entry for rank in world.all_gather_object(asked, "memory") for entry in rank)
+    by_host: dict[Host, list[tuple[str, float, float]]] = {}  # of which some may have one name
+    for its, entries in world.all_gather_object((own, asked), "memory"):
+        by_host.setdefault(its, []).extend(entries)
+    return min(map(least, by_host.values()), key=_spare)
 
 
 def least(asked: Iterable[tuple[str, float, float]]) -> Room:
@@ -87,7 +91,11 @@ def least(asked: Iterable[tuple[str, float, float]]) -> Room:
     for place, needed, free in asked:
         known = rooms.get(place, Room(place, 0.0, inf))
         rooms[place] = Room(place, known.needed + needed, min(known.free, free))
-    return min(rooms.values(), key=lambda room: SHARE * room.free - room.needed)
+    return min(rooms.values(), key=_spare)
+
+
+def _spare(room: Room) -> float:
+    return SHARE * room.free - room.needed
 
 
 def _growth(module: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[float, float]:

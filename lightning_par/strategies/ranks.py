@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.hosts import HostGrid
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.mesh.network import Joined, meet
 from lightning_par.mesh.rendezvous import Address
@@ -59,8 +58,6 @@ class RanksMixin(_Base):
         self.start_method = start_method
         self.num_nodes = 1
         self.layout: Layout | None = None
-        self.hosts: HostGrid | None = None
-        """Which ranks are on one host, once they have met; None where someone else has made the process group."""
         self._groups: Groups | None = None
         self._gradients: GradientSync | None = None
         self.parts = Parts()
@@ -200,7 +197,6 @@ class RanksMixin(_Base):
             address = Address(environment.main_address, environment.main_port)
             timeout = self.timeout or DEFAULT_TIMEOUT
             met = meet(address, environment.global_rank(), self.layout, environment.node_rank(), backend, timeout)
-            self.hosts = met.grid
         rank, store = (None, None) if met is None else (met.rank, met.store)
         init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device, rank, store)
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank

@@ -125,7 +125,8 @@ def hosts(count: int, named: bool = False) -> Iterator[list[Host]]:
     """``count`` hosts on one network.
 
     Args:
-        named: whether each has a name of its own, which its /etc/hosts and those of the others have.
+        named: whether each has a name of its own, which the others know by its address, and it itself, as under Debian,
+            by a loopback address.
     """
     if not can_make_hosts():
         pytest.skip("hosts are network namespaces, which only root can make")
@@ -139,7 +140,8 @@ def hosts(count: int, named: bool = False) -> Iterator[list[Host]]:
             host.make()
         for folder in folders:  # what `ip netns exec` puts in the place of /etc
             folder.mkdir(parents=True)
-            lines = ["127.0.0.1 localhost", *(f"{one.address} {one.hostname}" for one in made)]
+            known = ((one.address if folder.name != one.name else "127.0.1.1", one.hostname) for one in made)
+            lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in known)]
             (folder / "hosts").write_text("\n".join(lines) + "\n")
         yield made
     finally:

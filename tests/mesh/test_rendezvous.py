@@ -130,6 +130,14 @@ def test_a_store_that_comes_late_is_waited_for() -> None:
     assert [names for names, _ in on_ranks([0, 1], run).values()] == [[0, 1], [0, 1]]
 
 
+def test_two_first_ranks_are_told_of_each_other() -> None:
+    """As in pods that each take themselves for the first host."""
+    address = Address("127.0.0.1", free_port())
+    found = on_ranks([0, 1], lambda _: Rendezvous(address, 0, 2, timedelta(seconds=20)))
+    assert any("Two processes have started as rank 0 at MASTER_ADDR" in str(error) for error in found.values())
+    assert all(isinstance(error, RuntimeError) for error in found.values())
+
+
 def test_a_store_that_ends_meanwhile_is_told() -> None:
     address = Address("127.0.0.1", free_port())
 
