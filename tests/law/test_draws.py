@@ -120,7 +120,7 @@ def _epochs(layout: str, folder: str, epochs: int, resumes: bool = False) -> tup
         enable_model_summary=False,
     )  # fmt: skip
     case = DRAWING["gpt_drops"]
-    module = case.module()
+    module = case.module().double()  # else Lightning loads weights in float32
     samples: Any = case.data(0)[:16]
     checkpoint = Path(folder) / "first"
     trainer.fit(module, DataLoader(samples, 4, shuffle=True), ckpt_path=checkpoint if resumes else None)
