@@ -87,6 +87,11 @@ def test_a_layout_draws_what_one_device_draws(case: str, layout: str, pool: Pool
     assert not lines, "\n" + "\n".join(lines[:20])
 
 
+def test_a_kind_of_draws_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="draws must be 'per_shard' .* or 'one_device' .* got 'same'"):
+        HybridParallelStrategy(draws="same")  # type: ignore[arg-type]
+
+
 @slow()
 def test_what_draws_more_or_fewer_numbers_by_values_gathers_or_is_refused(pool: Pool, tmp_path: Path) -> None:
     assert not compared(pool, "draws_by_sign", LAYOUTS["tp2"], tmp_path)
