@@ -82,20 +82,25 @@ class Case:
 
 
 class Fault:
-    """Happens once, on one rank, until the folder has a report."""
+    """Happens once, on one rank, until the folder has a report. The places are met by each rank."""
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self.case, self.folder, self.done = case, folder, False
+        self.case, self.folder = case, folder
         self.module: Any = None
 
     def at(self, place: str) -> None:
         case = self.case
         trainer = None if self.module is None else self.module._trainer
-        if self.done or place != case.place or trainer is None or trainer.global_step < case.step:
+        if (
+            place != case.place
+            or (self.folder / "began").exists()
+            or trainer is None
+            or trainer.global_step < case.step
+        ):
             return
         if int(os.environ["RANK"]) != case.rank or trainer.sanity_checking:
             return
-        self.done = True
+        # A file, since a trial of the step has what it changed in Python's state put back.
         (self.folder / "began").write_text(str(time.time()))
         getattr(self, case.kind)()
 
