@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_par.hang_report.rank_state import RankState
-from lightning_par.mesh.progress import Line
+from lightning_par.hang_report.rank_state import RankState, ranks_of
 
 Kind = Literal["ended", "silent", "left", "busy", "branches", "together"]
 _ORDER: tuple[Kind, ...] = ("ended", "silent", "left", "busy")
 Waits = Mapping[int, frozenset[int]]
+_Lines = Mapping[str, Mapping[int, int]]  # how many of a line each rank has begun
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ def find(states: Sequence[RankState], least: float = 0.0) -> Finding | None:
 
     Example::
 
-        line = "tensor", (0, 1)
-        ahead = RankState(0, waits=True, still=9.0, counts={line: 3})
-        found = find([ahead, RankState(1, still=9.0, counts={line: 2})])
+        ahead = RankState(0, waits=True, still=9.0, counts={"tensor|0, 1": 3})
+        found = find([ahead, RankState(1, still=9.0, counts={"tensor|0, 1": 2})])
         assert found is not None and found.kind == "busy" and found.culprits == (1,)
     """
     known = {state.rank: state for state in states}
@@ -68,18 +67,21 @@ def find(states: Sequence[RankState], least: float = 0.0) -> Finding | None:
 def waiting_for(known: Mapping[int, RankState]) -> dict[int, frozenset[int]]:
     """For whom each rank waits that waits for anyone, as far as that can be told."""
     may_wait = [state for state in known.values() if state.answer == "answers" and (state.waits or not state.surely)]
-    lines = {line for state in may_wait for line in state.counts}
-    least = {line: min(known[r].counts.get(line, 0) for r in line[1] if r in known) for line in lines}
-    ahead = {state.rank: _ahead_of(state, known, least) for state in may_wait}
+    lines = {line: ranks_of(line) for state in may_wait for line in state.counts}
+    of_lines: _Lines = {line: {r: known[r].counts.get(line, 0) for r in on if r in known} for line, on in lines.items()}
+    least = {line: min(counts.values()) for line, counts in of_lines.items()}
+    ahead = {state.rank: _ahead_of(state, known, of_lines, least) for state in may_wait}
     return {rank: others for rank, others in ahead.items() if others}
 
 
-def _ahead_of(state: RankState, known: Mapping[int, RankState], least: Mapping[Line, int]) -> frozenset[int]:
+def _ahead_of(
+    state: RankState, known: Mapping[int, RankState], lines: _Lines, least: Mapping[str, int]
+) -> frozenset[int]:
     """The ranks that have not come to what ``state`` has begun."""
     found: set[int] = set()
     for line, count in state.counts.items():
         if count > least[line]:  # seldom: of 1,024 ranks most stand alike
-            found |= {rank for rank in line[1] if rank in known and known[rank].counts.get(line, 0) < count}
+            found |= {rank for rank, other in lines[line].items() if other < count}
     for (axis, rank), count in state.received.items():
         if rank in known and known[rank].sent.get((axis, state.rank), 0) < count:
             found.add(rank)
@@ -102,7 +104,14 @@ def _circle(known: Mapping[int, RankState], waits: Waits) -> Finding:
     if unsure and len(unsure) < len(circle):
         return Finding("busy", unsure, waits)
     alone = [rank for rank in _one_circle(circle[0], waits) if not in_circles({**waits, rank: frozenset()})]
-    return Finding("branches", tuple(sorted(alone)) or circle, waits, circle)
+    return Finding("branches", _most_apart(alone, waits) or circle, waits, circle)
+
+
+def _most_apart(ranks: Sequence[int], waits: Waits) -> tuple[int, ...]:
+    """Those of ``ranks`` that most others wait for, or have not come to: as one that went to a barrier alone, or that
+    left one out."""
+    apart = {rank: len(waits[rank]) + sum(rank in others for others in waits.values()) for rank in ranks}
+    return tuple(sorted(rank for rank in ranks if apart[rank] == max(apart.values())))
 
 
 def in_circles(waits: Waits) -> set[int]:

@@ -61,7 +61,7 @@ class RankState:
         event: of a pipeline's step, what runs.
         busy: share of a core that its own code has used since it has begun anything; None where that can't be told.
         last: what it has begun last.
-        counts: of what all ranks of a line begin in one order.
+        counts: of what all ranks of a line begin in one order, by `line_text`.
         sent: messages to each global rank, by axis.
         received: messages asked for of each global rank, by axis.
         stack: the Python stack of its own code.
@@ -81,14 +81,14 @@ class RankState:
     event: str = ""
     busy: float | None = None
     last: Operation | None = None
-    counts: Mapping[Line, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
     sent: Mapping[tuple[str, int], int] = field(default_factory=dict)
     received: Mapping[tuple[str, int], int] = field(default_factory=dict)
     stack: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can say of it."""
-        told = {**asdict(self), "counts": [[*line, count] for line, count in self.counts.items()]}
+        told = asdict(self)
         for name in ("sent", "received"):
             told[name] = [[*key, count] for key, count in getattr(self, name).items()]
         return told
@@ -103,9 +103,8 @@ class RankState:
         last = told["last"]
         if last is not None:
             last = Operation(**{**last, "ranks": tuple(last["ranks"])})
-        counts = {(name, tuple(ranks)): count for name, ranks, count in told["counts"]}
         sent, received = ({(name, rank): n for name, rank, n in told[which]} for which in ("sent", "received"))
-        return cls(**{**told, "last": last, "counts": counts, "sent": sent, "received": received})
+        return cls(**{**told, "last": last, "counts": dict(told["counts"]), "sent": sent, "received": received})
 
 
 def counts_of(progress: Progress) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def counts_of(progress: Progress) -> dict[str, Any]:
     event = progress.event
     return {
         "last": Operation.of(progress.last),
-        "counts": {line: count[0] for line, count in [*progress.counts.items()]},
+        "counts": {line_text(line): count[0] for line, count in [*progress.counts.items()]},
         "sent": _by_rank(progress.sent),
         "received": _by_rank(progress.received),
         "event": "" if event is None else str(getattr(event, "what", event)),
@@ -130,6 +129,22 @@ def _by_rank(messages: Mapping[Line, list[int]]) -> dict[tuple[str, int], int]:
     return found
 
 
+def line_text(line: Line) -> str:
+    """A line in few characters, however many ranks it has."""
+    return f"{line[0]}|{ranks_text(line[1])}"
+
+
+def ranks_of(text: str) -> list[int]:
+    """The ranks of the line of which `line_text` made ``text``.
+
+    Example::
+
+        assert [*ranks_of("tensor|0-2, 5")] == [0, 1, 2, 5]
+    """
+    runs = [[int(end) for end in run.split("-")] for run in text.rpartition("|")[2].split(", ")]
+    return [rank for run in runs for rank in range(run[0], run[-1] + 1)]
+
+
 def ranks_text(ranks: Any) -> str:
     """Ranks as people write them.
 
@@ -143,7 +158,7 @@ def ranks_text(ranks: Any) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ", ".join(f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs)
 
 
 def named(ranks: Any) -> str:

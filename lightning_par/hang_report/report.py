@@ -94,7 +94,7 @@ def conclusion(finding: Finding, known: Mapping[int, RankState]) -> str:
 
 
 def _branches(finding: Finding, known: Mapping[int, RankState]) -> str:
-    sides = [f"{who} {_waiting(state)}" for who, state in _alike([known[rank] for rank in finding.circle])]
+    sides = [f"{who}: {_waiting(state)}" for who, state in _alike([known[rank] for rank in finding.circle])]
     text = f"{'; '.join(sides[:_SHOWN])}{_and_more(len(sides))}"
     if set(finding.culprits) != set(finding.circle):
         who = named(finding.culprits)

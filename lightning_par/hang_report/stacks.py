@@ -59,7 +59,7 @@ def stand(thread: int, busy: float | None = None) -> Standing:
     frames = [*takewhile(lambda frame: not is_entry_point(frame), _outward(innermost))]
     waiting = innermost if _module(innermost).startswith(_WAITS) else None
     place = next((_place(frame) for frame in frames if not is_library(_module(frame))), None) or _place(
-        next((frame for frame in frames if not _module(frame).startswith("torch.")), innermost)
+        next((frame for frame in frames if not _module(frame).startswith(("torch.", "lightning_par.mesh."))), innermost)
     )
     stack = "".join(traceback.format_stack(innermost)[-_DEEPEST:])
     return Standing(waiting is not None, _doing(frames, waiting, busy), place, stack)

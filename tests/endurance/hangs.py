@@ -38,7 +38,7 @@ from lightning_par import (
 from tests.helpers.pool import Pool, RanksFailedError
 
 AFTER = 2.0  # seconds until a report
-TIMEOUT = 12.0  # seconds until an error, after a branch; else much longer
+TIMEOUT = 7.0  # seconds until an error, after a branch; else much longer
 STEPS = 6
 VOCABULARY, WIDTH, TOKENS = 32, 16, 8
 STRATEGIES: dict[str, tuple[int, Callable[..., Any]]] = {
@@ -133,6 +133,9 @@ class Fault:
 
     def branch(self) -> None:
         """A wait for other ranks that they don't come to."""
+        if self.case.seed % 2:
+            self.module.trainer.strategy.barrier()
+            return
         x = torch.zeros(1)
         torch.distributed.recv(x, (self.case.rank + 1) % int(os.environ["WORLD_SIZE"]), tag=999)
 
@@ -255,7 +258,9 @@ def problems(case: Case, pool: Pool, folder: Path) -> Iterator[str]:
         return
     text = found[0].read_text()
     line = conclusion(text)
-    if culprits(line) != {case.rank}:
+    # Of two ranks in different branches none is the one that should have come to the other's.
+    either = case.is_branch and size == 2 and "wait for one another" in line
+    if culprits(line) != ({0, 1} if either else {case.rank}):
         yield f"the report names {culprits(line)}:\n{text}"
     stack = f"Python stack of rank {case.rank}:" in text
     if not stack or (case.kind != "stop" and "hangs.py" not in text.rpartition("Python stack of rank")[2]):
