@@ -25,6 +25,8 @@ def ask(address: str) -> list[RankState]:
             told = line.hear()
         if isinstance(told, dict) and "failure" in told:
             raise ValueError(f"The rank at {address} could not tell: {told['failure']}.")
+        if not isinstance(told, list) or not told:
+            raise TypeError(told)
         return [RankState.from_json(state) for state in told]
     except OSError as error:
         raise ValueError(

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+_EXITING = 4  # PF_EXITING of the kernel: a process that lets go of its memory, when its sockets are closed already
 _STATES = {
     "T": "stopped by a signal (SIGSTOP or SIGTSTP); `kill -CONT {pid}` lets it go on",
     "t": "stopped by a debugger",
@@ -66,8 +67,9 @@ def _machine() -> str:
 def _stat(pid: int) -> tuple[str, int] | None:
     """The state of a process, a letter, and when it was started."""
     try:
-        # Behind the name, which may have spaces and brackets: state is the third of the fields, the start the 22nd.
+        # Behind the name, which may have spaces and brackets: the third field and those after it, as in `man 5 proc`.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
+        is_exiting = int(fields[6]) & _EXITING
+        return "X" if is_exiting else fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
         return None

@@ -132,19 +132,20 @@ class HangWatch:
     def _watch(self) -> None:
         tick = min(_TICK, self._run.after / 8)
         while not self._ended.is_set():
+            began = time.monotonic()
             self._wake.wait(tick)
             self._wake.clear()
-            self._look()
+            self._look(was_stopped=time.monotonic() - began > tick + 0.5 * self._run.after)
             if self._ended.is_set():
                 return
             if self._wanted.is_set() or time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._run.after
                 self._see_to_a_report()
 
-    def _look(self) -> None:
-        """Note since when nothing was begun."""
+    def _look(self, was_stopped: bool) -> None:
+        """Note since when nothing was begun. A process that was stopped begins anew: the others wait for it."""
         last = self._progress.last
-        if last is not self._seen:
+        if last is not self._seen or was_stopped:
             self._seen, self._since = last, time.monotonic()
             self._due, self._conclusion, self._reported = self._since + self._run.after, "", ()
             self._clock.start()
