@@ -104,7 +104,8 @@ class Axis:
         self._peers: list[int] = []  # the ranks' numbers in the group
         self._hosts: tuple[dist.ProcessGroup | None, str | None] | None = None
         self._line = name, ranks
-        self.progress = Progress.current
+        # one that only pretends to move anything, as in a trial of the step, counts for itself
+        self.progress = Progress() if group is None else Progress.current
         """What this rank has begun, in the run that the axis was made for."""
         self._count = self.progress.counter(self._line)
         self._sent, self._received = self.progress.messages(self._line)

@@ -9,9 +9,11 @@ import threading
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_par import HybridParallelStrategy, TensorParallelStrategy
@@ -26,6 +28,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.progress import Progress
 from lightning_par.mesh.waits import wait_for
 from lightning_par.pipeline.plan.schedules import Action
+from lightning_par.pipeline.run.messages import Incoming
 
 
 def child() -> int:
@@ -88,11 +91,12 @@ def test_a_state_travels_as_json() -> None:
 
 
 def test_what_a_rank_begins_is_counted_by_axis() -> None:
-    progress = Progress()
+    progress, group = Progress(), dist.ProcessGroup(dist.HashStore(), 0, 2)
     progress.begin()
-    axis = Axis("tensor", (4, 5), 1, None)
+    axis, pretends = Axis("tensor", (4, 5), 1, group), Axis("tensor", (4, 5), 1, None)
     progress.end()
     assert Progress.current is not progress and axis.progress is progress
+    pretends._log("all_reduce", "leave", 64, 256)
     axis._log("all_reduce", "leave", 64, 256)
     axis._log("all_reduce", "enter", 64, 256)
     told = counts_of(progress)
@@ -105,11 +109,12 @@ def test_what_a_rank_begins_is_counted_by_axis() -> None:
 
 
 class _Never:
-    def __init__(self) -> None:
-        self.ends = threading.Event()
+    """A work that a test ends; its wait is no function of Python's, as that of a true one."""
 
-    def wait(self) -> None:
-        self.ends.wait()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.wait, self.end = self._lock.acquire, self._lock.release
 
 
 def standing_in(function: Any, *args: Any) -> tuple[Any, threading.Thread]:
@@ -132,14 +137,16 @@ def test_where_a_thread_stands_is_told() -> None:
 
 
 def test_a_wait_for_other_ranks_is_seen() -> None:
-    store = dist.HashStore()
     work: Any = _Never()
-    # a work's own wait is C's; here it is a function of Python's, and so an inner frame
-    work.wait = work.ends.wait
-    told, thread = standing_in(wait_for, work, "a message")
-    work.ends.set()
+    told, thread = standing_in(wait_for, work, Incoming((4,), torch.float32, 1, "forward", 0))
+    work.end()
     thread.join()
-    assert told.stack.count("wait_for") == 1 and store is not None
+    assert told.waits and told.doing == "waits: Receiving activations from pipeline rank 1"
+    store = dist.HashStore()
+    late = partial(store.wait, ["never"], timedelta(seconds=0.5))
+    told, thread = standing_in(lambda: pytest.raises(dist.DistStoreError, late))
+    thread.join()
+    assert not told.waits, "a store of the user's own"
 
 
 def test_a_clock_tells_who_computes() -> None:
