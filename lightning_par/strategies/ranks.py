@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.hang_report.settings import Asked, seconds_until_report
-from lightning_par.hang_report.watch import HangWatch, Watched
+from lightning_par.hang_report.settings import Asked
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.hosts import HostGrid
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.mesh.network import Joined, meet
-from lightning_par.mesh.progress import Progress
 from lightning_par.mesh.rendezvous import Address
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.run.located import Run
@@ -35,11 +33,7 @@ from lightning_par.strategies.parts import Parts, Wanted
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 from lightning_par.strategies.samplers import share_by_replicas
 from lightning_par.strategies.startup_table import show_hosts
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
+from lightning_par.strategies.watched import WatchedMixin
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -49,7 +43,7 @@ _WITHOUT_STORE = ("fake", "mpi")  # backends whose ranks don't meet at a store
 @given_anew
 @takes_module(lambda strategy, module: strategy._take(module))
 @launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
-class RanksMixin(_Base):
+class RanksMixin(WatchedMixin):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
     namespace: Namespace
@@ -62,11 +56,10 @@ class RanksMixin(_Base):
         start_method: StartMethod,
     ) -> None:
         launch.check_start_method(start_method)
-        seconds_until_report(hang_report_after, timeout)
+        self._take_report_time(hang_report_after, timeout)
         super().__init__()
         self.process_group_backend = process_group_backend
         self.timeout = timeout
-        self.hang_report_after = hang_report_after
         self.start_method = start_method
         self.num_nodes = 1
         self.layout: Layout | None = None
@@ -82,9 +75,6 @@ class RanksMixin(_Base):
         self._state = RunState()
         self._run = 0
         self._met_after_exception = False
-        self._evaluated = 0  # steps without training since `setup`
-        self._progress: Progress | None = None
-        self._watch: HangWatch | None = None
 
     def __repr__(self) -> str:
         # Lightning prints this where a Trainer of the other namespace is given the object.
@@ -200,11 +190,9 @@ class RanksMixin(_Base):
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
         self._connect(backend, device)
-        self._end_watch()  # of a run that was not torn down
-        self._progress = Progress()
-        self._progress.begin()
+        self._begin_progress()
         self._groups = make_groups(self.layout, self.timeout or DEFAULT_TIMEOUT)
-        self._begin_watch()
+        self._begin_watch(self.groups.world)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)
 
@@ -223,46 +211,6 @@ class RanksMixin(_Base):
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
         if met is not None and met.rank == 0 and len({*met.grid.hosts}) > 1:
             show_hosts(met.grid)
-
-    def _begin_watch(self) -> None:
-        """From now on a wait for other ranks that takes long is reported."""
-        after = seconds_until_report(self.hang_report_after, self.timeout)
-        if after is None or self.groups.world.size == 1:
-            return
-        assert self._progress is not None
-        timeout = None if self.timeout is None else self.timeout.total_seconds()
-        watched = Watched(after, timeout, self._phase, self._folder, surely=self.root_device.type == "cpu")
-        self._watch = HangWatch(self.groups.world, watched, self._progress)
-        self.namespace.from_pytorch("utilities.rank_zero", "rank_zero_info")(
-            f"Stacks of all ranks, while they run: python -m lightning_par stacks {self._watch.address}"
-        )
-
-    def _end_watch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-        if self._progress is not None:
-            self._progress.end()
-
-    def _phase(self) -> str:
-        """Where in the run this rank is, in words."""
-        trainer: Any = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        if trainer is None or trainer.state.fn is None:
-            return ""
-        stage = trainer.state.stage
-        where = str(trainer.state.fn.value if stage is None else stage.value)
-        if stage is not None and where == "train":
-            return f"training, epoch {trainer.current_epoch}, batch {trainer.fit_loop.total_batch_idx}"
-        return f"{where}, step {self._evaluated}" if self._evaluated else where
-
-    def _folder(self) -> str:
-        trainer: Any = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        return "." if trainer is None else str(trainer.default_root_dir)
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._watch is not None:
-            self._watch.explain(exception)
 
     def _come(self, kind: str, doing: str) -> None:
         """Let other ranks know that this one comes to what all ranks come to."""
