@@ -117,6 +117,8 @@ def _looked_at(folder: Path) -> list[Any]:
             while not (folder / "seen").exists():
                 time.sleep(0.05)
         elif not told:
+            while not ask(watch.address)[1].place.endswith(" in then"):
+                time.sleep(0.05)  # it is still on its way
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 code = commands.main(["stacks", watch.address])
