@@ -87,7 +87,7 @@ class HangWatch:
         self._due = self._since + run.after
         self._handled = 0.0  # when a rank that reports has asked this one
         self._conclusion = ""  # of the report of what this rank stands in
-        self._reported: tuple[Any, ...] = ()  # by this rank
+        self._reported: tuple[int, ...] = ()  # by this rank, in what it stands in
         self._wanted, self._ended, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._stranger = threading.Lock()
         name = f"hangs {number_of(world, 'hangs')}"
@@ -157,11 +157,12 @@ class HangWatch:
                 return
             if self._handled >= began - 0.5 * self._run.after or self._hand_over():
                 return
-        self._wanted.clear()
         try:
             self._report()
         except Exception as error:  # a thread's traceback would be no report either
             print(f"lightning_par: no hang report could be made: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            self._wanted.clear()  # also by those that asked meanwhile
 
     def _hand_over(self) -> bool:
         """Ask the ranks before this one to report, from the first on; whether one will."""
@@ -182,7 +183,7 @@ class HangWatch:
     def _report(self) -> None:
         states = self._states({"ask": "state", "reporting": self._rank})
         finding = find(list(states.values()), 0.9 * self._run.after)
-        if finding is None or self._ended.is_set() or self._reported == (finding.kind, finding.culprits):
+        if finding is None or self._ended.is_set() or self._reported == finding.culprits:
             return
         ordered = tuple(states[rank] for rank in sorted(states))
         now = datetime.now(timezone.utc)
@@ -193,7 +194,7 @@ class HangWatch:
             return
         file = self._file(now)
         report = dataclasses.replace(report, file=file)
-        self._reported = finding.kind, finding.culprits
+        self._reported = finding.culprits
         self._write(str(report), file)
         self._states({"ask": "state", "conclusion": report.conclusion}, [r for r in states if _answers(states[r])])
 

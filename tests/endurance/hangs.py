@@ -262,8 +262,8 @@ def problems(case: Case, pool: Pool, folder: Path) -> Iterator[str]:
     either = case.is_branch and size == 2 and "wait for one another" in line
     if culprits(line) != ({0, 1} if either else {case.rank}):
         yield f"the report names {culprits(line)}:\n{text}"
-    stack = f"Python stack of rank {case.rank}:" in text
-    if not stack or (case.kind != "stop" and "hangs.py" not in text.rpartition("Python stack of rank")[2]):
+    _, stack, rest = text.partition(f"Python stack of rank {case.rank}:")
+    if not stack or (case.kind != "stop" and "hangs.py" not in rest.partition("Python stack of rank")[0]):
         yield f"the report has no stack of rank {case.rank}:\n{text}"
     if len(found) > 1:
         yield f"there are {len(found)} reports:\n" + "\n".join(path.read_text() for path in found)
