@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,13 @@ class Peer:
     address: tuple[str, int, str] | None
     process: Process
 
-    def ask(self, question: Any, patience: float) -> Any:
+    def ask(self, question: Any, patience: float, confirm: Callable[[], bool] = lambda: False) -> Any:
         """What it answers.
 
         Args:
             question: what JSON can say.
             patience: seconds.
+            confirm: once the answer has come, whether to say so: it does nothing before that.
 
         Raises:
             OSError: it does not.
@@ -41,7 +42,10 @@ class Peer:
         if self.address is None:
             raise OSError("it could not listen for questions")
         with call(self.address, question, patience) as line:
-            return line.hear()
+            answer = line.hear()
+            if confirm():
+                line.say("heard")
+            return answer
 
 
 def ask_all(

@@ -85,7 +85,7 @@ class HangWatch:
         self._seen: Begun | None = progress.last
         self._since = time.monotonic()
         self._due = self._since + run.after
-        self._handled = 0.0  # when a rank that reports has asked this one
+        self._quiet_until = 0.0  # another rank that has asked this one is about a report
         self._conclusion = ""  # of the report of what this rank stands in
         self._reported: tuple[int, ...] = ()  # by this rank, in what it stands in
         self._wanted, self._ended, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -152,10 +152,9 @@ class HangWatch:
 
     def _see_to_a_report(self) -> None:
         if not self._wanted.is_set():
-            began = time.monotonic()
             if self._conclusion or self._ended.wait(min(_APART * self._rank, 2.0)):
                 return
-            if self._handled >= began - 0.5 * self._run.after or self._hand_over():
+            if self._is_quiet() or self._hand_over():
                 return
         try:
             self._report()
@@ -164,24 +163,36 @@ class HangWatch:
         finally:
             self._wanted.clear()  # also by those that asked meanwhile
 
+    def _is_quiet(self) -> bool:
+        """Whether another rank is about a report, or has made one."""
+        return bool(self._conclusion) or time.monotonic() < self._quiet_until
+
     def _hand_over(self) -> bool:
-        """Ask the ranks before this one to report, from the first on; whether one will."""
+        """Ask the ranks before this one to report, from the first on; whether one will, or another does."""
         silent: set[str] = set()
         for rank in range(self._rank):
             peer = self._peers[rank]
             if peer.process.machine in silent and peer.process.machine != self._process.machine:
                 continue  # one rank a host that does not answer is enough
             try:
-                peer.ask({"ask": "report"}, _PATIENCE)
+                peer.ask({"ask": "report"}, _PATIENCE, confirm=lambda: not self._is_quiet())
                 return True
             except OSError:
                 silent.add(peer.process.machine)
-            if self._ended.is_set() or self._conclusion:
+            if self._ended.is_set() or self._is_quiet():
                 return True
         return False
 
     def _report(self) -> None:
         states = self._states({"ask": "state", "reporting": self._rank})
+        try:
+            self._make(states)
+        finally:
+            told = {"ask": "state", "conclusion": self._conclusion}
+            self._states(told, [rank for rank, state in states.items() if _answers(state)])
+
+    def _make(self, states: dict[int, RankState]) -> None:
+        """Make the report of ``states``, unless no rank waits or there is one already."""
         finding = find(list(states.values()), 0.9 * self._run.after)
         if finding is None or self._ended.is_set() or self._reported == finding.culprits:
             return
@@ -194,9 +205,8 @@ class HangWatch:
             return
         file = self._file(now)
         report = dataclasses.replace(report, file=file)
-        self._reported = finding.culprits
+        self._reported, self._conclusion = finding.culprits, report.conclusion
         self._write(str(report), file)
-        self._states({"ask": "state", "conclusion": report.conclusion}, [r for r in states if _answers(states[r])])
 
     def _states(self, question: Any, ranks: list[int] | None = None) -> dict[int, RankState]:
         return ask_all(self._peers, self._peers if ranks is None else ranks, question, _PATIENCE, _MOST)
@@ -221,14 +231,15 @@ class HangWatch:
 
     def _answer(self, question: Any, line: Line) -> None:
         if question["ask"] == "report":
+            line.say("yes")
+            line.hear()  # else who asked has given up meanwhile, as where this process was stopped
             self._wanted.set()
             self._wake.set()
-            line.say("yes")
             return
         if "conclusion" in question:
-            self._conclusion = str(question["conclusion"])
-        elif "reporting" in question:  # no need to ask for a report
-            self._handled = time.monotonic()
+            self._conclusion, self._quiet_until = str(question["conclusion"]), 0.0
+        elif question.get("reporting", self._rank) != self._rank:  # no need to ask for a report
+            self._quiet_until = time.monotonic() + 2 * _PATIENCE + _MOST
         line.say(self._state(question["ask"] == "stack").to_json())
 
     def _answer_stranger(self, question: Any, line: Line) -> None:
