@@ -96,15 +96,20 @@ class SideChannel:
         self._threads[0].start()
 
     @contextlib.contextmanager
-    def ask(self, rank: int, question: Any) -> Iterator[Line]:
+    def ask(self, rank: int, question: Any, patience: float = _SILENCE) -> Iterator[Line]:
         """A line to the global ``rank`` that has heard ``question``.
+
+        Args:
+            rank: whom to ask.
+            question: what JSON can say.
+            patience: seconds of silence until it is given up.
 
         Raises:
             RuntimeError: its process has ended, or it could not answer.
         """
         try:
-            host, port, secret = self._address(rank)
-            with socket.create_connection((host, port), _SILENCE) as connection:
+            host, port, secret = self.look_up(rank)
+            with socket.create_connection((host, port), patience) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 line = Line(connection)
                 line.say([secret, question])
@@ -123,7 +128,8 @@ class SideChannel:
     def _key(self, rank: int) -> str:
         return f"lightning_par/side channel/{self._name}/{rank}"
 
-    def _address(self, rank: int) -> tuple[str, int, str]:
+    def look_up(self, rank: int) -> tuple[str, int, str]:
+        """Where the global ``rank`` listens, and its secret; waits for it at the first time."""
         if rank not in self._known:
             host, port, secret = json.loads(default_store().get(self._key(rank)))
             self._known[rank] = host, port, secret

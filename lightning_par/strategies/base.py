@@ -125,6 +125,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         for part in self.parts:
             part.listen(first)
         for part in self.parts:
+            if self._preemption is not None:
+                self._preemption.at_start_up()
             part.make_plan(first)
         for callback in trainer.callbacks:
             if isinstance(callback, ThroughputMixin):
@@ -212,6 +214,16 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._starting = False
         self._share_metrics()
 
+    def on_train_end(self) -> None:
+        if self._preemption is not None:
+            self._preemption.at_train_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._preemption is not None and exception is self._preemption.raised:
+            self._meet_after_exception()
+            self._preemption.finish(self)
+
     def on_validation_start(self) -> None:
         self._share_metrics()
 
@@ -230,6 +242,11 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             state.end()
             give_back_freed(None)
             release(self, patches.all_kinds(self.namespace))
+            preemption, self._preemption = self._preemption, None
+            if preemption is not None:
+                preemption.close()
+        if preemption is not None:
+            preemption.at_the_end()
 
     def _undo_setup(self) -> None:
         module = self.lightning_module

@@ -13,6 +13,7 @@ from lightning_par.pipeline.run.engine import Engine
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
 from lightning_par.strategies.base import StrategyMixin
+from lightning_par.strategies.grace import GracePeriod
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.parts import Wanted
 from lightning_par.strategies.presets.settings import check_reshard, settings_of
@@ -50,6 +51,8 @@ class HybridParallelMixin(StrategyMixin):
         save_distributed_checkpoint: As for `TensorParallelStrategy`.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        grace_period: How long a job has to save and end after SIGTERM, Ctrl-C, or SLURM's signal to be queued again,
+            in seconds. ``"auto"``: what SLURM says, where it is known, and 30 seconds.
         start_method: How processes are started where no launcher (torchrun, SLURM) did.
 
     Raises:
@@ -88,6 +91,7 @@ class HybridParallelMixin(StrategyMixin):
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        grace_period: GracePeriod = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         check_styles(plan)
@@ -99,7 +103,7 @@ class HybridParallelMixin(StrategyMixin):
         if data_parallel not in ("ddp", "fsdp"):
             raise ValueError(f"data_parallel must be 'ddp' or 'fsdp', got {data_parallel!r}.")
         check_reshard(reshard_after_forward, data_parallel)
-        super().__init__(process_group_backend, timeout, start_method)
+        super().__init__(process_group_backend, timeout, grace_period, start_method)
         self.data_parallel = data_parallel
         self.verify = verify
         self.reshard_after_forward = reshard_after_forward

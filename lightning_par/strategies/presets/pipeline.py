@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.pipeline.plan.settings import ScheduleName
+from lightning_par.strategies.grace import GracePeriod
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -34,6 +35,8 @@ class PipelineParallelMixin(HybridParallelMixin):
             they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        grace_period: How long a job has to save and end after SIGTERM, Ctrl-C, or SLURM's signal to be queued again,
+            in seconds. ``"auto"``: what SLURM says, where it is known, and 30 seconds.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
             again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
@@ -62,6 +65,7 @@ class PipelineParallelMixin(HybridParallelMixin):
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        grace_period: GracePeriod = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         super().__init__(
@@ -75,5 +79,6 @@ class PipelineParallelMixin(HybridParallelMixin):
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            grace_period=grace_period,
             start_method=start_method,
         )
