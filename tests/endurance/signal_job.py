@@ -1,4 +1,4 @@
-"""The job that `tests.endurance.signals` sends signals to: a small GPT in float64, each phase of which takes a while."""
+"""The job that `tests.endurance.signals` sends signals to: a small GPT in float64, whose phases each take a while."""
 
 from __future__ import annotations
 
