@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ def forking_launcher(namespace: Namespace, strategy: Any, start_method: str) -> 
     # On the instance, and through module-level functions, since 'spawn' pickles the launcher.
     launcher._collect_rank_zero_results = partial(_collect_whole_weights, launcher)
     launcher.launch = partial(_launch_and_pass_signals_on, launcher, namespace)
+    launcher._wrapping_function = partial(_run_rank, launcher, namespace)
     return launcher
 
 
@@ -50,6 +52,20 @@ def take_children(launcher: Any) -> list[subprocess.Popen[bytes]]:
     for process in taken:
         known.remove(process)
     return taken
+
+
+def _run_rank(launcher: Any, namespace: Namespace, index: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """What a process runs that was started for a rank. Lightning ends a run that is told to end in the process that
+    has started the ranks alone, and takes Ctrl-C in a rank's for its good end, whose results it then waits for."""
+    try:
+        type(launcher)._wrapping_function(launcher, index, trainer, *args, **kwargs)
+    except BaseException as exception:
+        if trainer is not None and trainer.strategy.has_stopped_by(exception):
+            namespace.from_pytorch("trainer.call", "_interrupt")(trainer, exception)
+            trainer._teardown()
+        if isinstance(exception, KeyboardInterrupt):
+            sys.exit(1)  # as Lightning's own launcher of scripts
+        raise
 
 
 def _launch_and_pass_signals_on(launcher: Any, namespace: Namespace, *args: Any, **kwargs: Any) -> Any:

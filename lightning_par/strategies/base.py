@@ -218,9 +218,13 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         if self._preemption is not None:
             self._preemption.at_train_end()
 
+    def has_stopped_by(self, exception: BaseException) -> bool:
+        """Whether ``exception`` is the one by which all ranks have stopped, as a signal had told them to."""
+        return self._preemption is not None and exception is self._preemption.raised
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._preemption is not None and exception is self._preemption.raised:
+        if self._preemption is not None and self.has_stopped_by(exception):
             self._meet_after_exception()
             self._preemption.finish(self)
 

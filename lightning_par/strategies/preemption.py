@@ -7,6 +7,7 @@ that Lightning ends runs with. What hangs ends itself, once the grace period is 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -62,6 +63,7 @@ class Preemption:
         self._put_off = 0
         self._saves = False
         self._children: list[subprocess.Popen[bytes]] = []
+        self._leaves = False
         self._main = threading.get_ident()
         self.raised: BaseException | None = None
         """By which this rank has stopped."""
@@ -192,12 +194,9 @@ class Preemption:
             self._stopping.close()
             with contextlib.suppress(ReferenceError):  # the Trainer is gone
                 lightning_signals.register_as_lightning(self._trainer)
-        end = min(self._end, time.monotonic() + _CHILDREN)
-        for child in self._children:
-            try:
-                child.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
+        if self._children and not self._leaves:
+            self._leaves = True
+            atexit.register(_outlive, self._children)  # which end meanwhile: an interpreter may take seconds for that
 
     # Called in threads.
 
@@ -262,6 +261,16 @@ class Preemption:
         for child in [*self._children, *take_children(self._launcher)]:
             child.kill()
         os._exit(128 + signum)
+
+
+def _outlive(children: list[subprocess.Popen[bytes]]) -> None:
+    """Leave no process behind that this one has started."""
+    end = time.monotonic() + _CHILDREN
+    for child in children:
+        try:
+            child.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 def preempted_path(trainer: Any) -> str:
