@@ -119,7 +119,8 @@ class Told(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         stage = "none" if trainer.state.stage is None else trainer.state.stage.value
-        self.folder.joinpath(f"told-{os.environ.get("LOCAL_RANK", "parent")}").write_text(f"{type(exception).__name__} {stage}")
+        rank = os.environ.get("LOCAL_RANK", "parent")
+        self.folder.joinpath(f"told-{rank}").write_text(f"{type(exception).__name__} {stage}")
 
 
 def fit(strategy: str, folder: Path, rank: int, resume: str | None, slurm: bool, pause: float) -> None:
