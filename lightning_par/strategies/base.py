@@ -72,6 +72,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
         self._state.whereabouts.run = self._run
         self._starting = True
+        patches.WORKER_SIGNALS.hold(self)
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)

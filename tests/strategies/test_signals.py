@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_par.sharded.patches import WORKER_SIGNALS
 from lightning_par.strategies.grace import check_grace_period, kill_wait, requeue, seconds_left
 from lightning_par.strategies.signals import Signals
 from tests.helpers.pool import Pool
@@ -97,9 +98,11 @@ def test_nothing_is_left_behind(pool: Pool) -> None:
     assert pool.run(1, _nothing_is_left) == [(True, 0, 0)]
 
 
-def _workers_of_a_loader() -> list[int]:
+def _workers_of_a_loader(number: int) -> list[int]:
     got: queue.Queue[int] = queue.Queue()
-    with _signals(got):
+    with _signals(got) as signals:
+        signals.install([number])
+        WORKER_SIGNALS.hold(signals)
         rows = []
         for batch in DataLoader(torch.arange(40), batch_size=4, num_workers=2, prefetch_factor=1):
             rows.append(int(batch[0]))
@@ -108,7 +111,8 @@ def _workers_of_a_loader() -> list[int]:
                 workers = [int(pid) for pid in children.split() if _is_fork(int(pid))]
                 assert len(workers) == 2, children
                 for worker in workers:
-                    os.kill(worker, NUMBER)
+                    subprocess.run(["kill", f"-{number}", str(worker)])  # not its parent
+        WORKER_SIGNALS.release(signals)
     assert got.empty()  # a fork does not tell of its own signals here
     return rows
 
@@ -118,8 +122,28 @@ def _is_fork(pid: int) -> bool:
         return theirs.read() == ours.read()
 
 
-def test_workers_of_a_loader_outlive_a_signal_to_all(pool: Pool) -> None:
-    assert pool.run(1, _workers_of_a_loader) == [[*range(0, 40, 4)]]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, NUMBER])
+def test_workers_of_a_loader_outlive_a_signal_to_all(pool: Pool, number: int) -> None:
+    assert pool.run(1, _workers_of_a_loader, number) == [[*range(0, 40, 4)]]
+
+
+def _ended_by_their_rank() -> list[int | None]:
+    got: queue.Queue[int] = queue.Queue()
+    with _signals(got) as signals:
+        WORKER_SIGNALS.hold(signals)
+        batches = iter(DataLoader(torch.arange(40), batch_size=4, num_workers=2))
+        next(batches)
+        workers = batches._workers  # type: ignore[attr-defined]
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join(20)
+        WORKER_SIGNALS.release(signals)
+        return [worker.exitcode for worker in workers]
+
+
+def test_a_rank_ends_the_workers_of_its_loader(pool: Pool) -> None:
+    assert pool.run(1, _ended_by_their_rank) == [[0, 0]]
 
 
 def _other_forks() -> int:
