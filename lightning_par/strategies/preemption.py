@@ -26,7 +26,7 @@ from lightning_par.private.launchers import take_children
 from lightning_par.private.threads import frame_of
 from lightning_par.strategies.grace import GracePeriod, requeue, seconds_left
 from lightning_par.strategies.namespace import Namespace
-from lightning_par.strategies.signals import Signals
+from lightning_par.strategies.signals import Signals, handler_of
 
 _SAME = 1.0  # seconds: a cluster sends a signal to a process, and its launcher sends it on
 _SHARE = 0.9  # of the grace period, after which a process that hangs ends itself
@@ -71,7 +71,7 @@ class Preemption:
         self._signals = Signals(self._received, self._expire)
         self._signals.start()
         wanted = [signal.SIGTERM]
-        if self._requeue_signal and signal.getsignal(self._requeue_signal) in (None, signal.SIG_DFL):
+        if self._requeue_signal and handler_of(self._requeue_signal) in (None, signal.SIG_DFL):
             wanted.append(signal.Signals(self._requeue_signal))
         self._signals.install(wanted)
 
@@ -79,7 +79,7 @@ class Preemption:
         """The ranks know each other; all ranks must call it."""
         self._rank = world.ranks[world.rank]
         self._stopping = Stopping(world, f"signals {number_of(world, 'signals')}", self._told, self._end_with_others)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if handler_of(signal.SIGINT) is signal.default_int_handler:
             self._signals.install([signal.SIGINT])
         lightning_signals.register_by(self._trainer, self._begin)
         if self._early is not None:

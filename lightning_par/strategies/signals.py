@@ -72,7 +72,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in {*numbers, *self._before}:
-            handler = _of_this_process(number, signal.getsignal(number))
+            handler = handler_of(number)
             if handler != self._handle:
                 self._before[number] = handler
                 signal.signal(number, self._handle)
@@ -177,8 +177,9 @@ class Signals:
                 os.write(self._wakeup_before, bytes([byte]))  # type: ignore[arg-type]
 
 
-def _of_this_process(number: int, handler: Any) -> Any:
-    """``handler``, or that in whose place a process set it off which this one was forked."""
+def handler_of(number: int) -> Any:
+    """The handler of a signal, as `signal.getsignal` gives it; not one that is of the process which forked this one."""
+    handler = signal.getsignal(number)
     while isinstance(owner := getattr(handler, "__self__", None), Signals) and owner.is_of_other_process:
         handler = owner.handlers_before.get(number)
     return handler
