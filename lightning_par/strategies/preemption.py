@@ -60,6 +60,7 @@ class Preemption:
         self._ending: float | None = None  # when the first signal came here that means the end
         self._end = float("inf")
         self._began = False
+        self._batches = 0  # of all that were trained when the loops began
         self._put_off = 0
         self._saves = False
         self._children: list[subprocess.Popen[bytes]] = []
@@ -88,6 +89,7 @@ class Preemption:
     def _begin(self) -> dict[int, Any]:
         """The Trainer's loops begin: what was trained before was a trial, as of a learning rate."""
         self._began = True
+        self._batches = self._trainer.fit_loop.total_batch_idx
         self._signals.install(())
         return self._signals.handlers_before
 
@@ -110,21 +112,26 @@ class Preemption:
                     self._put_off += 1
                     return
                 lightning_signals.count_one_step_less(self._trainer)
-        self._stop(saves=self._began)
+        self._stop(saves=self._has_trained())
 
     def before_evaluation_step(self) -> None:
         """A step of validation, test or prediction is about to run."""
         if not self._arrives(of_all=False):
             return
-        fits = self._began and self._trainer.state.fn.value == "fit" and not self._trainer.sanity_checking
-        if fits:
+        saves = self._has_trained() and not self._trainer.sanity_checking
+        if saves:
             lightning_signals.begin_validation_anew(self._trainer)
-        self._stop(saves=fits)
+        self._stop(saves)
 
     def at_train_end(self) -> None:
         """All batches are trained, and `on_train_end` hooks have run."""
         if self._arrives(of_all=True):
-            self._stop(saves=self._began)
+            self._stop(saves=self._has_trained())
+
+    def _has_trained(self) -> bool:
+        """Whether there is more than there was before, or in the checkpoint from which the run resumed."""
+        fits = self._began and self._trainer.state.fn.value == "fit"
+        return fits and self._trainer.fit_loop.total_batch_idx > self._batches
 
     def at_the_end(self) -> None:
         """The run has ended, and nothing is left to stop: what it was told must not be forgotten."""

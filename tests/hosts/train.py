@@ -1,7 +1,7 @@
 """What torchrun starts on hosts.
 
-    torchrun ... -m tests.hosts.train rows FOLDER '[["gpt", {"tensor_parallel_size": 2}]]'
-    torchrun ... -m tests.hosts.train long FOLDER '{"tensor_parallel_size": 2}' STEPS TIMEOUT
+torchrun ... -m tests.hosts.train rows FOLDER '[["gpt", {"tensor_parallel_size": 2}]]'
+torchrun ... -m tests.hosts.train long FOLDER '{"tensor_parallel_size": 2}' STEPS TIMEOUT
 """
 
 from __future__ import annotations
