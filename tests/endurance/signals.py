@@ -120,7 +120,7 @@ class Campaign:
         gc.freeze()  # else each fork copies all of it, as it collects
 
     def whole(self, strategy: str) -> tuple[float, dict[str, torch.Tensor]]:
-        """How many seconds a job takes that is left alone, from its set-up on, and its weights."""
+        """How many seconds a job takes that is left alone, from its set-up to its last weights, and these."""
         if strategy not in self._whole:
             job = Job(strategy, self.folder / "whole" / strategy)
             job.start()
@@ -128,7 +128,9 @@ class Campaign:
             since = time.monotonic()
             codes = job.end(300.0)
             assert codes == [0] * job.world, (codes, (job.folder / "log-0").read_text()[-3000:])
-            self._whole[strategy] = time.monotonic() - since, torch.load(job.folder / "final.pt")
+            final = job.folder / "final.pt"
+            ended = time.monotonic() - (time.time() - final.stat().st_mtime)
+            self._whole[strategy] = ended - since, torch.load(final)
         return self._whole[strategy]
 
     def moment(self, strategy: str, sending: str, draw: random.Random) -> str:
@@ -138,7 +140,7 @@ class Campaign:
             FailedMoment: the job did not end well, or did not resume to the same weights.
         """
         lasts, weights = self.whole(strategy)
-        signum, one, code = SENDINGS[sending]
+        signum, one, _ = SENDINGS[sending]
         folder = self.folder / f"{strategy} {sending} {draw.randrange(10**9)}"
         job = Job(strategy, folder, slurm=signum == signal.SIGUSR1)
         job.start()
@@ -154,16 +156,18 @@ class Campaign:
             raise FailedMoment(f"hung: codes {codes}; see {folder}")
         told = [path.read_text() for path in sorted(folder.glob("told-*"))]
         where = f"{told[0] if told else 'at its end'}, {where}"
-        self._check(job, codes, code, where)
+        self._check(job, codes, sending, where)
         if (folder / "trained").exists() and not (folder / "final.pt").exists():
             self._resume(job, weights, where)
         shutil.rmtree(folder)
         return where
 
-    def _check(self, job: Job, codes: list[int | None], code: int, where: str) -> None:
+    def _check(self, job: Job, codes: list[int | None], sending: str, where: str) -> None:
         folder = job.folder
+        signum, _, code = SENDINGS[sending]
         finished, trained = (folder / "final.pt").exists(), (folder / "trained").exists()
-        if len({*codes}) > 1 or not finished and codes[0] != code:
+        # Who has ended its run, and is about to end, ends as Python does.
+        if not {*codes} <= ({0, code, -signum} if finished else {code}):
             raise FailedMoment(f"codes {codes} instead of {code}, {where}; see {folder}")
         found = saved(job)
         if len(found) != (trained and not finished) and not (finished and len(found) <= 1):
