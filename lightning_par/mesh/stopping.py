@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_par.mesh.axis import Axis
@@ -40,25 +40,33 @@ class Stopping:
     Args:
         world: all ranks of the run.
         name: used once in a job.
+        seconds: called in a thread on the first rank: how long there is after a signal with this number, that came now.
         told: called in a thread, once, when this rank knows that all are to stop.
         end: called in a thread with a signal's number: this process is to end at once.
 
     Example::
 
-        stopping = Stopping(groups.world, "signals 3", told=print, end=os._exit)
+        stopping = Stopping(groups.world, "signals 3", seconds=lambda number: 30.0, told=print, end=os._exit)
         stopping.ask(Request(signal.SIGTERM, 0, 30.0))
         while not stopping.arrive(of_all=True):
             train_a_batch()
         stopping.close()
     """
 
-    def __init__(self, world: Axis, name: str, told: Callable[[Request], None], end: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        world: Axis,
+        name: str,
+        seconds: Callable[[int], float],
+        told: Callable[[Request], None],
+        end: Callable[[int], None],
+    ) -> None:
         self.request: Request | None = None
         """What this rank was told, if it was."""
         self.silent: list[int] = []
         """On the first rank, those that have not answered."""
         self._ranks, self._me = world.ranks, world.ranks[world.rank]
-        self._told, self._end = told, end
+        self._seconds, self._told, self._end = seconds, told, end
         self._line = StopLine()
         self._changed = threading.Condition()
         self._round: threading.Thread | None = None
@@ -136,6 +144,8 @@ class Stopping:
         self._round.start()
 
     def _run_round(self, request: Request) -> None:
+        if request.rank != self._me:
+            request = replace(request, seconds=self._seconds(request.signum))
         name = signal_name(request.signum)
         print(
             f"Rank {request.rank} received {name}: all ranks end where the run can be resumed from, within "

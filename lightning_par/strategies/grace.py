@@ -39,13 +39,14 @@ def in_seconds(value: timedelta | float) -> float:
     return value.total_seconds() if isinstance(value, timedelta) else float(value)
 
 
-def seconds_left(period: GracePeriod, signum: int, on_slurm: bool) -> float:
+def seconds_left(period: GracePeriod, signum: int, on_slurm: bool, asks: bool = True) -> float:
     """How long there is from now until the job has to have ended.
 
     Args:
         period: what the user said; ``"auto"`` is SLURM's own where it is known, and `DEFAULT` else.
         signum: the signal that came now.
         on_slurm: whether the job runs under SLURM.
+        asks: whether SLURM's controller may be asked, which one rank of a job does for all.
     """
     if period != "auto":
         return in_seconds(period)
@@ -54,7 +55,7 @@ def seconds_left(period: GracePeriod, signum: int, on_slurm: bool) -> float:
     if signum not in (signal.SIGTERM, signal.SIGINT):  # a warning ahead of the end
         left = float(os.environ.get("SLURM_JOB_END_TIME", 0)) - time.time()
         return left if left > 0 else DEFAULT
-    return kill_wait() or DEFAULT
+    return (kill_wait() if asks else None) or DEFAULT
 
 
 def kill_wait() -> float | None:

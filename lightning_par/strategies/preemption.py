@@ -79,7 +79,8 @@ class Preemption:
     def connect(self, world: Axis) -> None:
         """The ranks know each other; all ranks must call it."""
         self._rank = world.ranks[world.rank]
-        self._stopping = Stopping(world, f"signals {number_of(world, 'signals')}", self._told, self._end_with_others)
+        name = f"signals {number_of(world, 'signals')}"
+        self._stopping = Stopping(world, name, self._seconds_left, self._told, self._exit)
         if handler_of(signal.SIGINT) is signal.default_int_handler:
             self._signals.install([signal.SIGINT])
         lightning_signals.register_by(self._trainer, self._begin)
@@ -225,23 +226,25 @@ class Preemption:
 
     def _ask(self, signum: int, since: float) -> None:
         assert self._stopping is not None
-        seconds = since + seconds_left(self._grace, signum, self._on_slurm) - time.monotonic()
-        self._end_within(seconds)
+        seconds, told = since + self._seconds_left(signum) - time.monotonic(), self._stopping.request
+        if told is None or told.signum != signum:
+            self._end_within(seconds)
         try:
             self._stopping.ask(Request(signum, self._rank, seconds))
         except RuntimeError as error:
             print(f"Rank {self._rank} received {signal_name(signum)}, but: {error}", file=sys.stderr, flush=True)
 
+    def _seconds_left(self, signum: int) -> float:
+        return seconds_left(self._grace, signum, self._on_slurm, asks=self._rank == 0)
+
     def _told(self, request: Request) -> None:
         self._children += take_children(self._launcher)
+        self._end = float("inf")  # until when this rank would have waited for that
         self._end_within(request.seconds)
 
     def _end_within(self, seconds: float) -> None:
         self._end = min(self._end, time.monotonic() + seconds * _SHARE)
         self._signals.expire_at(self._end)
-
-    def _end_with_others(self, signum: int) -> None:
-        self._exit(signum)
 
     def _end_at_once(self, signum: int) -> None:
         if self._stopping is not None:

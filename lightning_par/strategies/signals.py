@@ -91,8 +91,8 @@ class Signals:
         return os.getpid() != self._pid
 
     def expire_at(self, when: float) -> None:
-        """Call ``expire`` at that time of `time.monotonic`; an earlier one, that was said before, stays."""
-        self._deadline = when if self._deadline is None else min(when, self._deadline)
+        """Call ``expire`` at that time of `time.monotonic`, and not at one that was said before."""
+        self._deadline = when
         self._tell(_WOKEN)
 
     def close(self) -> None:
