@@ -51,8 +51,8 @@ class Preemption:
     ) -> None:
         self._trainer, self._namespace, self._grace, self._launcher = trainer, namespace, grace_period, launcher
         self._on_slurm = isinstance(environment, namespace.from_fabric("plugins.environments", "SLURMEnvironment"))
-        self._requeues = self._on_slurm and environment.auto_requeue
-        self._requeue_signal: int | None = environment.requeue_signal if self._requeues else None
+        self._auto_requeue = self._on_slurm and environment.auto_requeue
+        self._requeue_signal: int | None = environment.requeue_signal if self._auto_requeue else None
         self._stopping: Stopping | None = None
         self._rank = 0
         self._noted: int | None = None  # the first signal that came here
@@ -138,7 +138,9 @@ class Preemption:
         """The run has ended, and nothing is left to stop: what it was told must not be forgotten."""
         request = None if self._stopping is None else self._stopping.request
         signum = self._noted if request is None else request.signum
-        if signum is not None and self.raised is None and self._trainer.state.status.value != "interrupted":
+        running = self.raised is None and self._trainer.state.status.value != "interrupted"
+        if running and signum not in (None, self._requeue_signal):  # of a run that is through there is no more to do
+            assert signum is not None
             raise self._exception(signum)
 
     def _arrives(self, of_all: bool) -> bool:
@@ -178,8 +180,8 @@ class Preemption:
         if requeues:
             for logger in trainer.loggers:
                 logger.finalize("finished")
-        if self._saves and not trainer.fast_dev_run and (self._requeues or not self._saved):
-            own = lightning_signals.hpc_save_path(trainer) if self._requeues else preempted_path(trainer)
+        if self._saves and not trainer.fast_dev_run and (self._auto_requeue or not self._saved):
+            own = lightning_signals.hpc_save_path(trainer) if self._auto_requeue else preempted_path(trainer)
             path = strategy.broadcast(own)
             trainer.save_checkpoint(path)
             self._say(f"Saved {path} at step {trainer.global_step}, from which the run resumes.")
@@ -223,6 +225,8 @@ class Preemption:
             self._end_at_once(signum)
         else:
             self._early = signum
+            if self._stopping is not None:  # by now
+                self._ask(signum, now)
 
     def _ask(self, signum: int, since: float) -> None:
         assert self._stopping is not None

@@ -31,10 +31,13 @@ class Sends(Callback):
         rank: which rank's process.
         times: how often the hook has run before.
         number: of the signal.
+        pause: seconds until the process goes on.
     """
 
-    def __init__(self, hook: str, rank: int = 1, times: int = 0, number: int = signal.SIGTERM) -> None:
-        self.rank, self.left, self.number = rank, times, number
+    def __init__(
+        self, hook: str, rank: int = 1, times: int = 0, number: int = signal.SIGTERM, pause: float = 0.0
+    ) -> None:
+        self.rank, self.left, self.number, self.pause = rank, times, number, pause
         self.told: list[str] = []
         setattr(self, hook, self._send)
 
@@ -42,6 +45,7 @@ class Sends(Callback):
         if os.environ["LOCAL_RANK"] == str(self.rank):
             if self.left == 0:
                 os.kill(os.getpid(), self.number)
+                time.sleep(self.pause)
             self.left -= 1
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -120,6 +124,7 @@ def _rare(folder: Path) -> dict[str, dict[str, Any]]:
         "end": _fit(folder / "end", "tensor", "on_train_end", 0),
         "after": _fit(folder / "after", "tensor", "on_validation_end", 3, max_epochs=1, val_check_interval=2),
         "callback": _fit(folder / "callback", "sequence", "on_train_batch_start", 2, saves),
+        "too late": _run(folder / "late", "tensor", [Sends("on_validation_end", pause=1.0)], "validate"),
         "predict": _run(folder / "predict", "placement", [Sends("on_predict_batch_start", times=1)], "predict"),
         "again": _fit(folder / "again", "fsdp", "on_fit_end", 99),
     }
@@ -166,6 +171,7 @@ def test_where_a_run_stops_at_rarer_moments(pool: Pool, tmp_path: Path) -> None:
         "end": [*SIGTERM, "last-preempted-epoch=2-step=16.ckpt", 16],
         "after": [*SIGTERM, "last-preempted-epoch=1-step=8.ckpt", 8],
         "callback": [*SIGTERM, "on_exception.ckpt", 3],
+        "too late": SIGTERM,
         "predict": SIGTERM,
         "again": ["none"],
     }
