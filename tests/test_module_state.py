@@ -19,6 +19,7 @@ CHANGING = {
     "sharded/run_state.py RunState.current": "the run that is open",
     "pipeline/run/located.py Run.current": "the step that runs",
     "absent/deferred/session.py Session.current": "the build that runs",
+    "strategies/signals.py Signals.installed": "those that are, for a fork to leave",
     "mesh/listener.py thread": "who listens to a thread, put back when it has run",
     "mesh/progress.py Progress.current": "the run that is open",
     "mesh/ledger.py Ledger.opened": "those within their context",
@@ -46,6 +47,7 @@ CHANGING = {
     "sharded/patches/__init__.py STORED": "",
     "sharded/patches/__init__.py SHARES": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",
+    "sharded/patches/__init__.py WORKER_SIGNALS": "",
     "sharded/patches/transforms.py TRANSFORMS": "what stands there, as long as it does",
 }
 
