@@ -254,10 +254,11 @@ def test_no_flipped_bit_is_read_as_a_value(true: Path, pool: Pool, tmp_path: Pat
 
 
 @slow()
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", range(4))
 def test_none_of_many_flipped_bits_is_read_as_a_value(block: int, true: Path, pool: Pool, tmp_path: Path) -> None:
-    seeds = range(1000 + block * 10_000, 11_000 + block * 10_000)
-    assert pool.run(1, _many, true, tmp_path, seeds, timeout=1700) == [{}]
+    seeds = range(1000 + block * 2500, 3500 + block * 2500)
+    assert pool.run(1, _many, true, tmp_path, seeds, timeout=900) == [{}]
 
 
 # -------------------------------------------------------------------------------------------------------- the command
