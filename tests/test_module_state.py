@@ -30,8 +30,8 @@ CHANGING = {
     "private/compiler.py _uncompiled": "contexts that are entered; torch has one stance for the process",
     "private/fake_tensors.py log": "torch's logger, whose level is another while a trial run runs",
     # how many of a class are alive, or ever were
-    "sharded/aliases.py Memory.count": "",
-    "sharded/aliases.py Memory.made_ever": "",
+    "sharded/aliases/memory.py Memory.count": "",
+    "sharded/aliases/memory.py Memory.made_ever": "",
     "sharded/rules/several_axes.py Mix.count": "",
     "sharded/rules/stored_weights.py Gathering.count": "",
     # of the process, and of no run
