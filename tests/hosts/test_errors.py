@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.slow import slow
-from tests.hosts.network import LAUNCHERS, PORT, Host, hosts, left_behind
+from tests.hosts.network import PORT, Host, Process, hosts, left_behind
 
 PATIENCE = 20.0  # seconds, the strategies' timeout
 
 
-def _starts(host: Host, rank: int, folder: Path, **variables: str) -> tuple[list[str], Path, dict[str, str]]:
+def _start(host: Host, rank: int, folder: Path, variables: dict[str, str]) -> Process:
     """As a launcher that serves no store starts a rank, for which the first rank does."""
     layout = json.dumps({"tensor_parallel_size": 2})
     command = ["python", "-m", "tests.hosts.train", "long", str(folder), layout, "2", f"{PATIENCE:.0f}"]
     own = {"RANK": f"{rank}", "LOCAL_RANK": "0", "NODE_RANK": f"{rank}", "GROUP_RANK": f"{rank}", "WORLD_SIZE": "2"}
     where = {"MASTER_ADDR": "host0", "MASTER_PORT": f"{PORT}", "TEST_NODES": "2", "TORCHELASTIC_RUN_ID": "by hand"}
-    return command, folder / f"output-{rank}", own | {"LOCAL_WORLD_SIZE": "1"} | where | variables
+    return host.start(command, folder / f"output-{rank}", **{**own, "LOCAL_WORLD_SIZE": "1", **where, **variables})
 
 
 WRONG: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -48,12 +48,7 @@ WRONG: dict[str, tuple[dict[str, str], list[str]]] = {
 def test_what_is_wrong_on_one_host_is_told_by_all(what: str, tmp_path: Path) -> None:
     variables, messages = WRONG[what]
     with hosts(2, named=True) as made:
-        assert LAUNCHERS  # none of them is inherited
-        started = [
-            host.start(*_starts(host, rank, tmp_path, **variables if rank else {})[:2],
-                       **_starts(host, rank, tmp_path, **variables if rank else {})[2])
-            for rank, host in enumerate(made)
-        ]  # fmt: skip
+        started = [_start(host, rank, tmp_path, variables if rank else {}) for rank, host in enumerate(made)]
         since = time.monotonic()
         codes = [process.wait(PATIENCE + 60) for process in started]
         assert all(codes) and time.monotonic() - since < PATIENCE + 50
