@@ -111,6 +111,15 @@ class Fault:
         while not self.reported():
             time.sleep(0.2)
 
+    def settle(self) -> None:
+        """At the end of a run: one that is to be stopped at a moment of the run is stopped before it has ended."""
+        while self.case.kind == "stop" and self.struck() and not self.reported():
+            time.sleep(0.02)
+
+    def struck(self) -> bool:
+        """Whether this rank is the one that something has happened to."""
+        return int(os.environ["RANK"]) == self.case.rank and (self.folder / "began").exists()
+
     def spin(self) -> None:
         number = 0
         while number % 1_000_000 or not self.reported():
@@ -197,6 +206,9 @@ class Net(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         self.faults[0].at("batch end")
+
+    def on_train_end(self) -> None:
+        self.faults[0].settle()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.faults[0].at("saving")
