@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import TypeGuard
 
 from torch.distributed import Store
 
@@ -85,19 +86,21 @@ def _listen_where_others_reach(rendezvous: Rendezvous, hosts: Sequence[Host]) ->
     if os.environ.get(GLOO) or not is_loopback(gloo_address()):
         return
     own = hosts[rendezvous.rank]
-    for host, route in zip(hosts, routes):
-        if host != own and route and not is_loopback(route):
-            here = _own_address(route)
-            interface = None if not here or is_loopback(here) else interface_of(here)
-            if interface is not None:
-                os.environ[GLOO] = interface
-                return
+    others = [_own_address(route) for route, host in zip(routes, hosts) if _leads_away(route) and host != own]
+    interfaces = [interface_of(here) for here in (routes[rendezvous.rank], *others) if _leads_away(here)]
+    found = next(filter(None, interfaces), None)
+    if found is not None:
+        os.environ[GLOO] = found
 
 
 def _own_address(towards: str) -> str | None:
     with suppress(OSError):
         return address_towards(towards, 1)
     return None
+
+
+def _leads_away(address: str | None) -> TypeGuard[str]:
+    return address is not None and not is_loopback(address)
 
 
 def _reach_next_host(rendezvous: Rendezvous, hosts: Sequence[Host]) -> None:

@@ -12,7 +12,7 @@ from lightning_par.verdict.compare import TOLERANCE
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.hosts.network import hosts, left_behind, torchrun
-from tests.hosts.train import one_device
+from tests.hosts.train import resumed
 
 DIRECTORY = dict(save_distributed_checkpoint=True)
 PP2_TP2 = dict(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=2)
@@ -35,7 +35,7 @@ def _run(folder: Path, layout: dict[str, object], own_disk: bool) -> tuple[list[
 def test_a_checkpoint_on_a_shared_disk_resumes(kind: dict[str, object], pool: Pool, tmp_path: Path) -> None:
     codes, said = _run(tmp_path, PP2_TP2 | kind, own_disk=False)
     assert codes == [0, 0], said
-    (expected,) = pool.run(1, one_device, 4, str(tmp_path))
+    (expected,) = pool.run(1, resumed, tmp_path, None, tmp_path / "alone.ckpt")
     for rank in range(4):
         found = torch.load(tmp_path / f"weights-{rank}.pt")
         assert all((x - expected[name]).abs().max() <= TOLERANCE for name, x in found.items()), rank

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -50,13 +51,20 @@ class _Tells(Callback):
 
 
 class _Reads(Callback):
-    """The first rank alone reads whole weights, which the others answer by connections of their own."""
+    """The first rank alone saves whole weights, which the others answer by connections of their own."""
 
     total = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.is_global_zero:
-            self.total = float(sum(p.detach().sum() for p in pl_module.parameters()))
+            self.total = total(pl_module)
+
+
+def total(module: LightningModule) -> float:
+    """The sum of the weights as they are saved."""
+    torch.save(module.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    return float(sum(x.sum() for x in torch.load(file).values()))
 
 
 def fit(folder: Path, layout: dict[str, Any] | None, steps: int, timeout: float = 60.0, **options: Any) -> Trainer:
@@ -88,12 +96,12 @@ def one_device(steps: int, folder: str) -> dict[str, torch.Tensor]:
     return weights(fit(Path(folder), None, steps))
 
 
-def resumed(folder: Path, layout: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
+def resumed(folder: Path, layout: dict[str, Any] | None, path: Path) -> dict[str, torch.Tensor]:
     """The weights after two steps, a checkpoint at ``path``, and two steps more."""
     trainer = fit(folder, layout, 2)
     read = next(callback for callback in trainer.callbacks if isinstance(callback, _Reads))  # type: ignore[attr-defined]
-    total = float(sum(x.sum() for x in trainer.lightning_module.parameters()))
-    assert not trainer.is_global_zero or abs(read.total - total) < 1e-9, f"read {read.total} of {total}"
+    whole = total(trainer.lightning_module)
+    assert not trainer.is_global_zero or abs(read.total - whole) < 1e-9, f"read {read.total} of {whole}"
     trainer.save_checkpoint(path)
     return weights(fit(folder, layout, 4, ckpt_path=path))
 
