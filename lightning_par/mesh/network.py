@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import TypeGuard
 
 from torch.distributed import Store
 
@@ -85,22 +84,33 @@ def _listen_where_others_reach(rendezvous: Rendezvous, hosts: Sequence[Host]) ->
     routes = rendezvous.exchange("routes", _own_address(rendezvous.address.host))
     if os.environ.get(GLOO) or not is_loopback(gloo_address()):
         return
-    own = hosts[rendezvous.rank]
-    others = [_own_address(route) for route, host in zip(routes, hosts) if _leads_away(route) and host != own]
-    interfaces = [interface_of(here) for here in (routes[rendezvous.rank], *others) if _leads_away(here)]
-    found = next(filter(None, interfaces), None)
+    ways = (_own_address(route) for route in routes_out(rendezvous.rank, hosts, routes))
+    found = next(filter(None, (interface_of(here) for here in ways if here and not is_loopback(here))), None)
     if found is not None:
         os.environ[GLOO] = found
+
+
+def routes_out(rank: int, hosts: Sequence[Host], routes: Sequence[str | None]) -> list[str]:
+    """Addresses on the network that joins the hosts, the rank's own first; none that means the host that says it.
+
+    Args:
+        rank: this process' number by its launcher.
+        hosts: of each rank.
+        routes: each rank's address on its way to the store; None where no way leads there.
+
+    Example::
+
+        a, b = Host("a"), Host("b")
+        assert routes_out(1, [a, b], ["127.0.0.1", "10.0.0.2"]) == ["10.0.0.2"]
+    """
+    elsewhere = [route for route, host in zip(routes, hosts) if host != hosts[rank]]
+    return [route for route in (routes[rank], *elsewhere) if route and not is_loopback(route)]
 
 
 def _own_address(towards: str) -> str | None:
     with suppress(OSError):
         return address_towards(towards, 1)
     return None
-
-
-def _leads_away(address: str | None) -> TypeGuard[str]:
-    return address is not None and not is_loopback(address)
 
 
 def _reach_next_host(rendezvous: Rendezvous, hosts: Sequence[Host]) -> None:

@@ -26,6 +26,7 @@ from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
 from lightning_par.strategies.grace import GracePeriod, check_grace_period
+from lightning_par.strategies.hang_watch import HangWatchMixin
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
@@ -34,7 +35,6 @@ from lightning_par.strategies.preemption import Preemption
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 from lightning_par.strategies.samplers import share_by_replicas
 from lightning_par.strategies.startup_table import show_hosts
-from lightning_par.strategies.watched import WatchedMixin
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -44,7 +44,7 @@ _WITHOUT_STORE = ("fake", "mpi")  # backends whose ranks don't meet at a store
 @given_anew
 @takes_module(lambda strategy, module: strategy._take(module))
 @launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
-class RanksMixin(WatchedMixin):
+class RanksMixin(HangWatchMixin):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
     namespace: Namespace

@@ -18,7 +18,7 @@ else:
     _Base = object
 
 
-class WatchedMixin(_Base):
+class HangWatchMixin(_Base):
     """Watches a strategy's run from when its axes are made until it is torn down."""
 
     namespace: Namespace
