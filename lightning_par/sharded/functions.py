@@ -40,17 +40,6 @@ def operator_of(func: Any) -> str:
     return str(schema_of(func).name.removeprefix("aten::"))
 
 
-def draws(operator: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def attends_without_draws(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator of attention, which may draw, is told to drop nothing."""
-    told = {a.name: x for a, x in zip(schema_of(operator).arguments, args)} | kwargs
-    return "attention" in operator_of(operator) and not told.get("dropout_p")
-
-
 def writes(name: str) -> bool:
     """Whether a function writes into its first argument, or changes how that is laid out or differentiated."""
     return name == "__setitem__" or name in IN_PLACE_OPERATORS or name.endswith("_") and not name.endswith("__")

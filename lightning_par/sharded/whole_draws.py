@@ -20,7 +20,19 @@ from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunction, TorchDispatchMode
-from lightning_par.sharded.functions import FILLS, attends_without_draws, draws, operator_of
+from lightning_par.private.operators import schema_of
+from lightning_par.sharded.functions import FILLS, operator_of
+
+
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def attends_without_draws(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator of attention, which may draw, is told to drop nothing."""
+    told = {a.name: x for a, x in zip(schema_of(operator).arguments, args)} | kwargs
+    return "attention" in operator_of(operator) and not told.get("dropout_p")
 
 
 class InexactDrawError(NotImplementedError):

@@ -90,3 +90,8 @@ def places_of_the_generator(call: Call) -> set[bytes]:
 @trial("DRAWS_BY_VALUE")
 def draws_as_many_numbers_as_entries_say(call: Call) -> None:
     assert len(places_of_the_generator(call)) > 1
+
+
+@trial("DRAWS_ANEW")
+def draws_without_a_tensor(call: Call) -> None:
+    assert not tensors(call.given()) and moves_the_generator(call)

@@ -17,7 +17,8 @@ from lightning_par.absent.geometry import Geometry
 from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
-from lightning_par.sharded.functions import FILLS, OVERWRITES, draws, operator_of
+from lightning_par.sharded.functions import FILLS, OVERWRITES, operator_of
+from lightning_par.sharded.whole_draws import draws
 
 if TYPE_CHECKING:
     from lightning_par.absent.deferred.adoption import Adoption

@@ -18,14 +18,8 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.pytree import tree_map
-from lightning_par.sharded.functions import (
-    DRAWS,
-    DRAWS_ANEW,
-    DRAWS_BY_VALUE,
-    attends_without_draws,
-    draws,
-    operator_of,
-)
+from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW, DRAWS_BY_VALUE, operator_of
+from lightning_par.sharded.whole_draws import attends_without_draws, draws
 
 DRAWING = DRAWS | DRAWS_ANEW
 """Functions that draw, by name."""

@@ -143,6 +143,11 @@ class Residual(nn.Module):
             h = h * F.gumbel_softmax(h, tau=2.0, dim=-1)
         elif self.kind == "noise":
             h = h + 0.1 * torch.randn_like(h) + torch.empty_like(h).uniform_(-0.1, 0.1)
+        elif self.kind == "decides":
+            h = F.dropout(h, P)
+            h = h * torch.rand_like(h) if torch.rand(1).item() < 0.5 else F.dropout(h, P)
+        elif self.kind == "rrelu":
+            h = F.rrelu(h, training=True)
         elif self.kind == "own":
             h = F.dropout(h, P) + 0.1 * torch.rand(h.shape, generator=self.own, dtype=h.dtype)
         elif self.kind == "chances":
@@ -184,21 +189,42 @@ class Draws(Base):
 
 
 class VAE(Base):
-    """Noise that is drawn for what the encoder makes."""
+    """Noise that is drawn for what the encoder makes, in evaluation, too, if ``always``."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: bool = False) -> None:
         super().__init__()
+        self.always = always
         self.encode = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(P), nn.Linear(16, 8))
         self.decode = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(P), nn.Linear(16, 12))
 
     def forward(self, x: Tensor) -> Tensor:
         mean, log_scale = self.encode(x).chunk(2, -1)
-        noise = torch.randn_like(mean) if self.training else torch.zeros_like(mean)
+        noise = torch.randn_like(mean) if self.training or self.always else torch.zeros_like(mean)
         return self.decode(mean + noise * log_scale.exp())
 
     def loss(self, batch: Any) -> Tensor:
         x, _ = batch
-        return F.mse_loss(self(x), x)
+        x = x + 0.1 * torch.rand(len(x), 1, dtype=x.dtype) if self.always else x
+        return F.mse_loss(F.dropout(self(x), P, self.training or self.always), x)
+
+
+class Attention(Base):
+    """`nn.MultiheadAttention` whose weights are used, behind a container with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Embedding(48, 32), nn.Dropout(P))
+        self.attention = nn.MultiheadAttention(32, 4, dropout=P, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 48)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        y, weights = self.attention(x, x, x, need_weights=True)
+        return self.head(self.norm(x + F.dropout(y, P, self.training) + (weights @ x)))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x).transpose(1, 2), y)
 
 
 def bert(t: Any) -> nn.Module:
@@ -228,7 +254,11 @@ ROWS: dict[str, Case] = {
     "lstm_drops_length_first": Case(lambda: LSTM(batch_first=False), text()),
     "draws": Case(lambda: Draws("alpha", "channels", "feature_alpha", "noise"), vectors()),
     "draws_by_value": Case(lambda: Draws("gumbel", "chances", "picked", "own"), vectors()),
+    "draws_that_decide": Case(lambda: Draws("decides", "alpha", "decides"), vectors()),
+    "draws_by_sign": Case(lambda: Draws("alpha", "rrelu"), vectors()),
     "vae_drops": Case(VAE, vectors()),
+    "vae_draws_always": Case(lambda: VAE(always=True), vectors()),
+    "attention_drops": Case(Attention, text()),
     "hf_bert_drops": hugging_face(bert, dicts(masked=True)),
     "hf_bart_drops": hugging_face(bart, dicts(seq2seq=True)),
 }
