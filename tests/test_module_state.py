@@ -20,6 +20,7 @@ CHANGING = {
     "pipeline/run/located.py Run.current": "the step that runs",
     "absent/deferred/session.py Session.current": "the build that runs",
     "mesh/listener.py thread": "who listens to a thread, put back when it has run",
+    "mesh/progress.py Progress.current": "the run that is open",
     "mesh/ledger.py Ledger.opened": "those within their context",
     "pipeline/trial/placeholders.py AbsentNumber.count": "in the trial run that runs",
     "pipeline/trial/placeholders.py AbsentNumber.cut": "in the trial run that runs",

@@ -103,3 +103,15 @@ def tells_of_a_lost_peer(error: BaseException) -> bool:
     but the file that they come from, all but one."""
     gloo = type(error) is RuntimeError and any(mark in str(error) for mark in ("gloo/", "caused pair closure"))
     return gloo or isinstance(error, torch.distributed.DistError)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether ``error`` says that an operation has not ended in time, which says nothing of the process there."""
+    return any(mark in str(error) for mark in ("Timed out waiting", "Application timeout caused", "Watchdog caught"))
+
+
+def closed_by_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that the other side has closed the connection: when its process ends, but on gloo also
+    when an operation of its own has not ended in time."""
+    marks = ("Connection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited")
+    return any(mark in str(error) for mark in marks)

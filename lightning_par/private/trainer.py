@@ -43,3 +43,8 @@ def restores_a_run(frame: FrameType | None) -> bool:
     ):
         frame = frame.f_back
     return frame is not None
+
+
+def is_entry_point(frame: FrameType) -> bool:
+    """Whether ``frame`` is that of the function of Lightning within which all code of a run is called."""
+    return frame.f_code.co_name == "_call_and_handle_interrupt"

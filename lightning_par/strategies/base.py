@@ -230,6 +230,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
                 self._undo_setup()
         finally:
             state.end()
+            self._end_watch()
             give_back_freed(None)
             release(self, patches.all_kinds(self.namespace))
 

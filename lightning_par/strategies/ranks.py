@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.hang_report.settings import Asked
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.mesh.network import Joined, meet
@@ -31,11 +32,7 @@ from lightning_par.strategies.parts import Parts, Wanted
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 from lightning_par.strategies.samplers import share_by_replicas
 from lightning_par.strategies.startup_table import show_hosts
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
+from lightning_par.strategies.watched import WatchedMixin
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -45,13 +42,20 @@ _WITHOUT_STORE = ("fake", "mpi")  # backends whose ranks don't meet at a store
 @given_anew
 @takes_module(lambda strategy, module: strategy._take(module))
 @launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
-class RanksMixin(_Base):
+class RanksMixin(WatchedMixin):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
     namespace: Namespace
 
-    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, start_method: StartMethod) -> None:
+    def __init__(
+        self,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        hang_report_after: Asked,
+        start_method: StartMethod,
+    ) -> None:
         launch.check_start_method(start_method)
+        self._take_report_time(hang_report_after, timeout)
         super().__init__()
         self.process_group_backend = process_group_backend
         self.timeout = timeout
@@ -68,7 +72,6 @@ class RanksMixin(_Base):
         self._state = RunState()
         self._run = 0
         self._met_after_exception = False
-        self._evaluated = 0  # steps without training since `setup`
 
     def __repr__(self) -> str:
         # Lightning prints this where a Trainer of the other namespace is given the object.
@@ -184,7 +187,9 @@ class RanksMixin(_Base):
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
         self._connect(backend, device)
+        self._begin_progress()
         self._groups = make_groups(self.layout, self.timeout or DEFAULT_TIMEOUT)
+        self._begin_watch(self.groups.world)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)
 

@@ -1,17 +1,16 @@
-"""The command line of the verdict: ``python -m lightning_par check my_module.py:MyModule ...``."""
+"""The command of the verdict: ``python -m lightning_par check my_module.py:MyModule ...``."""
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 2
 
@@ -22,28 +21,8 @@ _EXAMPLE = """example:
 exit code: 0 where all layouts equal one device, 1 where one differs, 2 where one is refused or an argument is wrong"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code. What is wrong with the arguments is one line on stderr.
-
-    Args:
-        arguments: without the program's name; by default those of this process.
-    """
-    try:
-        return _check(_parser().parse_args(arguments))
-    except Exception as error:  # the user's own files are imported, and may raise anything
-        message = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
-        print(f"lightning_par check: {message}", file=sys.stderr)
-        return REFUSED
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _parser() -> ArgumentParser:
-    parser = _Parser(prog="python -m lightning_par")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_check(commands: Any) -> None:
+    """Add the command to the ``commands`` of a parser."""
     check = commands.add_parser(
         "check",
         help="train a few steps on one device and under layouts, and compare",
@@ -68,7 +47,7 @@ def _parser() -> ArgumentParser:
         "--dropout", action=BooleanOptionalAction, default=False, help="leave dropout on, with one device's masks"
     )
     check.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default: 600)")
-    return parser
+    check.set_defaults(run=_check)
 
 
 def _check(asked: Namespace) -> int:

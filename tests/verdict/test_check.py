@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 
 import lightning_par
 from lightning_par import PipelineParallelStrategy, pl
+from lightning_par import __main__ as command
 from lightning_par.strategies.namespace import LIGHTNING
-from lightning_par.verdict import Finding, LayoutVerdict, Verdict, command, processes, read_layouts
+from lightning_par.verdict import Finding, LayoutVerdict, Verdict, processes, read_layouts
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool

@@ -52,6 +52,9 @@ class HybridParallelMixin(StrategyMixin):
         save_distributed_checkpoint: As for `TensorParallelStrategy`.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        hang_report_after: How long a rank waits for others until a report says which rank holds up the run, and where:
+            seconds or a timedelta shorter than ``timeout``. ``"auto"`` takes 5 minutes, or half of ``timeout`` where
+            that is shorter; ``None`` reports nothing.
         start_method: How processes are started where no launcher (torchrun, SLURM) did.
 
     Raises:
@@ -91,6 +94,7 @@ class HybridParallelMixin(StrategyMixin):
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        hang_report_after: timedelta | float | Literal["auto"] | None = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         check_styles(plan)
@@ -102,7 +106,7 @@ class HybridParallelMixin(StrategyMixin):
         if data_parallel not in ("ddp", "fsdp"):
             raise ValueError(f"data_parallel must be 'ddp' or 'fsdp', got {data_parallel!r}.")
         check_reshard(reshard_after_forward, data_parallel)
-        super().__init__(process_group_backend, timeout, start_method)
+        super().__init__(process_group_backend, timeout, hang_report_after, start_method)
         self.data_parallel = data_parallel
         self.verify = verify
         self.draws = check_draws(draws)

@@ -36,6 +36,9 @@ class PipelineParallelMixin(HybridParallelMixin):
             they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        hang_report_after: How long a rank waits for others until a report says which rank holds up the run, and where:
+            seconds or a timedelta shorter than ``timeout``. ``"auto"`` takes 5 minutes, or half of ``timeout`` where
+            that is shorter; ``None`` reports nothing.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
             again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
@@ -65,6 +68,7 @@ class PipelineParallelMixin(HybridParallelMixin):
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        hang_report_after: timedelta | float | Literal["auto"] | None = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         super().__init__(
@@ -79,5 +83,6 @@ class PipelineParallelMixin(HybridParallelMixin):
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            hang_report_after=hang_report_after,
             start_method=start_method,
         )
