@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_par.mesh.agent_store import connect_to_agent, store_of_attempt, uses_agent_store
 from lightning_par.strategies.namespace import Namespace
 
 
@@ -19,6 +20,10 @@ def init_process_group(
     Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it."""
     connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
     kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if uses_agent_store() and not torch.distributed.is_initialized():
+        patience = timeout or timedelta(minutes=30)
+        store = connect_to_agent(environment.main_address, environment.main_port, patience)
+        kwargs["store"] = store_of_attempt(store, environment.global_rank(), environment.world_size(), patience)
     connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
     if backend != "nccl":  # Lightning sees to NCCL alone
         atexit.unregister(_close_process_group)
@@ -79,11 +84,18 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def underlying_store() -> Any:
+    """That store without what is put before names in it, by which ranks of an attempt before, too, find what they
+    left."""
+    store = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def host_of_store() -> tuple[str, int]:
     """Where that store is: host and port, by which every rank can be reached; this host where it is in a file."""
-    store = default_store()
-    while hasattr(store, "underlying_store"):  # a prefix is put before the names that others use in it
-        store = store.underlying_store
+    store = underlying_store()
     return getattr(store, "host", "localhost"), getattr(store, "port", 1)
 
 
