@@ -154,7 +154,7 @@ class RanksMixin(_Base):
         return {"num_replicas": self.groups.data.size, "rank": self.groups.data.rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        share_by_replicas(dataloader, self.groups.data, self.groups.world)
+        share_by_replicas(dataloader, self.groups.world, **self.distributed_sampler_kwargs)
         return dataloader
 
     def set_world_ranks(self) -> None:

@@ -28,7 +28,7 @@ from lightning_par.private.strategies import give_checkpoint_io, given_checkpoin
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
-from lightning_par.strategies.ranks import RanksMixin
+from lightning_par.strategies.resuming import ResumingMixin
 
 Distributed = bool | Literal["async"]
 """Whether a checkpoint is a directory to which each rank writes, and whether training goes on meanwhile."""
@@ -44,7 +44,7 @@ def check_distributed(value: Distributed) -> Distributed:
     return value
 
 
-class SavingMixin(RanksMixin):
+class SavingMixin(ResumingMixin):
     """Weights and optimizer states: in parts while a run goes on, whole where they are saved."""
 
     _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
@@ -124,6 +124,8 @@ class SavingMixin(RanksMixin):
         for key in [key for key in checkpoint if key == "callbacks" or key.endswith("hyper_parameters")]:
             # Any torch can read a file that has plain numbers in it.
             checkpoint[key] = apply_to_collection(checkpoint[key], Count, lambda count: count.processes)
+        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
+            checkpoint[OWN] = self._kept_for_resume(checkpoint, str(filepath))
         checkpoint = with_modules_apart(checkpoint)
         if self.groups.pipeline.size > 1:  # callbacks may have added copies, plain on the ranks that hold them
             checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
@@ -138,9 +140,6 @@ class SavingMixin(RanksMixin):
     def _save_directory(self, checkpoint: dict[str, Any], filepath: Any, options: Any, inventory: Inventory) -> None:
         if options is not None:
             raise TypeError("storage_options go to a CheckpointIO, which save_distributed_checkpoint does not use.")
-        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
-            # A single file is the one that one device writes; a directory may hold more.
-            checkpoint[OWN] = {"generators": generators.saved_state()}
         writing = Writing(self.broadcast(str(filepath)), inventory)
         writing.begin(checkpoint, [*map(self._names, self.optimizers, checkpoint.get("optimizer_states", ()))])
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)

@@ -1,0 +1,116 @@
+"""The training data of a fit as its loop gets it: noted where it stands, and gone on with from where a checkpoint was.
+
+A ``CombinedLoader`` is what Lightning makes of all that a user hands it; one that it gets it takes as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_par.private.loaders import is_stateful, keep_no_states, load_states
+from lightning_par.resume.data_position import DataPosition, own_generators, put_back
+from lightning_par.strategies.namespace import Namespace
+
+
+@dataclass
+class Watch:
+    """What a training loader tells, and asks.
+
+    Args:
+        position: of the fit, in its data.
+        batches: how many batches of the epoch need not be run again; asked when the first is fetched.
+        begins_step: whether the batch that is about to be fetched is the first of an optimizer step that has several.
+        agree: called before generators of random numbers say in which order batches come.
+        share: makes of the loaders as Lightning has prepared them, and as the user gave them, those that are read.
+    """
+
+    position: DataPosition
+    batches: Callable[[], int]
+    begins_step: Callable[[], bool]
+    agree: Callable[[], None]
+    share: Callable[[list[Any], list[Any]], list[Any]]
+
+
+def watched(loaders: Any, watch: Watch, namespace: Namespace) -> Any:
+    """What Lightning is to get for the user's ``loaders``."""
+    combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+    # a fit's way to combine several, where the user chose none
+    made = loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, "max_size_cycle")
+    loader = copy.copy(made)  # the user's own stays one of its class
+    loader.__class__ = _kind(type(made), namespace)  # type: ignore[arg-type]  # a class is hashable
+    loader.watch, loader.fresh, loader.given = watch, False, [*made.flattened]
+    loader.stateful = all(is_stateful(namespace, each) for each in loader.given)
+    if not loader.stateful:  # those that have a state begin anew with the others
+        keep_no_states(loader)
+    return loader
+
+
+@functools.cache
+def _kind(base: Any, namespace: Namespace) -> type:
+    class TrainingLoader(base):  # type: ignore[misc]
+        """A ``CombinedLoader`` of training data."""
+
+        watch: Watch
+        fresh: bool  # whether the epoch's first batch was not asked for yet
+        given: list[Any]  # by the user
+        stateful: bool  # whether all of them have a state
+
+        @property
+        def flattened(self) -> list[Any]:
+            return super().flattened  # type: ignore[no-any-return]
+
+        @flattened.setter
+        def flattened(self, loaders: list[Any]) -> None:
+            base.flattened.fset(  # type: ignore[attr-defined]
+                self, self.watch.share(loaders, self.given)
+            )
+
+        def __iter__(self) -> Any:
+            watch, self.fresh = self.watch, True
+            watch.agree()
+            watch.position.found = own_generators(self.flattened)
+            watch.position.began = watch.position.standing().saved()
+            return super().__iter__()
+
+        def __next__(self) -> Any:
+            if self.fresh:
+                self.fresh = False
+                self._first()
+            if self.watch.begins_step():
+                self.watch.position.step = self.watch.position.standing()
+            return super().__next__()
+
+        def _first(self) -> None:
+            self.watch.agree()
+            position = self.watch.position
+            resumed, position.resumed = position.resumed, None
+            batches = self.watch.batches() if resumed is not None else 0
+            if resumed is None or not batches:
+                position.first = position.standing().saved()
+                return
+            if self.stateful and resumed.loaders:
+                load_states(self, resumed.loaders)
+            position.began, position.first = resumed.began, resumed.first
+            put_back(resumed.began, position.found)
+            super().__iter__()
+            put_back(resumed.first, position.found)
+            if not self.stateful:
+                self._skip(batches)
+            put_back(resumed.now, position.found)
+
+        def _skip(self, batches: int) -> None:
+            for i in range(batches):
+                try:
+                    super().__next__()
+                except StopIteration:
+                    raise RuntimeError(
+                        f"The checkpoint was written after {batches} batches of an epoch, and the training dataloader "
+                        f"gives {i}. Resume with the data that the run began with."
+                    ) from None
+
+    TrainingLoader.__name__ = TrainingLoader.__qualname__ = base.__name__
+    return TrainingLoader
