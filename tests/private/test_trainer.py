@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_par.private.trainer import about_to_begin_batch, dummy_experiment, resumes, throughputs
+from lightning_par.private.trainer import (
+    about_to_begin_batch,
+    around_restore,
+    asked_checkpoint,
+    dummy_experiment,
+    resumes,
+    throughputs,
+)
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -81,3 +88,36 @@ def test_the_training_loop_asks_how_many_ranks_there_are_before_each_batch(names
     finally:
         torch.distributed.destroy_process_group()
     assert sum(asked) >= 3 and not about_to_begin_batch(None)
+
+
+@both
+def test_another_checkpoint_is_restored_than_was_asked_for(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_val_batches=0, default_root_dir=tmp_path)
+    trainer = trainer_class(max_steps=2, **options)
+    trainer.fit(module_class())
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    seen: list[Any] = []
+
+    class Asking(module_class):  # type: ignore[misc, valid-type]
+        def setup(self, stage: str) -> None:
+            seen.append(asked_checkpoint(self.trainer))
+
+    def choose(path: Any, weights_only: bool | None) -> Any:
+        seen.append((path, weights_only))
+        return tmp_path / "two.ckpt"
+
+    def then(checkpoint: dict[str, Any] | None) -> None:
+        assert checkpoint is not None and trainer.global_step == 0
+        seen.append(checkpoint["global_step"])
+
+    trainer = trainer_class(max_steps=3, **options)
+    around_restore(trainer, choose, then)
+    trainer.fit(Asking(), weights_only=True, ckpt_path="last")
+    assert trainer.global_step == 3 and seen == ["last", (None, True), 2]
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.ckpt_path = tmp_path / "two.ckpt"
+    trainer.fit(Asking())
+    assert seen[3:] == [tmp_path / "two.ckpt"], "once"
