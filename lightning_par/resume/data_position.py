@@ -91,11 +91,14 @@ class DataPosition:
     def standing(self) -> Standing:
         return Standing.of(self.found)
 
-    def saved(self, in_step: bool) -> State:
+    def saved(self, loaders: list[Any], in_step: bool) -> State:
         """What goes into a checkpoint.
 
         Args:
+            loaders: their states, where they have such.
             in_step: whether batches were run since the last optimizer step, which will be run again.
         """
+        if self.resumed is not None and self.resumed.batches:  # it was not gone on from yet
+            return {name: getattr(self.resumed, name) for name in ("now", "began", "first", "loaders")}
         now = self.step if in_step and self.step is not None else self.standing()
-        return {"now": now.saved(), "began": self.began, "first": self.first}
+        return {"now": now.saved(), "began": self.began, "first": self.first, "loaders": loaders}

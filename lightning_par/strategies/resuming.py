@@ -206,7 +206,7 @@ class ResumingMixin(RanksMixin):
         loop = checkpoint[LOOPS]["fit_loop"]
         automatic = self.lightning_module.automatic_optimization  # type: ignore[union-attr]
         within = automatic and in_window(loop, trainer.accumulate_grad_batches) > 0
-        mine = {**self._position.saved(within), "loaders": loop["state_dict"].get("combined_loader", [])}
+        mine = self._position.saved(loop["state_dict"].get("combined_loader", []), within)
         told: list[dict[str, Any]] = self.groups.data.all_gather_object(mine, "state")
         size, batch = self.groups.data.size, self._batch
         if batch.replicas == size and trainer.state.status.value == "running":  # it may change by the epoch
@@ -235,6 +235,7 @@ class ResumingMixin(RanksMixin):
 
 def _folders(trainer: Any) -> Iterable[str]:
     """Where the checkpoints of a run may be."""
+    yield os.path.join(str(trainer.default_root_dir), "checkpoints")
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None):
             yield str(callback.dirpath)
