@@ -50,6 +50,12 @@ def asked_checkpoint(trainer: Any) -> Any:
     return None if frame is None else frame.f_locals["ckpt_path"]
 
 
+def begin_epoch(trainer: Any) -> None:
+    """Let the fit loop, which is about to run, begin an epoch, whatever of another one it was restored from. It takes
+    itself for within one wherever there are ``max_steps``."""
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
 def throughputs(monitor: Any) -> list[Any]:
     """What a ``ThroughputMonitor`` counts with, by stage; it makes them itself and hands none out."""
     return list(monitor._throughputs.values())

@@ -46,6 +46,48 @@ def to_step(fit_loop: Mapping[str, Any], accumulate: int) -> dict[str, Any]:
     return {**fit_loop, BATCHES: {**progress, **counts}}
 
 
+def is_over(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether the epoch in which a checkpoint was written has no more to come than what Lightning leaves out when it
+    goes on from there. A validation at its end, from which the checkpoint may be, it does not."""
+    epoch, progress = fit_loop["epoch_progress"]["current"], fit_loop[BATCHES]
+    batch = progress["current"]
+    in_batch = batch["completed"] < batch["processed"]
+    return bool(progress["is_last_batch"]) and (epoch["processed"] == epoch["ready"] or in_batch)
+
+
+def reopened(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """The state within its epoch, where a run that came to its ``max_steps`` within one has closed it."""
+    epoch, progress = fit_loop["epoch_progress"], fit_loop[BATCHES]
+    closed = epoch["current"]["processed"] == epoch["current"]["ready"]
+    if not closed or progress["is_last_batch"] or not _done(progress["current"]):
+        return {**fit_loop}
+    open_epoch = {
+        kind: {**counts, "processed": counts["ready"] - 1, "completed": counts["ready"] - 1}
+        for kind, counts in epoch.items()
+    }
+    return {**fit_loop, "epoch_progress": open_epoch}
+
+
+def at_next_epoch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """The state before the first batch of the next epoch, where the epoch `is_over`.
+
+    Lightning has three states for that, by where the checkpoint was written. With one it miscounts epochs, so that a
+    second checkpoint after it is resumed at the wrong place; with another it runs a batch too many under ``max_steps``.
+    """
+    progress, epoch = fit_loop[BATCHES], fit_loop["epoch_progress"]
+    current = progress["current"]
+    own = fit_loop["epoch_loop.state_dict"]
+    if current["completed"] < current["processed"] and "_batches_that_stepped" in own:  # it counts them a moment later
+        own = {**own, "_batches_that_stepped": own["_batches_that_stepped"] + 1}
+    total = dict.fromkeys(progress["total"], progress["total"]["processed"])
+    return {
+        **fit_loop,
+        BATCHES: {**progress, "total": total, "current": dict.fromkeys(current, 0), "is_last_batch": False},
+        "epoch_progress": {kind: dict.fromkeys(counts, counts["ready"]) for kind, counts in epoch.items()},
+        "epoch_loop.state_dict": own,
+    }
+
+
 def in_batches_of(fit_loop: Mapping[str, Any], ratio: Fraction) -> dict[str, Any]:
     """The state with ``ratio`` batches for each one; steps, epochs and validation stay. It must stand at a step.
 

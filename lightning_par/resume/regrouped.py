@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_par.resume.global_batch import GlobalBatch
-from lightning_par.resume.progress import in_batches_of, to_step
+from lightning_par.resume.progress import at_next_epoch, in_batches_of, is_over, reopened, to_step
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,7 @@ def counted_anew(fit_loop: Mapping[str, Any], found: Regrouped, window: int) -> 
         found: how the run goes on.
         window: over how many batches the run accumulated that wrote it.
     """
-    state = to_step(fit_loop, window)
+    state = to_step(reopened(fit_loop), window)
+    if is_over(state):
+        state = at_next_epoch(state)
     return state if found.ratio == 1 else in_batches_of(state, found.ratio)

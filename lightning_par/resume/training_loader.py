@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_par.private.loaders import is_stateful, keep_no_states, load_states
+from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, own_generators, put_back
 from lightning_par.strategies.namespace import Namespace
 
@@ -58,6 +59,7 @@ def _kind(base: Any, namespace: Namespace) -> type:
         fresh: bool  # whether the epoch's first batch was not asked for yet
         given: list[Any]  # by the user
         stateful: bool  # whether all of them have a state
+        begun = early = False  # whether it was iterated, and whether that was before its time
 
         @property
         def flattened(self) -> list[Any]:
@@ -73,6 +75,11 @@ def _kind(base: Any, namespace: Namespace) -> type:
             watch, self.fresh = self.watch, True
             watch.agree()
             watch.position.found = own_generators(self.flattened)
+            self.early = watch.position.resumed is not None and not self.begun
+            self.begun = True
+            if self.early:  # before the run that is resumed would: it draws nothing, and is made again in its time
+                with generators.kept(watch.position.found):
+                    return super().__iter__()
             watch.position.began = watch.position.standing().saved()
             return super().__iter__()
 
@@ -90,6 +97,9 @@ def _kind(base: Any, namespace: Namespace) -> type:
             resumed, position.resumed = position.resumed, None
             batches = self.watch.batches() if resumed is not None else 0
             if resumed is None or not batches:
+                if self.early:
+                    position.began = position.standing().saved()
+                    super().__iter__()
                 position.first = position.standing().saved()
                 return
             if self.stateful and resumed.loaders:

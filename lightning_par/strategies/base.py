@@ -210,6 +210,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     # Metrics may be made in a hook that runs after `setup`.
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._starting = False
         self._share_metrics()
 

@@ -11,13 +11,13 @@ from typing import Any
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.loaders import HandedOut, processed
-from lightning_par.private.trainer import around_restore, asked_checkpoint
+from lightning_par.private.trainer import around_restore, asked_checkpoint, begin_epoch
 from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, Resumed
 from lightning_par.resume.global_batch import GlobalBatch
 from lightning_par.resume.launched_run import LaunchedRun, note_folder, noted_folders, number_of_fit
 from lightning_par.resume.newest import Newest, newest
-from lightning_par.resume.progress import batches_of_epoch, in_window
+from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window
 from lightning_par.resume.regrouped import counted_anew, regrouped
 from lightning_par.resume.shared_streams import SharedStreams
 from lightning_par.resume.training_loader import Watch, watched
@@ -37,6 +37,7 @@ class ResumingMixin(RanksMixin):
     _handed_out: HandedOut | None = None
     _streams: SharedStreams | None = None
     _accumulate: int | None = None  # the user's own, where the run has another
+    _begins_epoch = False  # whether the run that is resumed stands before the first batch of an epoch
     _meant: tuple[int, int] | None = None  # replicas, and which of them, while loaders are made
 
     # ------------------------------------------------------------------------------------------ from which checkpoint
@@ -94,6 +95,7 @@ class ResumingMixin(RanksMixin):
         """Called with what was read, if anything, before loops and optimizers are restored from it."""
         trainer, size = self._trainer, self.groups.data.size
         self._position, self._batch = DataPosition(), GlobalBatch(size, trainer.accumulate_grad_batches)
+        self._begins_epoch = False
         own = {} if checkpoint is None else checkpoint.get(OWN, {})
         if checkpoint is None or "global_batch" not in own:  # others' checkpoints are gone on from as Lightning does
             return
@@ -122,8 +124,10 @@ class ResumingMixin(RanksMixin):
         checkpoint[LOOPS] = {**checkpoint[LOOPS], "fit_loop": loop}
         checkpoint[OWN] = {**own, "generators": mine["now"]["global"]}
         states = {name: mine[name] for name in ("now", "began", "first", "loaders")}
-        if mine["began"] is not None and mine["first"] is not None:
-            self._position.resumed = Resumed(batches_of_epoch(loop), **states)
+        batches = batches_of_epoch(loop)
+        self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"]
+        if not batches or mine["began"] is not None and mine["first"] is not None:
+            self._position.resumed = Resumed(batches, **states)
 
     def _hindrance(self) -> str | None:
         """Why this run can't accumulate over another number of batches than it says."""
@@ -159,6 +163,12 @@ class ResumingMixin(RanksMixin):
             ),
         )  # fmt: skip
         self._handed_out = HandedOut(trainer, lambda loaders: watched(loaders, watch, self.namespace))
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._begins_epoch:
+            begin_epoch(self._trainer)
+            self._begins_epoch = False
 
     def _batches_done(self) -> int:
         loop = self._trainer.fit_loop

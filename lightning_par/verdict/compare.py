@@ -200,9 +200,9 @@ def largest(x: Tensor) -> float:
 
 
 def _compare_checkpoints(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> list[Finding]:
-    keys, others = ({*checkpoint} - {OWN} for checkpoint in (a, b))
-    if keys != others:
-        return [Finding("checkpoint keys", "", f"{sorted(keys)} != {sorted(others)}")]
+    own, theirs = ({*checkpoint} - {OWN} for checkpoint in (a, b))
+    if own != theirs:
+        return [Finding("checkpoint keys", "", f"{sorted(own)} != {sorted(theirs)}")]
     found = compare_tensors("weight", a["state_dict"], b["state_dict"], tolerance)
     for key in ("epoch", "global_step"):
         if a[key] != b[key]:

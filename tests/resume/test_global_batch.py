@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
 from lightning_par.resume.global_batch import GlobalBatch
+from lightning_par.resume.progress import batches_of_epoch
 from lightning_par.resume.regrouped import Regrouped, counted_anew, regrouped
 from lightning_par.resume.replica_batches import ReplicaBatches
 
@@ -84,7 +86,12 @@ def _loop(total: int, current: int, completed: int = 0, last: bool = False) -> d
 
     progress = dict(total=counts(total), current=counts(current), is_last_batch=last)
     epoch = dict(ready=2, started=2, processed=1, completed=1)
-    return {"epoch_loop.batch_progress": progress, "epoch_progress": {"current": epoch}, "state_dict": {}}
+    return {
+        "epoch_loop.batch_progress": progress,
+        "epoch_progress": {"current": epoch},
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": 4},
+    }
 
 
 def test_progress_is_counted_in_batches_of_the_replicas_that_there_are() -> None:
@@ -101,3 +108,23 @@ def test_batches_whose_gradients_are_lost_are_run_again() -> None:
     assert counted_anew(_loop(15, 5, last=True), same, window=3) == _loop(15, 5, last=True), "the epoch's last step"
     doubled = Regrouped(GlobalBatch(2, 3), 6, ratio=Fraction(2))
     assert counted_anew(_loop(15, 5), doubled, window=3) == _loop(26, 6)
+
+
+def test_an_epoch_is_gone_on_with_where_max_steps_closed_it_and_not_where_it_is_over() -> None:
+    same = Regrouped(GlobalBatch(1, 1), 1)
+    closed: Any = _loop(15, 5)
+    closed["epoch_progress"]["current"] |= dict(processed=2, completed=2)
+    found = counted_anew(closed, same, window=1)
+    assert found["epoch_progress"]["current"] == dict(ready=2, started=2, processed=1, completed=1)
+    assert batches_of_epoch(found) == 5
+    for completed, processed in ((1, 1), (0, 2), (0, 2)):  # in the last batch's end, the epoch's, after it
+        over: Any = _loop(20, 10, completed=completed, last=True)
+        over["epoch_progress"]["current"] |= dict(processed=processed, completed=processed - 1)
+        found = counted_anew(over, same, window=1)
+        assert found["epoch_progress"]["current"] == dict.fromkeys(("ready", "started", "processed", "completed"), 2)
+        progress = found["epoch_loop.batch_progress"]
+        assert not any(progress["current"].values()) and {*progress["total"].values()} == {20}
+        assert found["epoch_loop.state_dict"] == {"_batches_that_stepped": 4 + completed}
+        assert batches_of_epoch(found) == 0
+    validated = _loop(20, 10, last=True)  # at the end of an epoch: the epoch's end is still to come
+    assert counted_anew(validated, same, window=1) == validated

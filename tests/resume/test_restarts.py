@@ -108,7 +108,7 @@ def test_a_job_that_is_queued_again_goes_on(pool: Pool, tmp_path: Path) -> None:
     ((begun, ended, warned),) = pool.run(1, attempt, tmp_path, 8, 3, 6, path="last")[0]
     assert (begun, ended) == (5, 6)
     (torn,) = [text for text in warned if "is passed over" in text]
-    assert str(newest) in torn and "step=5.ckpt is taken" in torn
+    assert str(newest) in torn and "step=5-v1.ckpt is taken" in torn
 
 
 def test_folders_that_a_logger_counts_up_and_several_fits(pool: Pool, tmp_path: Path) -> None:
