@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_par.private.loaders import is_stateful, keep_no_states, load_states
 from lightning_par.python_state import generators
-from lightning_par.resume.data_position import DataPosition, own_generators, put_back
+from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
 from lightning_par.strategies.namespace import Namespace
 
 
@@ -75,13 +75,22 @@ def _kind(base: Any, namespace: Namespace) -> type:
             watch, self.fresh = self.watch, True
             watch.agree()
             watch.position.found = own_generators(self.flattened)
-            self.early = watch.position.resumed is not None and not self.begun
-            self.begun = True
-            if self.early:  # before the run that is resumed would: it draws nothing, and is made again in its time
+            resumed, self.early = watch.position.resumed, False
+            if resumed is not None and not self.begun:
+                # before the run that is resumed would: it draws nothing, and is made again in its time
+                self.begun = self.early = True
+                generators.load_states(watch.position.found, resumed.now["own"])
                 with generators.kept(watch.position.found):
-                    return super().__iter__()
-            watch.position.began = watch.position.standing().saved()
-            return super().__iter__()
+                    self._begin(resumed)
+            else:
+                watch.position.began = watch.position.standing().saved()
+                self._begin(resumed)
+            return self
+
+        def _begin(self, resumed: Resumed | None) -> None:
+            if resumed is not None and resumed.loaders and self.stateful:
+                load_states(self, resumed.loaders)
+            super().__iter__()
 
         def __next__(self) -> Any:
             if self.fresh:
@@ -99,14 +108,12 @@ def _kind(base: Any, namespace: Namespace) -> type:
             if resumed is None or not batches:
                 if self.early:
                     position.began = position.standing().saved()
-                    super().__iter__()
+                    self._begin(resumed)
                 position.first = position.standing().saved()
                 return
-            if self.stateful and resumed.loaders:
-                load_states(self, resumed.loaders)
             position.began, position.first = resumed.began, resumed.first
             put_back(resumed.began, position.found)
-            super().__iter__()
+            self._begin(resumed)
             put_back(resumed.first, position.found)
             if not self.stateful:
                 self._skip(batches)

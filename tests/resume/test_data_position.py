@@ -71,6 +71,8 @@ class Stateful:
 
     def __iter__(self) -> Iterator[Tensor]:
         self.at, self.begin = self.begin, 0
+        if self.at == len(self):  # the epoch of the state was over
+            self.at, self.epoch = 0, self.epoch + 1
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist()
         while self.at < len(self):
             self.at += 1
@@ -126,7 +128,7 @@ def fit(
 
 def _resumes(folder: Path, kind: str, accumulate: int, sizes: dict[str, int], which: list[int]) -> None:
     losses, weights, _ = fit(folder, kind, accumulate, sizes, None, saves=True)
-    assert len({batch for batch, _ in losses}) == ROWS // BATCH // sizes.get("data_parallel_size", 1)
+    assert len({batch for batch, _ in losses}) == -(-ROWS // (BATCH * sizes.get("data_parallel_size", 1)))
     for step in which:
         again, trained, asked = fit(folder, kind, accumulate, sizes, folder / f"step={step}.ckpt", saves=False)
         assert 0 < len(again) < len(losses)
