@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_par.mesh.agent_store import uses_agent_store
@@ -32,8 +34,9 @@ class LaunchedRun:
     def of(cls, environment: Any, namespace: Namespace, rank: int) -> LaunchedRun:
         """The one that this process belongs to; the first rank says so, and all must ask.
 
-        Under an agent, as `torchrun`, it is what its store was first used for: it lives as long as the agent on the
-        first host, and no restart needs a name from the user. SLURM gives a job that it requeues the number it had.
+        Under an agent, as `torchrun`, it is what its store, or the agent of any host, was first used for: it lives as
+        long as one of them, and no restart needs a name from the user. SLURM gives a job that it requeues the number
+        it had.
 
         Args:
             environment: the strategy's ``cluster_environment``; the process group must be there.
@@ -41,24 +44,52 @@ class LaunchedRun:
             rank: this process's.
         """
         store = default_store()
-        if rank == 0 and not store.check([_KEY]):
-            store.set(_KEY, json.dumps(asdict(_found(environment, namespace))))
-        return cls(**json.loads(store.get(_KEY)))
+        if not store.check([f"{_KEY}/{rank}"]):
+            store.set(f"{_KEY}/{rank}", _name_by_agent())
+            if rank == 0:
+                ranks = [f"{_KEY}/{each}" for each in range(environment.world_size())]
+                names = {store.get(key).decode() for key in ranks} if uses_agent_store() else set()
+                store.set(_KEY, json.dumps(asdict(_found(environment, namespace, names - {""}))))
+        run = cls(**json.loads(store.get(_KEY)))
+        _tell_agent(run.name or "")
+        return run
 
 
-def _found(environment: Any, namespace: Namespace) -> LaunchedRun:
+def _found(environment: Any, namespace: Namespace, names: set[str]) -> LaunchedRun:
     if uses_agent_store():
-        new = f"torchelastic {secrets.token_hex(16)}"
-        name = underlying_store().compare_set(_KEY, "", new).decode()
-        return LaunchedRun(name, name != new)
+        store = underlying_store()
+        known = {store.get(_KEY).decode()} if store.check([_KEY]) else names
+        run = LaunchedRun(min(known, default=f"torchelastic {secrets.token_hex(16)}"), bool(known))
+        store.set(_KEY, str(run.name))
+        return run
     slurm = namespace.from_fabric("plugins.environments", "SLURMEnvironment")
     if isinstance(environment, slurm) and environment.job_id() is not None:
         parts = [os.environ.get(f"SLURM_{part}", "") for part in ("CLUSTER_NAME", "JOB_ID", "STEP_ID")]
         return LaunchedRun(" ".join(["SLURM", *parts]), int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0)
-    run, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
-    if run not in ("", "none"):  # what torchrun calls all runs that nobody gave a name
-        return LaunchedRun(f"torchelastic {run}", int(count) > 0)
+    name, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
+    if name not in ("", "none"):  # what torchrun calls all runs that nobody gave a name
+        return LaunchedRun(f"torchelastic {name}", int(count) > 0)
     return LaunchedRun()
+
+
+def _file_of_agent() -> Path | None:
+    """A file that goes with the agent which started this process: beside what it logs of each attempt."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folder = None if error_file is None else Path(error_file).parent.parent.parent
+    return None if folder is None or not folder.is_dir() or not uses_agent_store() else folder / "lightning_par_run"
+
+
+def _name_by_agent() -> str:
+    file = _file_of_agent()
+    return file.read_text() if file is not None and file.exists() else ""
+
+
+def _tell_agent(name: str) -> None:
+    """The agent of the first host, and the store with it, may be the one that is lost."""
+    file = _file_of_agent()
+    if file is not None and name and os.environ.get("LOCAL_RANK") == "0":
+        with suppress(OSError):
+            file.write_text(name)
 
 
 def number_of_fit() -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
@@ -167,41 +170,78 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(kills: int
 # ----------------------------------------------------------------------------------------------------------- torchrun
 
 
-def main(folder: Path) -> None:
-    """The script of `test_torchrun_restarts_a_run`: the second rank is killed once in each of two attempts."""
-    count, sizes = (
-        int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-        {"tensor_parallel_size": int(os.environ["WORLD_SIZE"])},
-    )
+def main(folder: Path, kills: int) -> None:
+    """The script that torchrun starts: its last rank is killed in each of the first ``kills`` attempts."""
+    count, size = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
-        strategy=HybridParallelStrategy(**sizes), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=6,
+        strategy=HybridParallelStrategy(tensor_parallel_size="auto"), accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), max_steps=40,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=1)], logger=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     model = Net()
 
-    class Kill(Callback):
+    class Watched(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            if trainer.global_step == 2 * count + 2 and count < 2 and os.environ["RANK"] == "1":
+            (folder / f"{size} ranks at step {trainer.global_step}").touch()
+            if trainer.global_step == 2 * count + 2 and count < kills and os.environ["RANK"] == f"{size - 1}":
                 os.kill(os.getpid(), 9)
+            time.sleep(0 if kills else 0.3)
 
-    trainer.callbacks.append(Kill())
+    trainer.callbacks.append(Watched())
     torch.manual_seed(0)
     trainer.fit(model, DataLoader([*torch.randn(6, 4).double()], shuffle=True))  # type: ignore[arg-type]
     if os.environ["RANK"] == "0":
-        print(f"attempt {count} began at step {model.begun}", flush=True)
+        print(f"attempt {count} of {size} ranks began at step {model.begun}, weight {model.net.weight.sum().item()}")
+
+
+def torchrun(folder: Path, kills: int, *options: str, **kwargs: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.resume.test_restarts"]
+    environment = {key: x for key, x in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [*command, str(folder), str(kills)], cwd=Path(__file__).parents[2], env=environment, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs,
+    )  # fmt: skip
 
 
 @slow(but=["static"])
 @pytest.mark.parametrize("how", ["static", "standalone"])
 def test_torchrun_restarts_a_run(how: str, tmp_path: Path) -> None:
     options = ["--standalone"] if how == "standalone" else ["--nnodes", "1", "--master-port", str(free_port())]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["-m", "tests.resume.test_restarts", str(tmp_path)]
-    environment = {key: x for key, x in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "attempt 2 began at step 4" in done.stdout, done.stdout + done.stderr[-3000:]
+    job = torchrun(tmp_path, 2, *options, "--nproc-per-node", "2", "--max-restarts", "2")
+    said, _ = job.communicate()
+    assert job.returncode == 0 and "attempt 2 of 2 ranks began at step 4" in said, said[-3000:]
+
+
+@slow()
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_goes_and_comes_back(lost: int, tmp_path: Path) -> None:
+    """Two agents, as on two hosts; one is killed with its rank, and another one comes later."""
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of a third host
+    options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d")
+    options += ("--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-conf", f"{conf},is_host=0")
+
+    def met(ranks: int, least: int) -> bool:
+        return any(f"{ranks} ranks at step {step}" in os.listdir(tmp_path) for step in range(least, 40))
+
+    def wait(ranks: int, least: int) -> None:
+        while not met(ranks, least):
+            assert any(agent.poll() is None for agent in agents)
+            time.sleep(0.1)
+
+    agents = [torchrun(tmp_path, 0, *options) for _ in range(2)]
+    wait(2, 3)
+    os.killpg(agents[lost].pid, signal.SIGKILL)
+    wait(1, 4)
+    agents.append(torchrun(tmp_path, 0, *options))
+    said = [agent.communicate()[0] for agent in agents]
+    left = said[1 - lost] + said[2]
+    assert met(2, 6), "the host that came later was not waited for"
+    (end,) = [line for line in left.splitlines() if " began at step " in line]
+    assert "of 2 ranks" in end and int(end.split(" began at step ")[1].split(",")[0]) >= 4, left[-3000:]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
