@@ -49,7 +49,7 @@ RANKS = {name: 1 if name == "one" else 2 * name.count("2") or 4 for name in LAYO
 FIRST = "dp2"
 """With its accumulation it says which batches a step has: 2 replicas x 2."""
 ACCUMULATE, BATCH, BATCHES = 2, 4, 14  # batches an epoch for each of the first layout's replicas
-EPOCHS = 6
+EPOCHS = 8
 
 
 class Model(LightningModule):
@@ -170,7 +170,7 @@ class Campaign:
         layout, attempt = FIRST, 0
         while True:
             ranks = RANKS[layout]
-            kill = Kill(draw.randrange(ranks), draw.choice([None, 1, 2, 3, 4]), draw.uniform(0, 0.4))
+            kill = Kill(draw.randrange(ranks), draw.choice([None, 1, 2, 3, 4]), draw.uniform(0, 0.15))
             if attempt == 0:  # else there is no first layout whose batches the others have
                 kill = Kill(kill.rank, kill.steps or 1, kill.delay)
             last = attempt == kills

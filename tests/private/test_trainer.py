@@ -13,6 +13,7 @@ from lightning_par.private.trainer import (
     about_to_begin_batch,
     around_restore,
     asked_checkpoint,
+    begin_epoch,
     dummy_experiment,
     resumes,
     throughputs,
@@ -121,3 +122,31 @@ def test_another_checkpoint_is_restored_than_was_asked_for(namespace: Namespace,
     trainer.ckpt_path = tmp_path / "two.ckpt"
     trainer.fit(Asking())
     assert seen[3:] == [tmp_path / "two.ckpt"], "once"
+
+
+@both
+def test_a_restored_loop_is_told_that_it_begins_an_epoch(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_val_batches=0, limit_train_batches=3, default_root_dir=tmp_path)
+    trainer = trainer_class(max_steps=3, **options)
+    trainer.fit(module_class())
+    trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+
+    class Counting(module_class):  # type: ignore[misc, valid-type]
+        batches: list[int]
+        begins: bool
+
+        def on_train_start(self) -> None:
+            if self.begins:
+                begin_epoch(self.trainer)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.batches.append(batch_idx)
+
+    for begins, batches in ((True, [0, 1, 2]), (False, [3, 0, 1])):  # by itself it runs a batch too many of the epoch
+        module = Counting()
+        module.batches, module.begins = [], begins
+        trainer_class(max_steps=6, **options).fit(module, ckpt_path=tmp_path / "epoch.ckpt")
+        assert module.batches == batches
