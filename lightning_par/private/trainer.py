@@ -56,6 +56,31 @@ def begin_epoch(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.restarting = False
 
 
+def go_on_after_batch(trainer: Any) -> None:
+    """Let the fit loop, which is about to run, do what follows a batch whose last hooks have run: validate, if that is
+    due, and end the epoch, if it was the last one.
+
+    Restored from a checkpoint of these hooks by itself, it leaves the validation out; and where the batch was the last
+    one, the end of the epoch, too, of which it loses count, so that a second checkpoint is resumed at a wrong place.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        progress = loop.val_loop.batch_progress  # as in its first batch, from where the validation is run again
+        for counts, done in ((progress.total, progress.total.completed), (progress.current, 0)):
+            counts.ready = counts.started = done + 1
+            counts.processed = counts.completed = done
+        progress.is_last_batch = False
+        loop.update_restart_stage()
+        return
+    if not loop._should_accumulate():
+        loop._batches_that_stepped += 1
+    if loop.batch_progress.is_last_batch:
+        trainer.fit_loop.epoch_progress.increment_processed()
+        trainer.fit_loop.epoch_progress.increment_completed()
+        trainer.fit_loop.reset_restart_stage()
+        loop.restarting = False
+
+
 def throughputs(monitor: Any) -> list[Any]:
     """What a ``ThroughputMonitor`` counts with, by stage; it makes them itself and hands none out."""
     return list(monitor._throughputs.values())

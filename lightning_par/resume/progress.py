@@ -47,12 +47,22 @@ def to_step(fit_loop: Mapping[str, Any], accumulate: int) -> dict[str, Any]:
 
 
 def is_over(fit_loop: Mapping[str, Any]) -> bool:
-    """Whether the epoch in which a checkpoint was written has no more to come than what Lightning leaves out when it
-    goes on from there. A validation at its end, from which the checkpoint may be, it does not."""
-    epoch, progress = fit_loop["epoch_progress"]["current"], fit_loop[BATCHES]
-    batch = progress["current"]
-    in_batch = batch["completed"] < batch["processed"]
-    return bool(progress["is_last_batch"]) and (epoch["processed"] == epoch["ready"] or in_batch)
+    """Whether the epoch in which a checkpoint was written has nothing more to come but the hooks of its end."""
+    epoch = fit_loop["epoch_progress"]["current"]
+    return bool(fit_loop[BATCHES]["is_last_batch"]) and epoch["processed"] == epoch["ready"]
+
+
+def is_within_batch(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was written by a hook at the end of a batch, before what follows that, as a validation."""
+    counts = fit_loop[BATCHES]["current"]
+    return bool(counts["completed"] < counts["processed"] == counts["ready"])
+
+
+def after_batch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with the hooks at the end of the batch done."""
+    progress = fit_loop[BATCHES]
+    counts = {kind: {**progress[kind], "completed": progress[kind]["processed"]} for kind in ("total", "current")}
+    return {**fit_loop, BATCHES: {**progress, **counts}}
 
 
 def reopened(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,20 +81,13 @@ def reopened(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
 def at_next_epoch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
     """The state before the first batch of the next epoch, where the epoch `is_over`.
 
-    Lightning has three states for that, by where the checkpoint was written. With one it miscounts epochs, so that a
-    second checkpoint after it is resumed at the wrong place; with another it runs a batch too many under ``max_steps``.
+    Under ``max_steps`` Lightning takes itself for within the epoch, and runs a batch too many of it.
     """
     progress, epoch = fit_loop[BATCHES], fit_loop["epoch_progress"]
-    current = progress["current"]
-    own = fit_loop["epoch_loop.state_dict"]
-    if current["completed"] < current["processed"] and "_batches_that_stepped" in own:  # it counts them a moment later
-        own = {**own, "_batches_that_stepped": own["_batches_that_stepped"] + 1}
-    total = dict.fromkeys(progress["total"], progress["total"]["processed"])
     return {
         **fit_loop,
-        BATCHES: {**progress, "total": total, "current": dict.fromkeys(current, 0), "is_last_batch": False},
+        BATCHES: {**progress, "current": dict.fromkeys(progress["current"], 0), "is_last_batch": False},
         "epoch_progress": {kind: dict.fromkeys(counts, counts["ready"]) for kind, counts in epoch.items()},
-        "epoch_loop.state_dict": own,
     }
 
 

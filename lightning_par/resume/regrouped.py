@@ -8,7 +8,15 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_par.resume.global_batch import GlobalBatch
-from lightning_par.resume.progress import at_next_epoch, in_batches_of, is_over, reopened, to_step
+from lightning_par.resume.progress import (
+    after_batch,
+    at_next_epoch,
+    in_batches_of,
+    is_over,
+    is_within_batch,
+    reopened,
+    to_step,
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,8 @@ def counted_anew(fit_loop: Mapping[str, Any], found: Regrouped, window: int) -> 
         window: over how many batches the run accumulated that wrote it.
     """
     state = to_step(reopened(fit_loop), window)
+    if is_within_batch(state):
+        state = after_batch(state)
     if is_over(state):
         state = at_next_epoch(state)
     return state if found.ratio == 1 else in_batches_of(state, found.ratio)

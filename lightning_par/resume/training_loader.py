@@ -112,12 +112,12 @@ def _kind(base: Any, namespace: Namespace) -> type:
                 position.first = position.standing().saved()
                 return
             position.began, position.first = resumed.began, resumed.first
-            put_back(resumed.began, position.found)
-            self._begin(resumed)
-            put_back(resumed.first, position.found)
-            if not self.stateful:
-                self._skip(batches)
-            put_back(resumed.now, position.found)
+            with generators.kept(position.found):
+                put_back(resumed.began, position.found)
+                self._begin(resumed)
+                put_back(resumed.first, position.found)
+                if not self.stateful:
+                    self._skip(batches)
 
         def _skip(self, batches: int) -> None:
             for i in range(batches):

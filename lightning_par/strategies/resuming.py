@@ -11,13 +11,13 @@ from typing import Any
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.loaders import HandedOut, processed
-from lightning_par.private.trainer import around_restore, asked_checkpoint, begin_epoch
+from lightning_par.private.trainer import around_restore, asked_checkpoint, begin_epoch, go_on_after_batch
 from lightning_par.python_state import generators
-from lightning_par.resume.data_position import DataPosition, Resumed
+from lightning_par.resume.data_position import DataPosition, Resumed, put_back
 from lightning_par.resume.global_batch import GlobalBatch
 from lightning_par.resume.launched_run import LaunchedRun, note_folder, noted_folders, number_of_fit
 from lightning_par.resume.newest import Newest, newest
-from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window
+from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window, is_within_batch
 from lightning_par.resume.regrouped import counted_anew, regrouped
 from lightning_par.resume.shared_streams import SharedStreams
 from lightning_par.resume.training_loader import Watch, watched
@@ -38,6 +38,7 @@ class ResumingMixin(RanksMixin):
     _streams: SharedStreams | None = None
     _accumulate: int | None = None  # the user's own, where the run has another
     _begins_epoch = False  # whether the run that is resumed stands before the first batch of an epoch
+    _after_batch = False  # whether it stands behind the last hooks of a batch
     _meant: tuple[int, int] | None = None  # replicas, and which of them, while loaders are made
 
     # ------------------------------------------------------------------------------------------ from which checkpoint
@@ -95,7 +96,7 @@ class ResumingMixin(RanksMixin):
         """Called with what was read, if anything, before loops and optimizers are restored from it."""
         trainer, size = self._trainer, self.groups.data.size
         self._position, self._batch = DataPosition(), GlobalBatch(size, trainer.accumulate_grad_batches)
-        self._begins_epoch = False
+        self._begins_epoch = self._after_batch = False
         own = {} if checkpoint is None else checkpoint.get(OWN, {})
         if checkpoint is None or "global_batch" not in own:  # others' checkpoints are gone on from as Lightning does
             return
@@ -116,6 +117,7 @@ class ResumingMixin(RanksMixin):
             )
         loop = checkpoint[LOOPS]["fit_loop"]
         window = saved.size // saved_size if self.lightning_module.automatic_optimization else 1  # type: ignore[union-attr]
+        behind_batch = is_within_batch(loop) and not in_window(loop, window)
         loop = counted_anew(loop, found, window)
         place = self.groups.data.rank if saved_size == size else 0
         mine = {**own["replicas"][0], **own["replicas"][place]}
@@ -126,6 +128,7 @@ class ResumingMixin(RanksMixin):
         states = {name: mine[name] for name in ("now", "began", "first", "loaders")}
         batches = batches_of_epoch(loop)
         self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"]
+        self._after_batch = behind_batch
         if not batches or mine["began"] is not None and mine["first"] is not None:
             self._position.resumed = Resumed(batches, **states)
 
@@ -168,7 +171,11 @@ class ResumingMixin(RanksMixin):
         super().on_train_start()
         if self._begins_epoch:
             begin_epoch(self._trainer)
-            self._begins_epoch = False
+        elif self._after_batch:
+            go_on_after_batch(self._trainer)
+        self._begins_epoch = self._after_batch = False
+        if self._position is not None and self._position.resumed is not None:  # hooks have drawn meanwhile
+            put_back(self._position.resumed.now, self._position.found)
 
     def _batches_done(self) -> int:
         loop = self._trainer.fit_loop

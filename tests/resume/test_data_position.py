@@ -66,19 +66,19 @@ class Stateful:
     """A loader that can say and be told where it is, as torchdata's."""
 
     def __init__(self) -> None:
-        self.at = self.begin = self.epoch = 0
+        self.at = self.epoch = 0
+        self.loaded = False
         self.asked: list[int] = []
 
     def __iter__(self) -> Iterator[Tensor]:
-        self.at, self.begin = self.begin, 0
-        if self.at == len(self):  # the epoch of the state was over
+        if self.at == len(self) or not self.loaded and self.at:  # the epoch is over
             self.at, self.epoch = 0, self.epoch + 1
+        self.loaded = False
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist()
         while self.at < len(self):
             self.at += 1
             self.asked.append(self.at)
             yield VALUES[BATCH * order[self.at - 1] :][:BATCH]
-        self.epoch += 1
 
     def __len__(self) -> int:
         return ROWS // BATCH
@@ -87,7 +87,7 @@ class Stateful:
         return {"at": self.at, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin, self.epoch = state["at"], state["epoch"]
+        self.at, self.epoch, self.loaded = state["at"], state["epoch"], True
 
 
 def loader(kind: str) -> Any:
