@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from lightning_par.checkpoint import rename
+from lightning_par.checkpoint.disk_space import writes
 from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN
 
@@ -67,15 +68,12 @@ class Folder:
         return {os.path.basename(x["name"].rstrip("/")): x["size"] for x in found if x["type"] != "directory"}
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
+    def writing(self, name: str, needed: float = 0) -> Iterator[Any]:
         """The file ``name``, open. Where the disk is one's own, it is new, and no link's, and on the disk when the
-        context has ended."""
+        context has ended; that it is full is an error with the sizes, of ``needed`` bytes at least."""
         path = self.path(name)
-        with open(path, "xb") if self.is_local else self.files.open(path, "wb") as file:
+        with writes(path, needed) if self.is_local else self.files.open(path, "wb") as file:
             yield file
-            if self.is_local:
-                file.flush()
-                os.fsync(file.fileno())
 
     def metadata(self) -> tuple[str, bytes] | None:
         """The name and the content of ``.metadata``, or of what a kill has kept from taking its place."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import json
 import secrets
 import socket
@@ -18,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_par.mesh.interfaces import address_towards, is_loopback
 from lightning_par.private.process_groups import default_store, host_of_store
 
 _LENGTH = struct.Struct("!Q")
@@ -85,9 +85,9 @@ class SideChannel:
     def __init__(self, name: str, rank: int, answer: Callable[[Any, Line], None]) -> None:
         self._name, self._answer = name, answer
         self._secret = secrets.token_hex(16)
-        store, own = host_of_store()[0], _own_address()
+        store, own = host_of_store()[0], address_towards(*host_of_store())
         # A name of this host may be its loopback address here, by which other hosts don't reach it.
-        everywhere = _is_loopback(own) and store not in _LOOPBACK
+        everywhere = is_loopback(own) and store not in _LOOPBACK
         self._server = socket.create_server(("" if everywhere else own, 0), backlog=128)
         self._known: dict[int, tuple[str, int, str]] = {}
         port = self._server.getsockname()[1]
@@ -153,16 +153,3 @@ class SideChannel:
                 raise
             except Exception as error:  # whatever it is, the rank that asks must hear of it
                 line.say({"failure": f"{type(error).__name__}: {error}"})
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _own_address() -> str:
-    """This host's address on the network by which the ranks met."""
-    host, port = host_of_store()
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of datagrams: nothing is sent
-        return str(probe.getsockname()[0])

@@ -9,21 +9,27 @@ from typing import Any
 
 import torch
 
-from lightning_par.mesh.agent_store import connect_to_agent, store_of_attempt, uses_agent_store
 from lightning_par.strategies.namespace import Namespace
 
 
 def init_process_group(
-    namespace: Namespace, environment: Any, backend: str, timeout: timedelta | None, device: torch.device
+    namespace: Namespace,
+    environment: Any,
+    backend: str,
+    timeout: timedelta | None,
+    device: torch.device,
+    rank: int | None = None,
+    store: torch.distributed.Store | None = None,
 ) -> None:
     """Connect the ranks as Lightning's own strategies do: with its log line, its reuse of a group that an earlier
-    Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it."""
+    Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it.
+
+    Where the ranks have met at a ``store``, this process is number ``rank`` of them; else as the ``environment`` says.
+    """
     connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
     kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if uses_agent_store() and not torch.distributed.is_initialized():
-        patience = timeout or timedelta(minutes=30)
-        store = connect_to_agent(environment.main_address, environment.main_port, patience)
-        kwargs["store"] = store_of_attempt(store, environment.global_rank(), environment.world_size(), patience)
+    if store is not None:
+        kwargs |= {"store": store, "global_rank": rank}
     connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
     if backend != "nccl":  # Lightning sees to NCCL alone
         atexit.unregister(_close_process_group)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_par.mesh.agent_store import uses_agent_store
+from lightning_par.mesh.rendezvous import uses_agent_store
 from lightning_par.private.process_groups import default_store, underlying_store
 from lightning_par.strategies.namespace import Namespace
 

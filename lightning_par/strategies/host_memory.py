@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.checkpoint.disk_space import file_system, free_in
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_files import LEAST
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -74,7 +73,7 @@ def shortest_room(
         filed = _large(module) * (states + (weights if device.type == "cpu" else 0))
     asked = [(host, weights + states - filed, free_on_host())]
     if folder is not None:
-        place = host if _in_memory(folder) else f"{folder} of {host}"
+        place = host if file_system(folder) in ("tmpfs", "ramfs") else f"{folder} of {host}"
         asked.append((place, filed, free_in(folder)))
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -118,25 +117,6 @@ def _bytes(x: Any) -> int:
 def free_on_host() -> float:
     """Bytes that processes of this host, or of its container, may still take; infinite where that is unknown."""
     return min(_free_of_machine(), *(_free_of_group(*names) for names in _GROUPS))
-
-
-def free_in(folder: str) -> float:
-    """Bytes that files in ``folder`` may still take."""
-    try:
-        return float(shutil.disk_usage(folder).free)
-    except OSError:
-        return 0.0
-
-
-def _in_memory(folder: str) -> bool:
-    """Whether files there are in memory; False where the system does not say."""
-    try:  # as "36 35 98:0 /root /tmp rw - ext4 /dev/sda rw"
-        number = os.stat(folder).st_dev
-        wanted = f"{os.major(number)}:{os.minor(number)}"
-        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
-        return False
-    return any(line[2] == wanted and line[line.index("-") + 1] in ("tmpfs", "ramfs") for line in lines)
 
 
 def free_on(device: torch.device) -> float:

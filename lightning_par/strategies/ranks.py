@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.hosts import HostGrid
 from lightning_par.mesh.layout import Groups, Layout, make_groups
+from lightning_par.mesh.network import Joined, meet
+from lightning_par.mesh.rendezvous import Address, uses_agent_store
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import Compiler
@@ -28,6 +31,7 @@ from lightning_par.strategies.namespace import OTHER, Namespace
 from lightning_par.strategies.parts import Parts, Wanted
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 from lightning_par.strategies.samplers import share_by_replicas
+from lightning_par.strategies.startup_table import show_hosts
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -35,6 +39,8 @@ else:
     _Base = object
 
 T = TypeVar("T")
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_WITHOUT_STORE = ("fake", "mpi")  # backends whose ranks don't meet at a store
 
 
 @given_anew
@@ -53,6 +59,8 @@ class RanksMixin(_Base):
         self.start_method = start_method
         self.num_nodes = 1
         self.layout: Layout | None = None
+        self.hosts: HostGrid | None = None
+        """Which ranks are on one host, once they have met; None where someone else has made the process group."""
         self._groups: Groups | None = None
         self._gradients: GradientSync | None = None
         self.parts = Parts()
@@ -124,10 +132,15 @@ class RanksMixin(_Base):
     def global_rank(self) -> int:
         """This process's number; where it goes into results see `rank_numbers`: in the user's hooks `Count`, within a
         step that the ranks of a replica share `RankInStep`."""
-        rank = super().global_rank
+        rank = self._process_rank
         if Run.current is not None and self._groups is not None:
             return RankInStep(self.groups.data.rank, self.groups.replica.ranks[0], dist.get_rank())
         return Count(self.groups.data.rank, rank) if self._are_replicas_meant() else rank
+
+    @property
+    def _process_rank(self) -> int:
+        """By the process group, which may number ranks in another order than their launcher; see `mesh.hosts`."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else super().global_rank
 
     @property
     def world_size(self) -> int:
@@ -142,7 +155,7 @@ class RanksMixin(_Base):
 
     @property
     def is_global_zero(self) -> bool:
-        return (super().global_rank if Run.current is None else self.global_rank) == 0
+        return (self._process_rank if Run.current is None else self.global_rank) == 0
 
     @property
     def is_distributed(self) -> bool:
@@ -173,10 +186,27 @@ class RanksMixin(_Base):
         assert self.layout is not None
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
-        init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
-        self._groups = make_groups(self.layout, self.timeout or timedelta(minutes=30))
+        self._connect(backend, device)
+        self._groups = make_groups(self.layout, self.timeout or DEFAULT_TIMEOUT)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)
+
+    def _connect(self, backend: str, device: torch.device) -> None:
+        """Make the process group of all ranks, unless there is one."""
+        assert self.layout is not None and self.cluster_environment is not None
+        met: Joined | None = None
+        several = self.layout.world_size > 1 or uses_agent_store()  # where there were several before a restart
+        if several and not dist.is_initialized() and backend not in _WITHOUT_STORE:
+            environment = self.cluster_environment
+            address = Address(environment.main_address, environment.main_port)
+            timeout = self.timeout or DEFAULT_TIMEOUT
+            met = meet(address, environment.global_rank(), self.layout, environment.node_rank(), backend, timeout)
+            self.hosts = met.grid
+        rank, store = (None, None) if met is None else (met.rank, met.store)
+        init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device, rank, store)
+        self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
+        if met is not None and met.rank == 0 and len({*met.grid.hosts}) > 1:
+            show_hosts(met.grid)
 
     def _come(self, kind: str, doing: str) -> None:
         """Let other ranks know that this one comes to what all ranks come to."""

@@ -15,9 +15,12 @@ from lightning_par.private.trainer import (
     asked_checkpoint,
     begin_epoch,
     dummy_experiment,
+    go_on_after_batch,
+    restores_a_run,
     resumes,
     throughputs,
 )
+from lightning_par.resume.progress import after_batch
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -41,6 +44,26 @@ def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> No
         trainer.fit(Telling(), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert told == [False, True]
+
+
+@both
+def test_the_load_of_what_an_entry_point_was_given_is_recognised(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    told: list[bool] = []
+
+    class Telling(namespace.from_pytorch("strategies", "SingleDeviceStrategy")):  # type: ignore[misc]
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            told.append(restores_a_run(sys._getframe()))
+            return super().load_checkpoint(*args, **kwargs)
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = trainer_class(strategy=Telling("cpu"), fast_dev_run=1, **options)
+    trainer.fit(model := boring())
+    trainer.save_checkpoint(path := tmp_path / "last.ckpt")
+    trainer.validate(model, ckpt_path=path)
+    trainer.strategy.load_checkpoint(path)
+    assert told == [True, False]
 
 
 @both
@@ -150,3 +173,45 @@ def test_a_restored_loop_is_told_that_it_begins_an_epoch(namespace: Namespace, t
         module.batches, module.begins = [], begins
         trainer_class(max_steps=6, **options).fit(module, ckpt_path=tmp_path / "epoch.ckpt")
         assert module.batches == batches
+
+
+@both
+def test_what_follows_a_batch_is_done_by_a_restored_loop(namespace: Namespace, tmp_path: Path) -> None:
+    """Of a checkpoint that the last batch's hooks wrote: validate, end the epoch, and count it."""
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_train_batches=3, num_sanity_val_steps=0)
+    options["default_root_dir"] = tmp_path
+
+    class Telling(module_class):  # type: ignore[misc, valid-type]
+        def __init__(self, restored: bool) -> None:
+            super().__init__()
+            self.restored, self.did = restored, list[str]()
+
+        def on_train_start(self) -> None:
+            if self.restored:
+                go_on_after_batch(self.trainer)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.restored or batch_idx < 2 or self.current_epoch:
+                return
+            self.trainer.save_checkpoint(tmp_path / "last.ckpt")
+            checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=False)
+            checkpoint["loops"]["fit_loop"] = after_batch(checkpoint["loops"]["fit_loop"])
+            torch.save(checkpoint, tmp_path / "last.ckpt")
+
+        def on_validation_end(self) -> None:
+            self.did.append("validated")
+
+        def on_train_epoch_start(self) -> None:
+            self.did.append(f"epoch {self.current_epoch}")
+
+    for validation in (0, 2):
+        whole, module = Telling(False), Telling(True)
+        for each, path in ((whole, None), (module, tmp_path / "last.ckpt")):
+            trainer = trainer_class(max_epochs=2, limit_val_batches=validation, **options)
+            trainer.fit(each, ckpt_path=path)
+            counts = trainer.fit_loop.epoch_progress.current
+            assert trainer.global_step == 6 and counts.ready == counts.processed == 2
+        assert module.did == whole.did[1:], "the first epoch had begun"

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning as L
 import pytest
@@ -195,13 +195,22 @@ def main(folder: Path, kills: int) -> None:
         print(f"attempt {count} of {size} ranks began at step {model.begun}, weight {model.net.weight.sum().item()}")
 
 
-def torchrun(folder: Path, kills: int, *options: str, **kwargs: Any) -> subprocess.Popen[str]:
+def torchrun(folder: Path, kills: int, *options: str) -> tuple[subprocess.Popen[str], IO[str]]:
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.resume.test_restarts"]
     environment = {key: x for key, x in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
+    output = open(folder / f"said-{time.monotonic()}", "w+")  # as long as the process
+    job = subprocess.Popen(
         [*command, str(folder), str(kills)], cwd=Path(__file__).parents[2], env=environment, text=True,
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs,
+        start_new_session=True, stdout=output, stderr=output,
     )  # fmt: skip
+    return job, output
+
+
+def end_of(job: tuple[subprocess.Popen[str], IO[str]]) -> str:
+    """What a job has said, once it has ended."""
+    job[0].wait()
+    job[1].seek(0)
+    return job[1].read()
 
 
 @slow(but=["static"])
@@ -209,8 +218,8 @@ def torchrun(folder: Path, kills: int, *options: str, **kwargs: Any) -> subproce
 def test_torchrun_restarts_a_run(how: str, tmp_path: Path) -> None:
     options = ["--standalone"] if how == "standalone" else ["--nnodes", "1", "--master-port", str(free_port())]
     job = torchrun(tmp_path, 2, *options, "--nproc-per-node", "2", "--max-restarts", "2")
-    said, _ = job.communicate()
-    assert job.returncode == 0 and "attempt 2 of 2 ranks began at step 4" in said, said[-3000:]
+    said = end_of(job)
+    assert job[0].returncode == 0 and "attempt 2 of 2 ranks began at step 4" in said, said[-3000:]
 
 
 @slow()
@@ -228,15 +237,15 @@ def test_a_host_goes_and_comes_back(lost: int, tmp_path: Path) -> None:
 
     def wait(ranks: int, least: int) -> None:
         while not met(ranks, least):
-            assert any(agent.poll() is None for agent in agents)
+            assert any(agent.poll() is None for agent, _ in agents), "".join(map(end_of, agents))
             time.sleep(0.1)
 
     agents = [torchrun(tmp_path, 0, *options) for _ in range(2)]
     wait(2, 3)
-    os.killpg(agents[lost].pid, signal.SIGKILL)
+    os.killpg(agents[lost][0].pid, signal.SIGKILL)
     wait(1, 4)
     agents.append(torchrun(tmp_path, 0, *options))
-    said = [agent.communicate()[0] for agent in agents]
+    said = [*map(end_of, agents)]
     left = said[1 - lost] + said[2]
     assert met(2, 6), "the host that came later was not waited for"
     (end,) = [line for line in left.splitlines() if " began at step " in line]

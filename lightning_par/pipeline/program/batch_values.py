@@ -13,8 +13,8 @@ from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
-from lightning_par.python_state.mutable_objects import note_write
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.tensor_writes import note_write
 
 
 class Memo:
