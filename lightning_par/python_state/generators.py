@@ -17,6 +17,9 @@ from lightning_par.mesh.axis import Axis
 MAX_OBJECTS = 5000  # that are looked into; datasets can be large
 MAX_ITEMS = 100  # of one list, tuple, set or dict
 
+_MOST = {"pos": 624, "buffer_pos": 4}
+"""How far numpy's generators may stand in what they have drawn ahead."""
+
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -210,7 +213,14 @@ def _in_tensors(state: Any) -> Any:
 
 
 def _in_arrays(state: Any) -> Any:
+    """
+    Raises:
+        ValueError: the state is garbled.
+    """
     if isinstance(state, dict):
+        for name, most in _MOST.items():
+            if not 0 <= state.get(name, 0) <= most:  # numpy would read the memory behind its words
+                raise ValueError(f"The state of a generator in the checkpoint is garbled: {name} is {state[name]}.")
         return {name: _in_arrays(x) for name, x in state.items()}
     if isinstance(state, list):
         return np.frombuffer(state[1].numpy().tobytes(), state[0]).copy()

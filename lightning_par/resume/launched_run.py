@@ -97,6 +97,25 @@ def number_of_fit() -> int:
     return int(default_store().add("lightning_par/fits", 1))
 
 
+def batch_of_first_attempt(fit: int, batch: tuple[int, int]) -> tuple[int, int]:
+    """Replicas and accumulation of the attempt that came to a fit first, where an agent knows; else ``batch``.
+
+    A run that is started again before it has saved a checkpoint is to step on the same batches, too.
+
+    Args:
+        fit: which of the run.
+        batch: of this attempt.
+    """
+    if not uses_agent_store():
+        return batch
+    key = f"lightning_par/batch of fit {fit}"
+    store = underlying_store()
+    if not store.check([key]):
+        store.set(key, json.dumps(batch))
+    replicas, accumulate = json.loads(store.get(key))
+    return replicas, accumulate
+
+
 def note_folder(folder: str) -> None:
     """Let restarts know that there are checkpoints in ``folder``, whose name a logger may have made up."""
     if uses_agent_store():

@@ -57,9 +57,8 @@ def regrouped(
         assert regrouped(GlobalBatch(2, 1), 2, 1, asked=1, restarted=True).accumulate == 2
     """
     anew = GlobalBatch(size, asked)
-    if saved.replicas == size and (saved.accumulate == asked or not restarted):
-        ratio = Fraction(saved_size, size) if saved.accumulate == asked else Fraction(1)
-        return Regrouped(anew, asked, ratio=ratio)
+    if saved.replicas == size:  # over how many batches these accumulate is as the user says, by the epoch, too
+        return Regrouped(anew, asked, ratio=Fraction(saved_size, size))
     if hindrance is None:
         try:
             accumulate = saved.accumulate_on(size)

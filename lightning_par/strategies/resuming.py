@@ -15,10 +15,16 @@ from lightning_par.private.trainer import around_restore, asked_checkpoint, begi
 from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, Resumed, put_back
 from lightning_par.resume.global_batch import GlobalBatch
-from lightning_par.resume.launched_run import LaunchedRun, note_folder, noted_folders, number_of_fit
+from lightning_par.resume.launched_run import (
+    LaunchedRun,
+    batch_of_first_attempt,
+    note_folder,
+    noted_folders,
+    number_of_fit,
+)
 from lightning_par.resume.newest import Newest, newest
 from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window, is_within_batch
-from lightning_par.resume.regrouped import counted_anew, regrouped
+from lightning_par.resume.regrouped import Regrouped, counted_anew, regrouped
 from lightning_par.resume.shared_streams import SharedStreams
 from lightning_par.resume.training_loader import Watch, watched
 from lightning_par.sharded import patches
@@ -37,6 +43,7 @@ class ResumingMixin(RanksMixin):
     _handed_out: HandedOut | None = None
     _streams: SharedStreams | None = None
     _accumulate: int | None = None  # the user's own, where the run has another
+    _generators: dict[str, Any] | None = None  # where they stood, until they are put back
     _begins_epoch = False  # whether the run that is resumed stands before the first batch of an epoch
     _after_batch = False  # whether it stands behind the last hooks of a batch
     _meant: tuple[int, int] | None = None  # replicas, and which of them, while loaders are made
@@ -56,7 +63,7 @@ class ResumingMixin(RanksMixin):
     def _chosen(self, path: Any, weights_only: bool | None) -> Any:
         """The checkpoint to go on from, where the run is one that its launcher has started again."""
         trainer: Any = self._trainer
-        asked = asked_checkpoint(trainer)
+        asked = asked_checkpoint(trainer) if trainer.state.fn.value == "fit" else path
         if not self._launched.restarted or asked not in (None, "last", "hpc"):
             return path
         found = self.broadcast(self._newest(weights_only) if self.is_global_zero else None)
@@ -95,41 +102,57 @@ class ResumingMixin(RanksMixin):
     def _resume(self, checkpoint: dict[str, Any] | None) -> None:
         """Called with what was read, if anything, before loops and optimizers are restored from it."""
         trainer, size = self._trainer, self.groups.data.size
+        if trainer.state.fn.value != "fit":
+            return
         self._position, self._batch = DataPosition(), GlobalBatch(size, trainer.accumulate_grad_batches)
         self._begins_epoch = self._after_batch = False
         own = {} if checkpoint is None else checkpoint.get(OWN, {})
-        if checkpoint is None or "global_batch" not in own:  # others' checkpoints are gone on from as Lightning does
-            return
-        replicas, accumulate, saved_size = own["global_batch"]
-        saved = GlobalBatch(replicas, accumulate)
-        found = regrouped(
-            saved, saved_size, size, trainer.accumulate_grad_batches, self._launched.restarted, self._hindrance()
-        )
+        self._generators = own.get("generators")
+        if checkpoint is None:
+            mine = (self._batch.replicas, self._batch.accumulate)
+            first = self.broadcast(batch_of_first_attempt(self._fit, mine) if self.is_global_zero else mine)
+            if first != mine and self._launched.restarted:
+                self._regroup(GlobalBatch(*first), size)
+        elif "global_batch" in own:  # others' checkpoints are gone on from as Lightning does
+            replicas, accumulate, saved_size = own["global_batch"]
+            saved = GlobalBatch(replicas, accumulate)
+            self._go_on(checkpoint, own, saved, saved_size, self._regroup(saved, saved_size))
+
+    def _regroup(self, saved: GlobalBatch, saved_size: int) -> Regrouped:
+        trainer, size = self._trainer, self.groups.data.size
+        asked = trainer.accumulate_grad_batches
+        found = regrouped(saved, saved_size, size, asked, self._launched.restarted, self._hindrance())
         if found.warning:
             self.namespace.from_pytorch("utilities.rank_zero", "rank_zero_warn")(found.warning)
         self._batch = found.batch
-        if found.accumulate != trainer.accumulate_grad_batches:
-            self._accumulate = trainer.accumulate_grad_batches
+        if found.accumulate != asked:
+            self._accumulate = asked
             trainer.accumulate_grad_batches = found.accumulate
             self.namespace.from_pytorch("utilities.rank_zero", "rank_zero_info")(
                 f"The run that is resumed steps on {saved}: on {size} data-parallel replicas that is "
                 f"accumulate_grad_batches={found.accumulate}."
             )
+        return found
+
+    def _go_on(
+        self, checkpoint: dict[str, Any], own: dict[str, Any], saved: GlobalBatch, saved_size: int, found: Regrouped
+    ) -> None:
+        """From where the run stood: its loops will be restored from what this leaves in ``checkpoint``."""
+        assert self.lightning_module is not None and self._position is not None
         loop = checkpoint[LOOPS]["fit_loop"]
-        window = saved.size // saved_size if self.lightning_module.automatic_optimization else 1  # type: ignore[union-attr]
-        behind_batch = is_within_batch(loop) and not in_window(loop, window)
+        window = saved.size // saved_size if self.lightning_module.automatic_optimization else 1
+        self._after_batch = is_within_batch(loop) and not in_window(loop, window)
         loop = counted_anew(loop, found, window)
-        place = self.groups.data.rank if saved_size == size else 0
+        place = self.groups.data.rank if saved_size == self.groups.data.size else 0
         mine = {**own["replicas"][0], **own["replicas"][place]}
         if "combined_loader" in loop["state_dict"] and mine["loaders"]:
             loop = {**loop, "state_dict": {**loop["state_dict"], "combined_loader": mine["loaders"]}}
         checkpoint[LOOPS] = {**checkpoint[LOOPS], "fit_loop": loop}
-        checkpoint[OWN] = {**own, "generators": mine["now"]["global"]}
-        states = {name: mine[name] for name in ("now", "began", "first", "loaders")}
+        self._generators = mine["now"]["global"]
         batches = batches_of_epoch(loop)
         self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"]
-        self._after_batch = behind_batch
         if not batches or mine["began"] is not None and mine["first"] is not None:
+            states = {name: mine[name] for name in ("now", "began", "first", "loaders")}
             self._position.resumed = Resumed(batches, **states)
 
     def _hindrance(self) -> str | None:

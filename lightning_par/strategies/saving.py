@@ -205,8 +205,9 @@ class SavingMixin(ResumingMixin):
         for optimizer in self.optimizers:
             detach_from_file(optimizer, given)
         self._adopt_optimizers()  # the state is whole; one without hooks for loading has noticed nothing
-        if self._starting and "generators" in checkpoint.get(OWN, {}):
-            generators.load_state(checkpoint[OWN]["generators"])
+        if self._starting and self._generators is not None:
+            generators.load_state(self._generators)
+            self._generators = None
 
     def _adopt_optimizers(self) -> None:
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""

@@ -72,6 +72,7 @@ def test_a_checkpoint_that_the_user_chose_is_gone_on_from_as_the_user_says() -> 
     two = GlobalBatch(2, 1)
     assert regrouped(two, 2, 1, 2, False) == Regrouped(two, 2, ratio=Fraction(2)), "the same batches"
     assert regrouped(two, 2, 2, 4, False) == Regrouped(GlobalBatch(2, 4), 4), "the user's own change"
+    assert regrouped(two, 2, 2, 4, True).accumulate == 4, "by the epoch, as a callback says"
     found = regrouped(two, 2, 1, 1, False)
     assert (found.batch, found.ratio) == (GlobalBatch(1, 1), 1)
     assert found.warning is not None and "Write accumulate_grad_batches=2" in found.warning
