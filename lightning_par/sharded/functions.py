@@ -40,6 +40,17 @@ def operator_of(func: Any) -> str:
     return str(schema_of(func).name.removeprefix("aten::"))
 
 
+def draws(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def attends_without_draws(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator of attention, which may draw, is told to drop nothing."""
+    told = {a.name: x for a, x in zip(schema_of(operator).arguments, args)} | kwargs
+    return "attention" in operator_of(operator) and not told.get("dropout_p")
+
+
 def writes(name: str) -> bool:
     """Whether a function writes into its first argument, or changes how that is laid out or differentiated."""
     return name == "__setitem__" or name in IN_PLACE_OPERATORS or name.endswith("_") and not name.endswith("__")
@@ -94,6 +105,12 @@ fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_w
 scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
 """)
 """Take a tensor, and may move the generator on."""
+
+DRAWS_ANEW = _names("rand randn randint randperm")
+"""Take no tensor, and draw the entries of one."""
+
+DRAWS_BY_VALUE = _names("poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_")
+"""How many numbers they draw goes by the tensor's entries."""
 
 # What is written.
 

@@ -60,7 +60,9 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._state.end()  # of a run that was not torn down
         self._state = RunState()
         self._state.begin()
-        self.parts = make_parts(self.groups, self.wanted(), self.compiler)
+        wanted = self.wanted()
+        self._state.streams.whole = wanted.draws == "one_device"
+        self.parts = make_parts(self.groups, wanted, self.compiler)
         if self.parts and self.root_device.type == "cpu":
             give_back_freed(_LARGE)
         for kind in [kind for part in self.parts for kind in part.patches()]:

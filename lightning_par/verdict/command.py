@@ -64,7 +64,9 @@ def _parser() -> ArgumentParser:
     check.add_argument("--devices", type=int, help="processes under each layout (default: what its sizes say)")
     check.add_argument("--steps", type=int, default=2, help="optimizer steps (default: 2)")
     check.add_argument("--gradient-clip-val", type=float, default=0.05, help="the Trainer's (default: 0.05)")
-    check.add_argument("--dropout", action=BooleanOptionalAction, default=False, help="leave dropout on")
+    check.add_argument(
+        "--dropout", action=BooleanOptionalAction, default=False, help="leave dropout on, with one device's masks"
+    )
     check.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default: 600)")
     return parser
 
@@ -73,14 +75,15 @@ def _check(asked: Namespace) -> int:
     layouts = [_json(text) if text.lstrip().startswith("{") else text for text in asked.layout]
     module, batch = load(asked.module), load(asked.batch)
     # Only now, so that wrong arguments are told without waiting for torch.
-    from lightning_par.verdict import read_job, read_layouts
+    from lightning_par.verdict import draws_of, read_job, read_layouts
     from lightning_par.verdict.judge import judge
 
     if asked.init:
         module = partial(module, **asked.init)
     batch = batch() if callable(batch) else batch
     job = read_job(module, batch, asked.steps, asked.gradient_clip_val, asked.dropout, asked.devices)
-    verdict = judge(job, read_layouts(layouts, asked.devices, job.namespace), asked.timeout)  # nothing ran here yet
+    # nothing ran here yet
+    verdict = judge(job, read_layouts(layouts, asked.devices, job.namespace, draws_of(job)), asked.timeout)
     verdict.show()
     states = {one.state for one in verdict.layouts}
     return DIFFERS if "differs" in states else REFUSED if "refused" in states else EQUAL

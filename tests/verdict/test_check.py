@@ -190,11 +190,13 @@ def test_layers_made_in_configure_model_are_checked_and_their_dropout_is_off(poo
 
 
 @slow()
-def test_dropout_that_stays_on_differs_on_shards_and_the_verdict_says_why(pool: Pool) -> None:
-    (verdict,) = pool.run(1, _check, "gpt_residual_dropout", ["pipeline_parallel"], dropout=True)
-    assert _states(verdict) == ["differs"]
+def test_dropout_that_stays_on_is_equal_where_one_devices_is_drawn_and_else_the_verdict_says_why(pool: Pool) -> None:
+    layouts = [PipelineParallelStrategy(microbatches=2), "pipeline_parallel", "tensor_parallel"]
+    (verdict,) = pool.run(1, _check, "gpt_residual_dropout", layouts, dropout=True)
+    assert _states(verdict) == ["differs", "equal", "equal"]
     assert verdict.notes == (
-        "The step draws random numbers. On shards they are not one device's, nor then are the results.",
+        "The step draws random numbers. On shards they are not one device's, nor then are the results. With "
+        "draws='one_device' they are.",
     )
 
 

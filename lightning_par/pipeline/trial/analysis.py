@@ -20,8 +20,10 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_stan
 from lightning_par.pipeline.effects.unit_effects import Left, Sight, show
 from lightning_par.pipeline.effects.watched_run import LENT, state_of
 from lightning_par.pipeline.plan.stage_ranges import Stages
+from lightning_par.pipeline.program import event_draws as draws_of
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
+from lightning_par.pipeline.program.event_draws import DRAWING, PartDrawn
 from lightning_par.pipeline.program.event_functions import is_setting, writes_into
 from lightning_par.pipeline.program.microbatch_values import cut_to, written_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
@@ -47,6 +49,7 @@ from lightning_par.python_state.snapshot import Snapshot, plainly
 from lightning_par.sharded.functions import READS
 from lightning_par.sharded.patches.transforms import TRANSFORMS
 from lightning_par.sharded.rules.lookup import user_line, writes
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import linked
 
@@ -153,6 +156,10 @@ class Analysis(FakeRun):
         self.given: list[tuple[int, Any]] = []  # what events are given beside values of the model
         self.constants: list[tuple[int, Any]] = []  # those behind the first read
         self.closure: Closure | None = None
+        self.stood: draws_of.States | None = None  # torch's generators before the event that runs, where they count
+        self.unit_parts: tuple[PartDrawn, ...] = ()  # of what the unit that ran last draws
+        self.in_unit: str | None = None  # the unit that runs
+        self.drawn_alone: dict[int, Tensor] = {}  # by id, within units: tensors of drawn numbers and nothing else
 
     def number(self) -> int:
         return len(self.events)
@@ -223,6 +230,7 @@ class Analysis(FakeRun):
         if name == "__set__" and is_located(args[0]):
             return self._set_data(func, args, inputs)
         target = self._write_target(name, args)
+        self._begin_draws()
         for x in located:
             self._use_parameter(x)
         sums = self.axis.sums if self.axis is not None else 0
@@ -316,6 +324,7 @@ class Analysis(FakeRun):
             except SamplesMixError:
                 if self.axis.sums > sums:  # with whole tensors it came to a sum already
                     raise
+                self.drawn = []
         return run(self._with_samples(args), self._with_samples(kwargs)), True
 
     def _located(self, x: Tensor) -> Tensor:
@@ -395,6 +404,7 @@ class Analysis(FakeRun):
         index = len(self.events)
         self.lent.about_to_take(x for x in inputs if id(x) in self.batch_keys)
         event = StepEvent(func, kind, self._keys_of(inputs), twin(result), user_line())  # user code may write into it
+        self._end_draws(event)
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         written = self.memory.settle(index)
@@ -409,6 +419,48 @@ class Analysis(FakeRun):
                 self.memory.made((index, n), x)
         self.kept.append((inputs, result))
         return event
+
+    def _begin_draws(self) -> None:
+        """An event of the model begins."""
+        self.drawn, self.owned, self.stood = [], False, draws_of.standing() if RunState.current.streams.whole else None
+
+    def _end_draws(self, event: StepEvent) -> None:
+        """Generators move on as by the event on one device: what the step itself draws next may decide what it does."""
+        event.drawn, self.drawn = tuple(self.drawn), []
+        stood, self.stood = self.stood, None
+        if any(one.goes_by_entries for one in event.drawn):
+            self._refuse_draws(event.func)
+        if stood is not None:
+            draws_of.stand_at(stood)
+            with unset_fake_temporarily():
+                draws_of.draw_again(event.drawn)
+
+    def _refuse_draws(self, func: Any) -> None:
+        what = f"{func!r}" if isinstance(func, str) else f"`{getattr(func, '__name__', func)}` at {user_line()}"
+        message = (
+            f"{what} draws as many random numbers as values of the model say, which other stages of the pipeline "
+            "don't know. Write draws='per_shard', or use TensorParallelStrategy."
+        )
+        if isinstance(func, str):
+            raise UnitError(message, func)
+        raise NotImplementedError(message)
+
+    def about_to_run(self, func: Any, args: Any) -> None:
+        reads = getattr(func, "__name__", "") in READS and any(id(x) in self.drawn_alone for x in args)
+        if reads and self.in_unit is not None and RunState.current.streams.whole:
+            raise UnitError(
+                f"{user_line()}: {self.in_unit!r} decides by a number that it draws, which other stages of the "
+                "pipeline don't know. Draw it in the step, or write draws='per_shard'.",
+                self.in_unit,
+            )
+
+    def _note_drawn(self, func: Any, given: Any, result: Any) -> None:
+        """What comes of numbers that were drawn within a unit, and of nothing else."""
+        inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        alone = all(id(x) in self.drawn_alone or not (is_located(x) or id(x) in self.batch_keys) for x in inputs)
+        known = getattr(func, "__name__", "") in DRAWING or any(id(x) in self.drawn_alone for x in inputs)
+        if alone and known:
+            self.drawn_alone.update((id(x), x) for x in tensors_in(result))
 
     def _note_overwritten(self, index: int, written: set[Any]) -> None:
         for name in (self.memory.names[memory] for memory in written & self.memory.names.keys()):
@@ -467,6 +519,8 @@ class Analysis(FakeRun):
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._about_to_call()
+        self._begin_draws()
+        self.unit_parts, self.in_unit, self.drawn_alone = (), path, {}
         self.cutter.meet(path, len(self.events))
         self.handed.check_outside((args, kwargs))
         inputs = tensors_in((args, kwargs))
@@ -498,6 +552,7 @@ class Analysis(FakeRun):
             error.unit = path
             raise
         finally:
+            self.in_unit = None
             if not is_standing(stood):
                 raise GlobalDrawError(path)
         if self.axis is not None:
@@ -518,6 +573,7 @@ class Analysis(FakeRun):
             self.deciding.add(TENSORS)
         event.handed = len(event.inputs) - given
         event.flops, event.viewed = self.frames[-1].flops - flops, not plainly
+        event.parts = self.unit_parts
         self.tail = len(self.events)
         return result
 
@@ -587,6 +643,8 @@ class Analysis(FakeRun):
 
     def inside(self, func: Any, given: Any, result: Any) -> None:
         self.handed.note(given, result)
+        if self.in_unit is not None and RunState.current.streams.whole:
+            self._note_drawn(func, given, result)
         if self.packages is not None:
             with unset_fake_temporarily():
                 self.called.append((len(self.events), func, words_of(given, is_located)))

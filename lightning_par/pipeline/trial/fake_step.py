@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.constants import constants_of
+from lightning_par.pipeline.program.event_draws import DRAWING, DrawLog, Drawn
 from lightning_par.pipeline.program.event_functions import is_metadata
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run
@@ -21,6 +24,7 @@ from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.functions import HOOKS, READS, RECURRENT, SIZED_BY_SECOND
 from lightning_par.sharded.rules.lookup import user_line, writes
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
 from lightning_par.trial.guesses import Guesses
@@ -60,6 +64,9 @@ class FakeRun(CallTree, Run):
         self.met_by_hooks: set[int] = set()  # ids of the objects that these reach
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
+        self.drawn: list[Drawn] = []  # by the event that runs, on one device
+        self.owned = False  # whether it drew from a generator of the user's
+        self.parts: list[tuple[int, Positions]] = []  # of what the last function drew; see `Streams`
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
@@ -70,11 +77,12 @@ class FakeRun(CallTree, Run):
             )
         if self.depth:
             kwargs = kwargs or {}
+            self.about_to_run(func, args)
             result = self._run(func, args, kwargs)
             if not is_metadata(func, getattr(func, "__name__", "")):
                 self.inside(func, (args, kwargs), result)
                 if self.trace is not None:
-                    self.trace.note(func, args, kwargs, result)
+                    self.trace.note(func, args, kwargs, result, self.parts)
             return result
         if self.training and sets_requires_grad(func, args, kwargs):
             raise NotImplementedError(
@@ -83,6 +91,9 @@ class FakeRun(CallTree, Run):
                 "back. Do it between steps, as in on_train_batch_start, or use x.detach() or TensorParallelStrategy."
             )
         return super().__torch_function__(func, types, args, kwargs)
+
+    def about_to_run(self, func: Any, args: Any) -> None:
+        """A function is about to be called within a unit."""
 
     def inside(self, func: Any, given: Any, result: Any) -> None:
         """A function was called within a unit."""
@@ -107,7 +118,8 @@ class FakeRun(CallTree, Run):
             if self.axis is not None:
                 self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
-            result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
+            with self._noting_draws(func):
+                result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
         except UNRUN:
             if sizing(func, args) is not None:
                 self.sized += 1
@@ -125,6 +137,20 @@ class FakeRun(CallTree, Run):
                 raise error from None
         self.charge(func, args, kwargs, result, keeps=self.axis is None)
         return result
+
+    @contextmanager
+    def _noting_draws(self, func: Any) -> Iterator[None]:
+        streams, self.parts = RunState.current.streams, []
+        if not streams.whole or getattr(func, "__name__", "") not in DRAWING:
+            yield
+            return
+        before, streams.parts = streams.parts, self.parts
+        try:
+            with DrawLog(self.drawn) as log:
+                yield
+            self.owned |= log.others
+        finally:
+            streams.parts = before
 
     def _try_hook(self, axis: MicrobatchAxis, x: Tensor, hook: Any) -> None:
         """A hook meets the gradients of a microbatch's samples: all that it may do is to change each by itself.

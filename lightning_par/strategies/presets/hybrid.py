@@ -12,6 +12,7 @@ from lightning_par.pipeline.plan.settings import ScheduleName
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
+from lightning_par.sharded.random_streams import Draws, check_draws
 from lightning_par.strategies.base import StrategyMixin
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.parts import Wanted
@@ -47,6 +48,7 @@ class HybridParallelMixin(StrategyMixin):
         sequence_dim: As for `SequenceParallelStrategy`.
         plan: As for `TensorParallelStrategy`.
         shard_residual: As for `TensorParallelStrategy`; not beside a sequence axis.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: As for `TensorParallelStrategy`.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
@@ -85,6 +87,7 @@ class HybridParallelMixin(StrategyMixin):
         sequence_dim: int | dict[str, int] | None = None,
         plan: dict[str, str] | None = None,
         shard_residual: bool = False,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -102,6 +105,7 @@ class HybridParallelMixin(StrategyMixin):
         super().__init__(process_group_backend, timeout, start_method)
         self.data_parallel = data_parallel
         self.verify = verify
+        self.draws = check_draws(draws)
         self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
@@ -134,6 +138,7 @@ class HybridParallelMixin(StrategyMixin):
             self.data_parallel,
             self.reshard_after_forward,
             self.verify,
+            self.draws,
             self.timeout,
             type(self).__name__,
             self.namespace,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.pipeline.plan.settings import ScheduleName
+from lightning_par.sharded.random_streams import Draws
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -29,6 +30,7 @@ class PipelineParallelMixin(HybridParallelMixin):
             which is not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
         verify: Before the first optimizer step, run a few samples of the first batch whole twice and cut once, with all
             effects undone, and compare; what differs is refused, or the batch is left whole, with a warning.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
@@ -59,6 +61,7 @@ class PipelineParallelMixin(HybridParallelMixin):
         stages: dict[str, int] | list[str] | None = None,
         allow_batch_coupling: bool = False,
         verify: bool = True,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -72,6 +75,7 @@ class PipelineParallelMixin(HybridParallelMixin):
             stages=stages,
             allow_batch_coupling=allow_batch_coupling,
             verify=verify,
+            draws=draws,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.pipeline.placement.settings import Chooser
+from lightning_par.sharded.random_streams import Draws
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -30,6 +31,7 @@ class LayerPlacementMixin(HybridParallelMixin):
         allow_batch_coupling: Where samples need one another, as in BatchNorm, train each of ``microbatches`` as a batch
             of its own, which is not what one device does.
         verify: As for `PipelineParallelStrategy`.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
@@ -60,6 +62,7 @@ class LayerPlacementMixin(HybridParallelMixin):
         max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
         verify: bool = True,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -73,6 +76,7 @@ class LayerPlacementMixin(HybridParallelMixin):
             max_memory=max_memory,
             allow_batch_coupling=allow_batch_coupling,
             verify=verify,
+            draws=draws,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
+from lightning_par.sharded.random_streams import Draws
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -25,6 +26,7 @@ class SequenceParallelMixin(HybridParallelMixin):
             fewest bytes.
         sequence_dim: Which dim of the batch's tensors is the sequence, where it is not found out by itself: one for
             all, or a dict of the batch's keys. A wrong one costs speed, not results.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
@@ -52,6 +54,7 @@ class SequenceParallelMixin(HybridParallelMixin):
         data_parallel_size: int | Literal["auto"] = "auto",
         attention: Literal["auto", "ring", "ulysses", "all_gather"] | dict[str, int] = "auto",
         sequence_dim: int | dict[str, int] | None = None,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -62,6 +65,7 @@ class SequenceParallelMixin(HybridParallelMixin):
             sequence_parallel_size=sequence_parallel_size,
             attention=attention,
             sequence_dim=sequence_dim,
+            draws=draws,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
