@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from lightning_par.private.launchers import lost_launcher
+
 UNRESOLVED = timedelta(minutes=2)
 """How long a name may be unknown: a cluster's name service learns of a host once that has started."""
 _SERVING = timedelta(minutes=1)  # for the rank that serves the store to reach itself by the name that others use
@@ -154,6 +156,7 @@ class Rendezvous:
                 end = min(end, since + UNRESOLVED.total_seconds())
             except OSError as error:
                 why = error.strerror or str(error)
+            self._check_launcher()
             now = time.monotonic()
             if now >= end:
                 raise RuntimeError(self._not_reached(f"{why}, for {now - since:.0f} s"))
@@ -209,6 +212,7 @@ class Rendezvous:
         since = said = time.monotonic()
         pause = 0.001
         while not done():
+            self._check_launcher()
             now = time.monotonic()
             error = f"{self._start}/error/{self._own}"
             if self._store.check([error]):
@@ -225,6 +229,12 @@ class Rendezvous:
                 _say(f"{text}.")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
+
+    def _check_launcher(self) -> None:
+        """A rank whose launcher was killed before the ranks knew each other would wait for them alone."""
+        launcher = lost_launcher()
+        if launcher is not None:
+            raise RuntimeError(f"Rank {self.rank} ends: process {launcher}, which has started it, has ended.")
 
     @contextmanager
     def _served(self) -> Iterator[None]:
