@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
-from lightning_par import HybridParallelStrategy
+from lightning_par import HybridParallelStrategy, TensorParallelStrategy
 from tests.endurance.restarts import Campaign, furthest, reference
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
@@ -174,7 +174,7 @@ def main(folder: Path, kills: int) -> None:
     """The script that torchrun starts: its last rank is killed in each of the first ``kills`` attempts."""
     count, size = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
-        strategy=HybridParallelStrategy(tensor_parallel_size="auto"), accelerator="cpu",
+        strategy=TensorParallelStrategy(), accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), max_steps=40,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=1)], logger=False, enable_progress_bar=False,
         enable_model_summary=False,
