@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lightning_par.strategies.namespace import Namespace
@@ -77,11 +77,6 @@ def processed(namespace: Namespace, trainer: Any, loader: Any) -> Any:
 def is_stateful(namespace: Namespace, loader: Any) -> bool:
     """Whether Lightning keeps the state of ``loader`` in checkpoints; it asks a protocol that it keeps to itself."""
     return isinstance(loader, namespace.from_fabric("utilities.types", "_Stateful"))
-
-
-def load_states(combined_loader: Any, states: Sequence[Any]) -> None:
-    """Put the loaders of a ``CombinedLoader`` that have states to where they were."""
-    combined_loader._load_state_dicts(list(states))
 
 
 def keep_no_states(combined_loader: Any) -> None:

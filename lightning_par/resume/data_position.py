@@ -15,6 +15,8 @@ from typing import Any
 from lightning_par.python_state import generators
 
 State = dict[str, Any]
+KEPT = ("now", "began", "first", "loaders", "loaders_began")
+"""What a checkpoint has of a position, by the names of `Resumed`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Resumed:
         now: the generators when it was written.
         began: the generators when the epoch's iterator was made.
         first: the generators when its first batch was asked for.
-        loaders: states of the loaders, where they have such.
+        loaders: states of those loaders that have one.
+        loaders_began: the same when the epoch's iterator was made.
     """
 
     batches: int
@@ -68,6 +71,7 @@ class Resumed:
     began: State
     first: State
     loaders: list[Any] = field(default_factory=list)
+    loaders_began: list[Any] = field(default_factory=list)
 
 
 class DataPosition:
@@ -76,7 +80,8 @@ class DataPosition:
     Attributes:
         resumed: what is to be gone on from, until it was.
         found: the loaders' own generators.
-        began, first: as of `Resumed`, of the epoch that runs.
+        stateful: the loaders that have a state.
+        began, first, loaders_began: as of `Resumed`, of the epoch that runs.
         step: the generators before the first batch of the optimizer step that is under way; kept where a step has
             several batches, whose gradients no checkpoint holds.
     """
@@ -84,6 +89,8 @@ class DataPosition:
     def __init__(self) -> None:
         self.resumed: Resumed | None = None
         self.found: list[Any] = []
+        self.stateful: list[Any] = []
+        self.loaders_began: list[Any] = []
         self.began: State | None = None
         self.first: State | None = None
         self.step: Standing | None = None
@@ -91,14 +98,27 @@ class DataPosition:
     def standing(self) -> Standing:
         return Standing.of(self.found)
 
-    def saved(self, loaders: list[Any], in_step: bool) -> State:
-        """What goes into a checkpoint.
+    def states(self) -> list[Any]:
+        """Of the loaders that have one."""
+        return [loader.state_dict() for loader in self.stateful]
+
+    def forget(self) -> None:
+        """The run has ended: let its loaders go."""
+        self.found, self.stateful = [], []
+
+    def saved(self, in_step: bool) -> State:
+        """What goes into a checkpoint, by the names of `Resumed`.
 
         Args:
-            loaders: their states, where they have such.
             in_step: whether batches were run since the last optimizer step, which will be run again.
         """
         if self.resumed is not None and self.resumed.batches:  # it was not gone on from yet
-            return {name: getattr(self.resumed, name) for name in ("now", "began", "first", "loaders")}
+            return {name: getattr(self.resumed, name) for name in KEPT}
         now = self.step if in_step and self.step is not None else self.standing()
-        return {"now": now.saved(), "began": self.began, "first": self.first, "loaders": loaders}
+        return {
+            "now": now.saved(),
+            "began": self.began,
+            "first": self.first,
+            "loaders": self.states(),
+            "loaders_began": self.loaders_began,
+        }

@@ -78,17 +78,18 @@ def regrouped(
     )
 
 
-def counted_anew(fit_loop: Mapping[str, Any], found: Regrouped, window: int) -> dict[str, Any]:
+def counted_anew(fit_loop: Mapping[str, Any], found: Regrouped, window: int, by_steps: bool = False) -> dict[str, Any]:
     """The state of the ``fit_loop`` from which the run goes on.
 
     Args:
         fit_loop: as the checkpoint has it.
         found: how the run goes on.
         window: over how many batches the run accumulated that wrote it.
+        by_steps: whether the run that goes on has ``max_steps``.
     """
     state = to_step(reopened(fit_loop), window)
     if is_within_batch(state):
         state = after_batch(state)
-    if is_over(state):
+    if by_steps and is_over(state):
         state = at_next_epoch(state)
     return state if found.ratio == 1 else in_batches_of(state, found.ratio)

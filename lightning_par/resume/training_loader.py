@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_par.private.loaders import is_stateful, keep_no_states, load_states
+from lightning_par.private.loaders import is_stateful, keep_no_states
 from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
 from lightning_par.strategies.namespace import Namespace
@@ -30,7 +30,7 @@ class Watch:
     """
 
     position: DataPosition
-    batches: Callable[[], int]
+    batches: Callable[[Resumed], int]
     begins_step: Callable[[], bool]
     agree: Callable[[], None]
     share: Callable[[list[Any], list[Any]], list[Any]]
@@ -45,7 +45,7 @@ def watched(loaders: Any, watch: Watch, namespace: Namespace) -> Any:
     loader.__class__ = _kind(type(made), namespace)  # type: ignore[arg-type]  # a class is hashable
     loader.watch, loader.fresh, loader.given = watch, False, [*made.flattened]
     loader.stateful = all(is_stateful(namespace, each) for each in loader.given)
-    if not loader.stateful:  # those that have a state begin anew with the others
+    if not loader.stateful:  # those that have a state go on from the epoch's beginning, with the others
         keep_no_states(loader)
     return loader
 
@@ -75,21 +75,24 @@ def _kind(base: Any, namespace: Namespace) -> type:
             watch, self.fresh = self.watch, True
             watch.agree()
             watch.position.found = own_generators(self.flattened)
+            watch.position.stateful = [each for each in self.flattened if is_stateful(namespace, each)]
             resumed, self.early = watch.position.resumed, False
             if resumed is not None and not self.begun:
                 # before the run that is resumed would: it draws nothing, and is made again in its time
                 self.begun = self.early = True
                 generators.load_states(watch.position.found, resumed.now["own"])
                 with generators.kept(watch.position.found):
-                    self._begin(resumed)
+                    self._begin(resumed.loaders)
             else:
                 watch.position.began = watch.position.standing().saved()
-                self._begin(resumed)
+                self._begin([] if resumed is None else resumed.loaders)
             return self
 
-        def _begin(self, resumed: Resumed | None) -> None:
-            if resumed is not None and resumed.loaders and self.stateful:
-                load_states(self, resumed.loaders)
+        def _begin(self, states: list[Any]) -> None:
+            position = self.watch.position
+            for each, state in zip(position.stateful, states):
+                each.load_state_dict(state)
+            position.loaders_began = position.states()
             super().__iter__()
 
         def __next__(self) -> Any:
@@ -104,17 +107,19 @@ def _kind(base: Any, namespace: Namespace) -> type:
             self.watch.agree()
             position = self.watch.position
             resumed, position.resumed = position.resumed, None
-            batches = self.watch.batches() if resumed is not None else 0
+            batches = self.watch.batches(resumed) if resumed is not None else 0
             if resumed is None or not batches:
                 if self.early:
                     position.began = position.standing().saved()
-                    self._begin(resumed)
+                    self._begin(resumed.loaders if resumed is not None else [])
                 position.first = position.standing().saved()
                 return
             position.began, position.first = resumed.began, resumed.first
+            states = resumed.loaders if self.stateful else resumed.loaders_began
             with generators.kept(position.found):
                 put_back(resumed.began, position.found)
-                self._begin(resumed)
+                self._begin(states)
+                position.loaders_began = resumed.loaders_began
                 put_back(resumed.first, position.found)
                 if not self.stateful:
                     self._skip(batches)

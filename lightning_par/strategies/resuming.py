@@ -13,7 +13,7 @@ from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.loaders import HandedOut, processed
 from lightning_par.private.trainer import around_restore, asked_checkpoint, begin_epoch, go_on_after_batch
 from lightning_par.python_state import generators
-from lightning_par.resume.data_position import DataPosition, Resumed, put_back
+from lightning_par.resume.data_position import KEPT, DataPosition, Resumed, put_back
 from lightning_par.resume.global_batch import GlobalBatch
 from lightning_par.resume.launched_run import (
     LaunchedRun,
@@ -142,7 +142,7 @@ class ResumingMixin(RanksMixin):
         loop = checkpoint[LOOPS]["fit_loop"]
         window = saved.size // saved_size if self.lightning_module.automatic_optimization else 1
         self._after_batch = is_within_batch(loop) and not in_window(loop, window)
-        loop = counted_anew(loop, found, window)
+        loop = counted_anew(loop, found, window, by_steps=self._trainer.max_steps != -1)
         place = self.groups.data.rank if saved_size == self.groups.data.size else 0
         mine = {**own["replicas"][0], **own["replicas"][place]}
         if "combined_loader" in loop["state_dict"] and mine["loaders"]:
@@ -152,8 +152,7 @@ class ResumingMixin(RanksMixin):
         batches = batches_of_epoch(loop)
         self._begins_epoch = batches == 0 and not loop[BATCHES]["is_last_batch"]
         if not batches or mine["began"] is not None and mine["first"] is not None:
-            states = {name: mine[name] for name in ("now", "began", "first", "loaders")}
-            self._position.resumed = Resumed(batches, **states)
+            self._position.resumed = Resumed(batches, **{name: mine[name] for name in KEPT})
 
     def _hindrance(self) -> str | None:
         """Why this run can't accumulate over another number of batches than it says."""
@@ -200,10 +199,9 @@ class ResumingMixin(RanksMixin):
         if self._position is not None and self._position.resumed is not None:  # hooks have drawn meanwhile
             put_back(self._position.resumed.now, self._position.found)
 
-    def _batches_done(self) -> int:
+    def _batches_done(self, resumed: Resumed) -> int:
         loop = self._trainer.fit_loop
-        resumed = None if self._position is None else self._position.resumed
-        if resumed is not None and loop.max_batches == float("inf"):  # fetched ahead, before the loop has seen to it
+        if loop.max_batches == float("inf"):  # fetched ahead, before the loop has seen to it
             return resumed.batches
         return int(loop.epoch_loop.batch_progress.current.ready)
 
@@ -245,8 +243,10 @@ class ResumingMixin(RanksMixin):
             return kept
         loop = checkpoint[LOOPS]["fit_loop"]
         automatic = self.lightning_module.automatic_optimization  # type: ignore[union-attr]
-        within = automatic and in_window(loop, trainer.accumulate_grad_batches) > 0
-        mine = self._position.saved(loop["state_dict"].get("combined_loader", []), within)
+        counts = loop[BATCHES]["current"]
+        lost = in_window(loop, trainer.accumulate_grad_batches) > 0 or counts["ready"] > counts["processed"]
+        within = automatic and lost
+        mine = self._position.saved(within)
         told: list[dict[str, Any]] = self.groups.data.all_gather_object(mine, "state")
         size, batch = self.groups.data.size, self._batch
         if batch.replicas == size and trainer.state.status.value == "running":  # it may change by the epoch
@@ -263,7 +263,7 @@ class ResumingMixin(RanksMixin):
         """Called at the end of a run."""
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if self._position is not None:
-            self._position.found = []
+            self._position.forget()
         if self._handed_out is not None:
             self._handed_out.end()
         if self._streams is not None:

@@ -12,7 +12,6 @@ from lightning_par.private.loaders import (
     data_source,
     is_stateful,
     keep_no_states,
-    load_states,
     mode_of,
     note_fetched,
     processed,
@@ -119,11 +118,11 @@ def test_states_of_loaders_are_kept_and_put_back(namespace: Namespace) -> None:
 
     combined = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")([Stateful(), [1]], "max_size")
     assert [is_stateful(namespace, loader) for loader in combined.flattened] == [True, False]
-    load_states(combined, [{"at": 3}])
+    combined._load_state_dicts([{"at": 3}])
     assert combined.flattened[0].at == 3 and combined._state_dicts() == [{"at": 3}]
     keep_no_states(combined)
     assert combined._state_dicts() == []
-    load_states(combined, [{"at": 4}])
+    combined._load_state_dicts([{"at": 4}])
     assert combined.flattened[0].at == 3
 
 
