@@ -48,7 +48,7 @@ class LaunchedRun:
             store.set(f"{_KEY}/{rank}", _name_by_agent())
             if rank == 0:
                 ranks = [f"{_KEY}/{each}" for each in range(environment.world_size())]
-                names = {store.get(key).decode() for key in ranks} if uses_agent_store() else set()
+                names = {store.get(key).decode() for key in ranks} if _is_elastic() else set()
                 store.set(_KEY, json.dumps(asdict(_found(environment, namespace, names - {""}))))
         run = cls(**json.loads(store.get(_KEY)))
         _tell_agent(run.name or "")
@@ -56,8 +56,8 @@ class LaunchedRun:
 
 
 def _found(environment: Any, namespace: Namespace, names: set[str]) -> LaunchedRun:
-    if uses_agent_store():
-        store = underlying_store()
+    if _is_elastic():
+        store = underlying_store()  # of the attempt's own where the agent shares none: then only agents remember
         known = {store.get(_KEY).decode()} if store.check([_KEY]) else names
         run = LaunchedRun(min(known, default=f"torchelastic {secrets.token_hex(16)}"), bool(known))
         store.set(_KEY, str(run.name))
@@ -66,17 +66,19 @@ def _found(environment: Any, namespace: Namespace, names: set[str]) -> LaunchedR
     if isinstance(environment, slurm) and environment.job_id() is not None:
         parts = [os.environ.get(f"SLURM_{part}", "") for part in ("CLUSTER_NAME", "JOB_ID", "STEP_ID")]
         return LaunchedRun(" ".join(["SLURM", *parts]), int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0)
-    name, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
-    if name not in ("", "none"):  # what torchrun calls all runs that nobody gave a name
-        return LaunchedRun(f"torchelastic {name}", int(count) > 0)
     return LaunchedRun()
+
+
+def _is_elastic() -> bool:
+    """Whether an elastic agent, as torchrun, has started this process."""
+    return uses_agent_store() or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _file_of_agent() -> Path | None:
     """A file that goes with the agent which started this process: beside what it logs of each attempt."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = None if error_file is None else Path(error_file).parent.parent.parent
-    return None if folder is None or not folder.is_dir() or not uses_agent_store() else folder / "lightning_par_run"
+    return None if folder is None or not folder.is_dir() else folder / "lightning_par_run"
 
 
 def _name_by_agent() -> str:
