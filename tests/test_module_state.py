@@ -46,6 +46,7 @@ CHANGING = {
     "sharded/patches/__init__.py STORED": "",
     "sharded/patches/__init__.py SHARES": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",
+    "sharded/patches/__init__.py RESUME_ADVICE": "",
     "sharded/patches/transforms.py TRANSFORMS": "what stands there, as long as it does",
 }
 

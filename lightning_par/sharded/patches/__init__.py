@@ -14,7 +14,7 @@ them: `lightning_par.sharded.patches.installed`.
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
     kept_weights: ``nn.Module.register_parameter``
     dummy_experiments: what Lightning gives ranks that log nothing
-    sync_advice: a warning of Lightning's
+    advice: warnings of Lightning's
     module_attributes: assignments to attributes of modules, while a trial of a step runs
     thread_pools: ``ThreadPoolExecutor.submit``, while a module is built
     float_casts: ``x.float()``, while `lightning_par.check` compares
@@ -71,9 +71,15 @@ def _for_gradient_shares() -> Iterable[Patch]:
 
 
 def _for_sync_advice() -> Iterable[Patch]:
-    from lightning_par.sharded.patches.sync_advice import SyncAdvice
+    from lightning_par.sharded.patches.advice import SYNC, Advice
 
-    return (SyncAdvice(),)
+    return (Advice(SYNC),)
+
+
+def _for_resume_advice() -> Iterable[Patch]:
+    from lightning_par.sharded.patches.advice import RESUMABLE_LOADER, Advice
+
+    return (Advice(RESUMABLE_LOADER),)
 
 
 SHARDED = Patches(_for_sharded_tensors)
@@ -88,6 +94,9 @@ SHARES = Patches(_for_gradient_shares)
 SYNC_ADVICE = Patches(_for_sync_advice)
 """For runs with one replica."""
 
+RESUME_ADVICE = Patches(_for_resume_advice)
+"""For runs that are resumed within an epoch."""
+
 
 @functools.cache
 def experiments(namespace: Namespace) -> Patches:
@@ -99,4 +108,4 @@ def experiments(namespace: Namespace) -> Patches:
 
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
-    return SHARDED, STORED, SHARES, SYNC_ADVICE, experiments(namespace)
+    return SHARDED, STORED, SHARES, SYNC_ADVICE, RESUME_ADVICE, experiments(namespace)
