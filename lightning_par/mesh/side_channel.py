@@ -110,14 +110,19 @@ class SideChannel:
         self._threads[0].start()
 
     @contextlib.contextmanager
-    def ask(self, rank: int, question: Any) -> Iterator[Line]:
+    def ask(self, rank: int, question: Any, patience: float = _SILENCE) -> Iterator[Line]:
         """A line to the global ``rank`` that has heard ``question``.
+
+        Args:
+            rank: whom to ask.
+            question: what JSON can say.
+            patience: seconds of silence until it is given up.
 
         Raises:
             RuntimeError: it does not answer, or could not.
         """
         try:
-            with call(self._address(rank), question, _SILENCE) as line:
+            with call(self.look_up(rank), question, patience) as line:
                 yield line
         except ConnectionRefusedError as error:
             raise RuntimeError(f"Rank {rank} has left the run, or its process has ended ({error}).") from error
@@ -135,7 +140,8 @@ class SideChannel:
     def _key(self, rank: int) -> str:
         return f"lightning_par/side channel/{self._name}/{rank}"
 
-    def _address(self, rank: int) -> tuple[str, int, str]:
+    def look_up(self, rank: int) -> tuple[str, int, str]:
+        """Where the global ``rank`` listens, and its secret; waits for it at the first time."""
         if rank not in self._known:
             host, port, secret = json.loads(default_store().get(self._key(rank)))
             self._known[rank] = host, port, secret

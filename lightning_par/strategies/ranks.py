@@ -25,10 +25,12 @@ from lightning_par.private.trainer import about_to_begin_batch
 from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
+from lightning_par.strategies.grace import GracePeriod, check_grace_period
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
 from lightning_par.strategies.parts import Parts, Wanted
+from lightning_par.strategies.preemption import Preemption
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 from lightning_par.strategies.samplers import share_by_replicas
 from lightning_par.strategies.startup_table import show_hosts
@@ -52,6 +54,7 @@ class RanksMixin(WatchedMixin):
         process_group_backend: str | None,
         timeout: timedelta | None,
         hang_report_after: Asked,
+        grace_period: GracePeriod,
         start_method: StartMethod,
     ) -> None:
         launch.check_start_method(start_method)
@@ -59,6 +62,7 @@ class RanksMixin(WatchedMixin):
         super().__init__()
         self.process_group_backend = process_group_backend
         self.timeout = timeout
+        self.grace_period = check_grace_period(grace_period)
         self.start_method = start_method
         self.num_nodes = 1
         self.layout: Layout | None = None
@@ -72,6 +76,8 @@ class RanksMixin(WatchedMixin):
         self._state = RunState()
         self._run = 0
         self._met_after_exception = False
+        self._preemption: Preemption | None = None
+        self._evaluated = 0  # steps without training since `setup`
 
     def __repr__(self) -> str:
         # Lightning prints this where a Trainer of the other namespace is given the object.
@@ -148,6 +154,8 @@ class RanksMixin(WatchedMixin):
         size = super().world_size
         if about_to_begin_batch(sys._getframe(1)):
             self._come("training batch", "came to the next batch")
+            if self._preemption is not None:
+                self._preemption.before_batch()
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
     def _are_replicas_meant(self) -> bool:
@@ -184,6 +192,7 @@ class RanksMixin(WatchedMixin):
         super().setup_environment()
         self.set_world_ranks()
         assert self.layout is not None
+        self._heed_signals()
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
         self._connect(backend, device)
@@ -192,6 +201,16 @@ class RanksMixin(WatchedMixin):
         self._begin_watch(self.groups.world)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)
+        if self._preemption is not None:
+            self._preemption.connect(self.groups.world)
+
+    def _heed_signals(self) -> None:
+        if self._preemption is not None:
+            self._preemption.close()  # of a run that was not torn down
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        if trainer is not None:
+            environment = self.cluster_environment
+            self._preemption = Preemption(trainer, self.namespace, self.grace_period, environment, self.launcher)
 
     def _connect(self, backend: str, device: torch.device) -> None:
         """Make the process group of all ranks, unless there is one."""
@@ -238,6 +257,8 @@ class RanksMixin(WatchedMixin):
         if dist.is_available() and dist.is_initialized():
             self._come("barrier", "came to a barrier")
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            if self._preemption is not None:
+                self._preemption.at_start_up()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not (dist.is_available() and dist.is_initialized()):
@@ -262,5 +283,6 @@ class RanksMixin(WatchedMixin):
         if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
             return
         progress = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
-        end_of_run.meet_after_exception(self.groups.world, f"{self._run}", progress)
+        patience = 0.0 if self._preemption is None else self._preemption.seconds_left
+        end_of_run.meet_after_exception(self.groups.world, f"{self._run}", progress, patience)
         self._met_after_exception = True

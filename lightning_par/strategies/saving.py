@@ -123,6 +123,8 @@ class SavingMixin(ResumingMixin):
         self._inventory = None
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups, self.stores_parts)
+        if self._preemption is not None and "optimizer_states" in checkpoint:
+            self._preemption.note_saved()
         self._background.finish()
         for key in [key for key in checkpoint if key == "callbacks" or key.endswith("hyper_parameters")]:
             # Any torch can read a file that has plain numbers in it.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_par.private.loaders import (
+    WORKERS_SET_HANDLERS,
     HandedOut,
     data_source,
     is_stateful,
@@ -134,3 +138,11 @@ def test_a_loader_is_prepared_as_the_fit_loop_prepares_it(namespace: Namespace) 
     loader = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
     trainer.strategy.process_dataloader = lambda given: [given]
     assert processed(namespace, trainer, loader) == [loader]
+
+
+def test_workers_call_what_sets_their_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this name, and as it is in the process that forked them."""
+    called = multiprocessing.get_context("fork").SimpleQueue()
+    monkeypatch.setattr(*WORKERS_SET_HANDLERS, lambda: called.put(os.getpid()))
+    assert len([*DataLoader(torch.arange(2), num_workers=1, multiprocessing_context="fork")]) == 2
+    assert called.get() != os.getpid()

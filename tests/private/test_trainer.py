@@ -11,13 +11,12 @@ import torch
 
 from lightning_par.private.trainer import (
     about_to_begin_batch,
-    dummy_experiment,
-    is_entry_point,
     around_restore,
     asked_checkpoint,
     begin_epoch,
     dummy_experiment,
     go_on_after_batch,
+    is_entry_point,
     restores_a_run,
     resumes,
     throughputs,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.sharded.random_streams import Draws
+from lightning_par.strategies.grace import GracePeriod
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -35,6 +36,8 @@ class SequenceParallelMixin(HybridParallelMixin):
         hang_report_after: How long a rank waits for others until a report says which rank holds up the run, and where:
             seconds or a timedelta shorter than ``timeout``. ``"auto"`` takes 5 minutes, or half of ``timeout`` where
             that is shorter; ``None`` reports nothing.
+        grace_period: How long a job has to save and end after SIGTERM, Ctrl-C, or SLURM's signal to be queued again,
+            in seconds. ``"auto"``: what SLURM says, where it is known, and 30 seconds.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
             again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
@@ -62,6 +65,7 @@ class SequenceParallelMixin(HybridParallelMixin):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         hang_report_after: timedelta | float | Literal["auto"] | None = "auto",
+        grace_period: GracePeriod = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         super().__init__(
@@ -74,5 +78,6 @@ class SequenceParallelMixin(HybridParallelMixin):
             process_group_backend=process_group_backend,
             timeout=timeout,
             hang_report_after=hang_report_after,
+            grace_period=grace_period,
             start_method=start_method,
         )
