@@ -121,6 +121,8 @@ class Preemption:
             return
         saves = self._has_trained() and not self._trainer.sanity_checking
         if saves:
+            if lightning_signals.is_accumulating(self._trainer):
+                return
             lightning_signals.begin_validation_anew(self._trainer)
         self._stop(saves)
 

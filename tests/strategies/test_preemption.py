@@ -101,6 +101,9 @@ def _fit(folder: Path, kind: str, hook: str, times: int, *callbacks: Any, **opti
     return _run(folder, kind, [Sends(hook, times=times, number=number), saving, *callbacks], **options)
 
 
+WINDOW = dict(accumulate_grad_batches=4)
+
+
 def _common(folder: Path) -> dict[str, dict[str, Any]]:
     saves = ModelCheckpoint(folder / "own", filename="own", save_on_exception=True, every_n_epochs=9)
     return {
@@ -108,7 +111,8 @@ def _common(folder: Path) -> dict[str, dict[str, Any]]:
         "ctrl-c": _fit(folder / "ctrl-c", "tensor", "on_train_batch_start", 2, number=signal.SIGINT),
         "validation": _fit(folder / "validation", "tensor", "on_validation_batch_start", 2),
         "planning": _fit(folder / "planning", "tensor", "setup", 0),
-        "window": _fit(folder / "window", "tensor", "on_train_batch_start", 1, accumulate_grad_batches=4),
+        "window": _fit(folder / "window", "tensor", "on_train_batch_start", 1, **WINDOW),
+        "within": _fit(folder / "within", "tensor", "on_validation_batch_start", 0, **WINDOW, val_check_interval=2),
         "own": _run(folder / "own", "tensor", [Sends("on_train_batch_start", times=2), saves]),
         "test": _run(folder / "test", "tensor", [Sends("on_test_batch_start", times=1)], "test"),
     }
@@ -153,6 +157,7 @@ def test_where_a_run_stops_and_what_it_saves(pool: Pool, tmp_path: Path) -> None
         "validation": [*SIGTERM, "last-preempted-epoch=0-step=4.ckpt", 4],
         "planning": SIGTERM,
         "window": [*SIGTERM, "last-preempted-epoch=0-step=1.ckpt", 4],
+        "within": [*SIGTERM, "last-preempted-epoch=0-step=1.ckpt", 4],
         "own": [*SIGTERM, "own.ckpt", 3],
         "test": SIGTERM,
     }
