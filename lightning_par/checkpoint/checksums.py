@@ -23,6 +23,7 @@ from lightning_par.private.checkpoints import offset_in_file
 
 _PIECE = 1 << 20  # bytes that are read at once
 _BEGINS = b"PK\x03\x04"
+_UTF8, _FOLDER = 0x800, 0x10  # flags of records in the index
 _HEADER = struct.Struct("<4s22xHH")  # of a record: what it begins with, and the lengths of its name and of what follows
 
 
@@ -176,10 +177,15 @@ def _start(part: Part, info: zipfile.ZipInfo) -> int | None:
     if len(header) < _HEADER.size or not header.startswith(_BEGINS):
         return None
     _, name, extra = _HEADER.unpack(header)
-    return info.header_offset + _HEADER.size + int(name) + int(extra)
+    named = part.read(name) == info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
+    return info.header_offset + _HEADER.size + int(name) + int(extra) if named else None
 
 
 def _problem(part: Part, archive: zipfile.ZipFile, info: zipfile.ZipInfo, start: int) -> str | None:
+    if info.external_attr & _FOLDER and not info.is_dir():  # torch would not read it, and say nothing
+        return "the index takes it for a folder"
+    if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
+        return "the index has two sizes of it"
     if info.compress_type == zipfile.ZIP_STORED:
         same = part.summed(start, info.file_size) == info.CRC
         return None if same else "it does not match the checksum that was written with it"

@@ -115,7 +115,7 @@ def _of_archive(part: Part, where: str) -> Iterator[_Found]:
             bad.append(record)
         else:
             yield _Found((), record.nbytes, record.is_tensor, unknown=None if record.summed else _NO_SUMS)
-    names = tensor_names(part) if bad else {}
+    names = tensor_names(part, True) if bad else {}
     for record in bad:
         yield _Found(tuple(f"{name}{where}" for name in said([record], names)), is_damaged=True)
 
