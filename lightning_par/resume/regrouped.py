@@ -78,7 +78,9 @@ def regrouped(
     )
 
 
-def counted_anew(fit_loop: Mapping[str, Any], found: Regrouped, window: int, by_steps: bool = False) -> dict[str, Any]:
+def counted_anew(
+    fit_loop: Mapping[str, Any], found: Regrouped, window: int, by_steps: bool = False, restarted: bool = False
+) -> dict[str, Any]:
     """The state of the ``fit_loop`` from which the run goes on.
 
     Args:
@@ -86,8 +88,10 @@ def counted_anew(fit_loop: Mapping[str, Any], found: Regrouped, window: int, by_
         found: how the run goes on.
         window: over how many batches the run accumulated that wrote it.
         by_steps: whether the run that goes on has ``max_steps``.
+        restarted: whether a launcher started the same run again. Else an epoch that ``max_steps`` has ended is over, as
+            with Lightning on one device.
     """
-    state = to_step(reopened(fit_loop), window)
+    state = to_step(reopened(fit_loop) if restarted else fit_loop, window)
     if is_within_batch(state):
         state = after_batch(state)
     if by_steps and is_over(state):

@@ -16,6 +16,8 @@ from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
 from lightning_par.strategies.namespace import Namespace
 
+_OURS = ("watch", "fresh", "given", "stateful", "begun", "early")
+
 
 @dataclass
 class Watch:
@@ -70,6 +72,11 @@ def _kind(base: Any, namespace: Namespace) -> type:
             base.flattened.fset(  # type: ignore[attr-defined]
                 self, self.watch.share(loaders, self.given)
             )
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """A trainer that is copied or saved as a whole has Lightning's own, and watches its runs anew."""
+            state = {name: x for name, x in vars(self).items() if name not in _OURS}
+            return _made, (base,), state
 
         def __iter__(self) -> Any:
             watch, self.fresh = self.watch, True
@@ -136,3 +143,7 @@ def _kind(base: Any, namespace: Namespace) -> type:
 
     TrainingLoader.__name__ = TrainingLoader.__qualname__ = base.__name__
     return TrainingLoader
+
+
+def _made(kind: type) -> Any:
+    return kind.__new__(kind)

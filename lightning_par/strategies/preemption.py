@@ -76,6 +76,10 @@ class Preemption:
             wanted.append(signal.Signals(self._requeue_signal))
         self._signals.install(wanted)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A trainer that is copied or saved as a whole begins its own runs: none of a process's handlers goes along."""
+        return type(None), ()
+
     def connect(self, world: Axis) -> None:
         """The ranks know each other; all ranks must call it."""
         self._rank = world.ranks[world.rank]

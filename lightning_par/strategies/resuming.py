@@ -142,7 +142,7 @@ class ResumingMixin(RanksMixin):
         loop = checkpoint[LOOPS]["fit_loop"]
         window = saved.size // saved_size if self.lightning_module.automatic_optimization else 1
         self._after_batch = is_within_batch(loop) and not in_window(loop, window)
-        loop = counted_anew(loop, found, window, by_steps=self._trainer.max_steps != -1)
+        loop = counted_anew(loop, found, window, self._trainer.max_steps != -1, self._launched.restarted)
         place = self.groups.data.rank if saved_size == self.groups.data.size else 0
         mine = {**own["replicas"][0], **own["replicas"][place]}
         if "combined_loader" in loop["state_dict"] and mine["loaders"]:
