@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from lightning_par.private.launchers import lost_launcher
+
 UNRESOLVED = timedelta(minutes=2)
 """How long a name may be unknown: a cluster's name service learns of a host once that has started."""
 _SERVING = timedelta(minutes=1)  # for the rank that serves the store to reach itself by the name that others use
@@ -28,6 +30,12 @@ _ATTEMPT = 10.0  # seconds
 _SILENCE = 20.0  # seconds after which a wait is said, and again
 _READING = 2.0  # seconds that others get to read of an error, before the store ends with its server
 _START, _JOINED = "lightning_par/start", "joined"
+
+
+def uses_agent_store() -> bool:
+    """Whether the ranks meet at the store of an elastic agent, as torchrun, which outlives them; torch reads the same
+    variable."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Rendezvous:
     def __init__(self, address: Address, rank: int, world_size: int, timeout: timedelta) -> None:
         self.address, self.rank, self.world_size, self.timeout = address, rank, world_size, timeout
         self._end = time.monotonic() + timeout.total_seconds()
-        self._serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._serves = rank == 0 and not uses_agent_store()
         self._store = self._connected()
         self._store.set_timeout(timeout)
         self._own = secrets.token_hex(8)
@@ -148,6 +156,7 @@ class Rendezvous:
                 end = min(end, since + UNRESOLVED.total_seconds())
             except OSError as error:
                 why = error.strerror or str(error)
+            self._check_launcher()
             now = time.monotonic()
             if now >= end:
                 raise RuntimeError(self._not_reached(f"{why}, for {now - since:.0f} s"))
@@ -212,6 +221,7 @@ class Rendezvous:
         since = said = time.monotonic()
         pause = 0.001
         while not done():
+            self._check_launcher()
             now = time.monotonic()
             error = f"{self._start}/error/{self._own}"
             if self._store.check([error]):
@@ -228,6 +238,12 @@ class Rendezvous:
                 _say(f"{text}.")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
+
+    def _check_launcher(self) -> None:
+        """A rank whose launcher was killed before the ranks knew each other would wait for them alone."""
+        launcher = lost_launcher()
+        if launcher is not None:
+            raise RuntimeError(f"Rank {self.rank} ends: process {launcher}, which has started it, has ended.")
 
     @contextmanager
     def _served(self) -> Iterator[None]:

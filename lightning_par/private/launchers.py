@@ -16,12 +16,31 @@ from lightning_par.strategies.signals import Signals
 
 _START = 5.0  # seconds that a fork may take
 
+STARTED_BY = "LIGHTNING_PAR_STARTED_BY"
+"""The environment variable with the number of the process that has started this one, where that is our launcher's."""
+
+
+def lost_launcher() -> str | None:
+    """The number of the process that has started this rank, where that has ended: nobody else ends what it started."""
+    number = os.environ.get(STARTED_BY)
+    if number is None or int(number) in (os.getpid(), os.getppid()):
+        return None
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return number
+    except OSError:
+        return None
+    return None
+
 
 def script_launcher(namespace: Namespace, environment: Any, num_processes: int, num_nodes: int) -> Any:
     """The launcher that runs the user's script again for each rank, or nothing where processes are there already.
 
     Lightning has no public launcher; the callers of its strategies check for this very class.
     """
+    if not environment.creates_processes_externally:
+        os.environ[STARTED_BY] = str(os.getpid())  # which the processes that it starts will find in theirs
     launcher = namespace.from_pytorch("strategies.launchers.subprocess_script", "_SubprocessScriptLauncher")
     return launcher(environment, num_processes, num_nodes)
 

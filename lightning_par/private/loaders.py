@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
@@ -42,3 +43,49 @@ def note_fetched(iterator: Any, batch: Any) -> None:
     """Let hooks be given ``batch``, which a step fetched of Lightning's ``dataloader_iter``, after that step; the loops
     look for it where the iterator left its own."""
     iterator.data_fetcher._batch = batch
+
+
+class HandedOut:
+    """Lets the fit loop get ``change`` of the loaders that it asks the user for, each time that it does, until `end`.
+
+    It asks an object of its own, by a method whose place an attribute can take; what took it before goes on.
+    """
+
+    def __init__(self, trainer: Any, change: Callable[[Any], Any]) -> None:
+        self._source, self._change = trainer.fit_loop._data_source, change
+        self._begin()
+
+    def _begin(self) -> None:
+        self._given = vars(self._source).get("dataloader")
+        self._source.dataloader = self
+
+    def __call__(self) -> Any:
+        self.end()
+        try:
+            return self._change(self._source.dataloader())
+        finally:
+            self._begin()
+
+    def end(self) -> None:
+        if vars(self._source).get("dataloader") is self:
+            del self._source.dataloader
+            if self._given is not None:
+                self._source.dataloader = self._given
+
+
+def processed(namespace: Namespace, trainer: Any, loader: Any) -> Any:
+    """What the fit loop makes of one of the user's training loaders: with its sampler, and what the strategy does."""
+    function, stage = (namespace.from_pytorch("trainer.states", name) for name in ("TrainerFn", "RunningStage"))
+    process = namespace.from_pytorch("trainer.connectors.data_connector", "_process_dataloader")
+    return process(trainer, function.FITTING, stage.TRAINING, loader)
+
+
+def is_stateful(namespace: Namespace, loader: Any) -> bool:
+    """Whether Lightning keeps the state of ``loader`` in checkpoints; it asks a protocol that it keeps to itself."""
+    return isinstance(loader, namespace.from_fabric("utilities.types", "_Stateful"))
+
+
+def keep_no_states(combined_loader: Any) -> None:
+    """Let Lightning find no states of the loaders in a ``CombinedLoader``."""
+    combined_loader._state_dicts = lambda: []
+    combined_loader._load_state_dicts = lambda states: None

@@ -90,11 +90,18 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def underlying_store() -> Any:
+    """That store without what is put before names in it, by which ranks of an attempt before, too, find what they
+    left."""
+    store = default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def host_of_store() -> tuple[str, int]:
     """Where that store is: host and port, by which every rank can be reached; this host where it is in a file."""
-    store = default_store()
-    while hasattr(store, "underlying_store"):  # a prefix is put before the names that others use in it
-        store = store.underlying_store
+    store = underlying_store()
     return getattr(store, "host", "localhost"), getattr(store, "port", 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,65 @@ def dummy_experiment(namespace: Namespace) -> type:
 def resumes(trainer: Any) -> bool:
     """Whether a checkpoint was given to the running entry point; it is loaded by the time the model is set up."""
     return bool(trainer._checkpoint_connector._loaded_checkpoint)
+
+
+def around_restore(
+    trainer: Any, choose: Callable[[Any, bool | None], Any], then: Callable[[dict[str, Any] | None], None]
+) -> None:
+    """Let the next entry point restore from what ``choose`` makes of the path and of ``weights_only``, and call
+    ``then`` with what was read, if anything, before loops and optimizers are restored from it. No hook has a say."""
+    connector = trainer._checkpoint_connector
+
+    def restore(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        del connector._restore_modules_and_callbacks
+        connector._restore_modules_and_callbacks(choose(checkpoint_path, weights_only), weights_only)
+        then(connector._loaded_checkpoint or None)
+
+    connector._restore_modules_and_callbacks = restore
+
+
+def asked_checkpoint(trainer: Any) -> Any:
+    """The ``ckpt_path`` of the running ``fit`` as the user wrote it, as "last": it is handed on as what was found."""
+    connector = trainer._checkpoint_connector
+    if connector._user_managed:
+        return connector._ckpt_path
+    methods = [vars(kind).get("fit") for kind in type(trainer).__mro__]
+    codes = [getattr(method, "__code__", None) for method in methods if method is not None]
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code in codes and "ckpt_path" in frame.f_locals):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["ckpt_path"]
+
+
+def begin_epoch(trainer: Any) -> None:
+    """Let the fit loop, which is about to run, begin an epoch, whatever of another one it was restored from. It takes
+    itself for within one wherever there are ``max_steps``."""
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+def go_on_after_batch(trainer: Any) -> None:
+    """Let the fit loop, which is about to run, do what follows a batch whose last hooks have run: validate, if that is
+    due, and end the epoch, if it was the last one.
+
+    Restored from a checkpoint of these hooks by itself, it leaves the validation out; and where the batch was the last
+    one, the end of the epoch, too, of which it loses count, so that a second checkpoint is resumed at a wrong place.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        progress = loop.val_loop.batch_progress  # as in its first batch, from where the validation is run again
+        for counts, done in ((progress.total, progress.total.completed), (progress.current, 0)):
+            counts.ready = counts.started = done + 1
+            counts.processed = counts.completed = done
+        progress.is_last_batch = False
+        loop.update_restart_stage()
+        return
+    if not loop._should_accumulate():
+        loop._batches_that_stepped += 1
+    if loop.batch_progress.is_last_batch:
+        trainer.fit_loop.epoch_progress.increment_processed()
+        trainer.fit_loop.epoch_progress.increment_completed()
+        trainer.fit_loop.reset_restart_stage()
+        loop.restarting = False
 
 
 def throughputs(monitor: Any) -> list[Any]:

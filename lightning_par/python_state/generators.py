@@ -17,6 +17,9 @@ from lightning_par.mesh.axis import Axis
 MAX_OBJECTS = 5000  # that are looked into; datasets can be large
 MAX_ITEMS = 100  # of one list, tuple, set or dict
 
+_MOST = {"pos": 624, "buffer_pos": 4}
+"""How far numpy's generators may stand in what they have drawn ahead."""
+
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -121,18 +124,24 @@ def unpack_state(packed: bytes) -> None:
     random.setstate(python)
 
 
-def saved_state() -> dict[str, Any]:
-    """The state of the global generators for a checkpoint; of tensors and numbers alone, so that no pickle runs code
-    when it is read. Of the CUDA generators only the current device's."""
-    kind, words, *numbers = np.random.get_state()
-    version, python, gauss = random.getstate()
+def raw_state() -> tuple[Any, ...]:
+    """The state of the global generators, of the CUDA ones only the current device's: as each keeps it, which takes
+    no time to speak of."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+
+
+def saved_state(raw: tuple[Any, ...] | None = None) -> dict[str, Any]:
+    """The state of the global generators for a checkpoint, now or when it was ``raw``; of tensors and numbers alone, so
+    that no pickle runs code when it is read. Of the CUDA generators only the current device's."""
+    of_torch, cuda, (kind, words, *numbers), (version, python, gauss) = raw or raw_state()
     state = {
-        "torch": torch.get_rng_state(),
+        "torch": of_torch,
         "numpy": [str(kind), torch.from_numpy(np.asarray(words, dtype=np.int64)), *numbers],
         "python": [version, torch.tensor(python), gauss],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if cuda is not None:
+        state["cuda"] = cuda
     return state
 
 
@@ -151,6 +160,71 @@ def load_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, words.numpy().astype(np.uint32), *numbers))
     version, python, gauss = state["python"]
     random.setstate((version, tuple(python.tolist()), gauss))
+
+
+def saved_states(found: Iterable[Any]) -> list[Any]:
+    """The states of generators that `find` found, in the form of `saved_state`."""
+    return [_saved(generator) for generator in found]
+
+
+def load_states(found: list[Any], states: list[Any]) -> None:
+    """Put generators where `saved_states` found them, if they are as many and of the same kinds."""
+    if [_kind(generator) for generator in found] == [kind for kind, _ in states]:
+        for generator, (_, state) in zip(found, states):
+            _load(generator, state)
+
+
+def _kind(generator: Any) -> str:
+    if isinstance(generator, np.random.Generator):
+        return type(generator.bit_generator).__name__
+    return next(kind.__name__ for kind in _KINDS if isinstance(generator, kind))
+
+
+def _saved(generator: Any) -> tuple[str, Any]:
+    if isinstance(generator, torch.Generator):
+        return _kind(generator), generator.get_state()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return _kind(generator), [version, torch.tensor(words), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return _kind(generator), _in_tensors(generator.get_state(legacy=False))
+    return _kind(generator), _in_tensors(generator.bit_generator.state)
+
+
+def _load(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.clone())
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words.tolist()), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_in_arrays(state))
+    else:
+        generator.bit_generator.state = _in_arrays(state)
+
+
+def _in_tensors(state: Any) -> Any:
+    """numpy's state of a generator, with bytes for its arrays: torch has not all of numpy's types."""
+    if isinstance(state, dict):
+        return {name: _in_tensors(x) for name, x in state.items()}
+    if isinstance(state, np.ndarray):
+        return [state.dtype.name, torch.from_numpy(np.frombuffer(state.tobytes(), np.uint8).copy())]
+    return state if isinstance(state, str | float) else int(state)
+
+
+def _in_arrays(state: Any) -> Any:
+    """
+    Raises:
+        ValueError: the state is garbled.
+    """
+    if isinstance(state, dict):
+        for name, most in _MOST.items():
+            if not 0 <= state.get(name, 0) <= most:  # numpy would read the memory behind its words
+                raise ValueError(f"The state of a generator in the checkpoint is garbled: {name} is {state[name]}.")
+        return {name: _in_arrays(x) for name, x in state.items()}
+    if isinstance(state, list):
+        return np.frombuffer(state[1].numpy().tobytes(), state[0]).copy()
+    return state
 
 
 def share(axis: Axis) -> None:

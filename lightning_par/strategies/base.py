@@ -92,6 +92,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._close_gradients()
         if fitting:
             self._gradients = self._make_gradient_sync(self.model)
+            self._watch_data()
             self.setup_optimizers(trainer)
             self._adopt_optimizers()
         self.setup_precision_plugin()
@@ -214,6 +215,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     # Metrics may be made in a hook that runs after `setup`.
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._starting = False
         self._share_metrics()
 
@@ -258,6 +260,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
 
     def _undo_setup(self) -> None:
         module = self.lightning_module
+        self._end_resuming()
         self._close_gradients()
         for part in self.parts:
             part.close()

@@ -14,7 +14,7 @@ from lightning_par.hang_report.settings import Asked
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
 from lightning_par.mesh.network import Joined, meet
-from lightning_par.mesh.rendezvous import Address
+from lightning_par.mesh.rendezvous import Address, uses_agent_store
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import Compiler
@@ -175,7 +175,7 @@ class RanksMixin(HangWatchMixin):
         return {"num_replicas": self.groups.data.size, "rank": self.groups.data.rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        share_by_replicas(dataloader, self.groups.data, self.groups.world)
+        share_by_replicas(dataloader, self.groups.world, **self.distributed_sampler_kwargs)
         return dataloader
 
     def set_world_ranks(self) -> None:
@@ -216,7 +216,8 @@ class RanksMixin(HangWatchMixin):
         """Make the process group of all ranks, unless there is one."""
         assert self.layout is not None and self.cluster_environment is not None
         met: Joined | None = None
-        if self.layout.world_size > 1 and not dist.is_initialized() and backend not in _WITHOUT_STORE:
+        several = self.layout.world_size > 1 or uses_agent_store()  # where there were several before a restart
+        if several and not dist.is_initialized() and backend not in _WITHOUT_STORE:
             environment = self.cluster_environment
             address = Address(environment.main_address, environment.main_port)
             timeout = self.timeout or DEFAULT_TIMEOUT

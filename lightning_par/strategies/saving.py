@@ -31,7 +31,7 @@ from lightning_par.private.trainer import restores_a_run
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
-from lightning_par.strategies.ranks import RanksMixin
+from lightning_par.strategies.resuming import ResumingMixin
 
 Distributed = bool | Literal["async"]
 """Whether a checkpoint is a directory to which each rank writes, and whether training goes on meanwhile."""
@@ -47,7 +47,7 @@ def check_distributed(value: Distributed) -> Distributed:
     return value
 
 
-class SavingMixin(RanksMixin):
+class SavingMixin(ResumingMixin):
     """Weights and optimizer states: in parts while a run goes on, whole where they are saved."""
 
     _inventory: tuple[FrameType, Inventory] | None = None  # of the Trainer.save_checkpoint that runs
@@ -129,6 +129,8 @@ class SavingMixin(RanksMixin):
         for key in [key for key in checkpoint if key == "callbacks" or key.endswith("hyper_parameters")]:
             # Any torch can read a file that has plain numbers in it.
             checkpoint[key] = apply_to_collection(checkpoint[key], Count, lambda count: count.processes)
+        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
+            checkpoint[OWN] = self._kept_for_resume(checkpoint, str(filepath))
         checkpoint = with_modules_apart(checkpoint)
         if self.groups.pipeline.size > 1:  # callbacks may have added copies, plain on the ranks that hold them
             checkpoint = whole_where_held(checkpoint, self.is_global_zero, self.groups.pipeline)
@@ -143,9 +145,6 @@ class SavingMixin(RanksMixin):
     def _save_directory(self, checkpoint: dict[str, Any], filepath: Any, options: Any, inventory: Inventory) -> None:
         if options is not None:
             raise TypeError("storage_options go to a CheckpointIO, which save_distributed_checkpoint does not use.")
-        if "optimizer_states" in checkpoint:  # else it is not to be resumed from
-            # A single file is the one that one device writes; a directory may hold more.
-            checkpoint[OWN] = {"generators": generators.saved_state()}
         writing = Writing(self.broadcast(str(filepath)), inventory)
         writing.begin(checkpoint, [*map(self._names, self.optimizers, checkpoint.get("optimizer_states", ()))])
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
@@ -208,8 +207,9 @@ class SavingMixin(RanksMixin):
         for optimizer in self.optimizers:
             detach_from_file(optimizer, given)
         self._adopt_optimizers()  # the state is whole; one without hooks for loading has noticed nothing
-        if self._starting and "generators" in checkpoint.get(OWN, {}):
-            generators.load_state(checkpoint[OWN]["generators"])
+        if self._starting and self._generators is not None:
+            generators.load_state(self._generators)
+            self._generators = None
 
     def _adopt_optimizers(self) -> None:
         """Called when ``self.optimizers`` were made by the user's ``configure_optimizers``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -243,7 +244,7 @@ def test_all_ranks_hear_that_the_disk_is_full(layout: str, how: Any, foreseen: b
     for number, message, step in found:
         assert number == errno.ENOSPC and "No space left: " in message and str(path) in message, message
         assert "MB were to be written" in message and "MB free" in message
-        assert foreseen or how or message.count("5.8 MB") == 1
+        assert foreseen or how or re.search(r"\b5\.[89] MB were", message)
         assert step <= (4 if how == "async" else 1)
     assert os.listdir(disk) == ["a.ckpt"] and torch.load(path) == {"epoch": 1}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from torch.distributed import TCPStore
 
 from lightning_par.mesh import rendezvous
 from lightning_par.mesh.rendezvous import Address, Rendezvous
+from lightning_par.private.launchers import STARTED_BY
 
 MINUTE = timedelta(minutes=1)
 
@@ -147,3 +150,16 @@ def test_a_store_that_ends_meanwhile_is_told() -> None:
 
     error = on_ranks([0, 1], run)[1]
     assert "the ranks' store at MASTER_ADDR='127.0.0.1'" in str(error) and "has ended" in str(error)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_rank_whose_launcher_was_killed_does_not_wait_alone(serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    monkeypatch.setenv(STARTED_BY, str(launcher.pid))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Address("127.0.0.1", store.port if serves else free_port())
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"Rank 1 ends: process {launcher.pid}, which has started it, has ended"):
+        Rendezvous(address, 1, 2, MINUTE)
+    assert time.monotonic() - since < 10

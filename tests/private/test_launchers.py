@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from lightning_par.private.launchers import forking_launcher, script_launcher, take_children
+from lightning_par.private.launchers import STARTED_BY, forking_launcher, lost_launcher, script_launcher, take_children
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
 
 
 @both
-def test_launchers_are_made_and_known_to_lightning(namespace: Namespace) -> None:
+def test_launchers_are_made_and_known_to_lightning(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = namespace.from_fabric("plugins.environments", "LightningEnvironment")()
+    monkeypatch.setenv(STARTED_BY, "")
     script = script_launcher(namespace, environment, 2, 1)
+    assert os.environ[STARTED_BY] == str(os.getpid())
     base = namespace.from_pytorch("strategies.launchers.launcher", "_Launcher")
     assert isinstance(script, base) and not script.is_interactive_compatible
     forking = forking_launcher(namespace, object(), "fork")
@@ -28,6 +31,18 @@ def test_launchers_are_made_and_known_to_lightning(namespace: Namespace) -> None
     assert list(inspect.signature(collect).parameters) == ["self", "trainer", "results"]
     assert "trainer.lightning_module.state_dict()" in inspect.getsource(collect)
     assert "self._collect_rank_zero_results(trainer, results)" in inspect.getsource(type(forking))
+
+
+def test_a_launcher_that_has_ended_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STARTED_BY, raising=False)
+    assert lost_launcher() is None
+    for alive in (os.getpid(), os.getppid(), 1):
+        monkeypatch.setenv(STARTED_BY, str(alive))
+        assert lost_launcher() is None
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setenv(STARTED_BY, str(ended.pid))
+    assert lost_launcher() == str(ended.pid)
 
 
 @both

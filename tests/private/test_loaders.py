@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_par.private.loaders import WORKERS_SET_HANDLERS, data_source, mode_of, note_fetched, request_loader
+from lightning_par.private.loaders import (
+    WORKERS_SET_HANDLERS,
+    HandedOut,
+    data_source,
+    is_stateful,
+    keep_no_states,
+    mode_of,
+    note_fetched,
+    processed,
+    request_loader,
+)
 from lightning_par.private.trainer import resumes
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
@@ -61,6 +71,73 @@ def test_hooks_are_given_what_a_step_fetched(namespace: Namespace) -> None:
         max_steps=2, limit_val_batches=0, enable_checkpointing=False, **options
     ).fit(Fetching())
     assert seen == ["ours", "ours"]
+
+
+@both
+def test_the_fit_loop_gets_what_is_handed_out_each_time_that_it_asks(namespace: Namespace) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+    asked: list[Any] = []
+
+    class Given(boring):  # type: ignore[misc, valid-type]
+        def train_dataloader(self) -> Any:
+            return [super().train_dataloader(), super().train_dataloader()]
+
+    def change(loaders: Any) -> Any:
+        asked.append(loaders)
+        return combined_loader(loaders, "min_size")
+
+    trainer = trainer_class(
+        max_epochs=3, limit_train_batches=1, limit_val_batches=0, accelerator="cpu", devices=1,
+        reload_dataloaders_every_n_epochs=1, **options,
+    )  # fmt: skip
+    handed_out = HandedOut(trainer, change)
+    module = Given()
+    module.training_step = lambda batch, batch_idx: boring.training_step(module, batch[0], batch_idx)
+    trainer.fit(module)
+    assert len(asked) == 3 and all(len(loaders) == 2 for loaders in asked)
+    assert mode_of(trainer.fit_loop._combined_loader) == "min_size"
+    handed_out.end()
+    source = trainer.fit_loop._data_source
+    assert "dataloader" not in vars(source)
+    source.dataloader = lambda: "another's"
+    again = HandedOut(trainer, lambda loaders: f"ours of {loaders}")
+    assert source.dataloader() == "ours of another's"
+    again.end()
+    assert source.dataloader() == "another's"
+
+
+@both
+def test_states_of_loaders_are_kept_and_put_back(namespace: Namespace) -> None:
+    class Stateful(list):  # type: ignore[type-arg]
+        at = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    combined = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")([Stateful(), [1]], "max_size")
+    assert [is_stateful(namespace, loader) for loader in combined.flattened] == [True, False]
+    combined._load_state_dicts([{"at": 3}])
+    assert combined.flattened[0].at == 3 and combined._state_dicts() == [{"at": 3}]
+    keep_no_states(combined)
+    assert combined._state_dicts() == []
+    combined._load_state_dicts([{"at": 4}])
+    assert combined.flattened[0].at == 3
+
+
+@both
+def test_a_loader_is_prepared_as_the_fit_loop_prepares_it(namespace: Namespace) -> None:
+    trainer = namespace.from_pytorch("trainer", "Trainer")(
+        logger=False, enable_checkpointing=False, accelerator="cpu", devices=1
+    )
+    loader = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    trainer.strategy.process_dataloader = lambda given: [given]
+    assert processed(namespace, trainer, loader) == [loader]
 
 
 def test_workers_call_what_sets_their_handlers(monkeypatch: pytest.MonkeyPatch) -> None:

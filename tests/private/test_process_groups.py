@@ -22,6 +22,7 @@ from lightning_par.private.process_groups import (
     start_send,
     tells_of_a_lost_peer,
     timed_out,
+    underlying_store,
 )
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
@@ -38,6 +39,7 @@ def test_a_process_group_is_made_with_our_arguments(namespace: Namespace) -> Non
         default_store().set("key", "value")
         assert default_store().get("key") == b"value"
         assert host_of_store() == (environment.main_address, environment.main_port)
+        assert isinstance(underlying_store(), dist.TCPStore)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -11,12 +11,17 @@ import torch
 
 from lightning_par.private.trainer import (
     about_to_begin_batch,
+    around_restore,
+    asked_checkpoint,
+    begin_epoch,
     dummy_experiment,
+    go_on_after_batch,
     is_entry_point,
     restores_a_run,
     resumes,
     throughputs,
 )
+from lightning_par.resume.progress import after_batch
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -128,3 +133,106 @@ def test_all_code_of_a_run_is_called_within_one_function(namespace: Namespace) -
     trainer = namespace.from_pytorch("trainer", "Trainer")(accelerator="cpu", devices=1, max_steps=1, **options)
     trainer.fit(Looks())
     assert seen == [1]
+
+
+@both
+def test_another_checkpoint_is_restored_than_was_asked_for(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_val_batches=0, default_root_dir=tmp_path)
+    trainer = trainer_class(max_steps=2, **options)
+    trainer.fit(module_class())
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    seen: list[Any] = []
+
+    class Asking(module_class):  # type: ignore[misc, valid-type]
+        def setup(self, stage: str) -> None:
+            seen.append(asked_checkpoint(self.trainer))
+
+    def choose(path: Any, weights_only: bool | None) -> Any:
+        seen.append((path, weights_only))
+        return tmp_path / "two.ckpt"
+
+    def then(checkpoint: dict[str, Any] | None) -> None:
+        assert checkpoint is not None and trainer.global_step == 0
+        seen.append(checkpoint["global_step"])
+
+    trainer = trainer_class(max_steps=3, **options)
+    around_restore(trainer, choose, then)
+    trainer.fit(Asking(), weights_only=True, ckpt_path="last")
+    assert trainer.global_step == 3 and seen == ["last", (None, True), 2]
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.ckpt_path = tmp_path / "two.ckpt"
+    trainer.fit(Asking())
+    assert seen[3:] == [tmp_path / "two.ckpt"], "once"
+
+
+@both
+def test_a_restored_loop_is_told_that_it_begins_an_epoch(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_val_batches=0, limit_train_batches=3, default_root_dir=tmp_path)
+    trainer = trainer_class(max_steps=3, **options)
+    trainer.fit(module_class())
+    trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+
+    class Counting(module_class):  # type: ignore[misc, valid-type]
+        batches: list[int]
+        begins: bool
+
+        def on_train_start(self) -> None:
+            if self.begins:
+                begin_epoch(self.trainer)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.batches.append(batch_idx)
+
+    for begins, batches in ((True, [0, 1, 2]), (False, [3, 0, 1])):  # by itself it runs a batch too many of the epoch
+        module = Counting()
+        module.batches, module.begins = [], begins
+        trainer_class(max_steps=6, **options).fit(module, ckpt_path=tmp_path / "epoch.ckpt")
+        assert module.batches == batches
+
+
+@both
+def test_what_follows_a_batch_is_done_by_a_restored_loop(namespace: Namespace, tmp_path: Path) -> None:
+    """Of a checkpoint that the last batch's hooks wrote: validate, end the epoch, and count it."""
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_train_batches=3, num_sanity_val_steps=0)
+    options["default_root_dir"] = tmp_path
+
+    class Telling(module_class):  # type: ignore[misc, valid-type]
+        def __init__(self, restored: bool) -> None:
+            super().__init__()
+            self.restored, self.did = restored, list[str]()
+
+        def on_train_start(self) -> None:
+            if self.restored:
+                go_on_after_batch(self.trainer)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.restored or batch_idx < 2 or self.current_epoch:
+                return
+            self.trainer.save_checkpoint(tmp_path / "last.ckpt")
+            checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=False)
+            checkpoint["loops"]["fit_loop"] = after_batch(checkpoint["loops"]["fit_loop"])
+            torch.save(checkpoint, tmp_path / "last.ckpt")
+
+        def on_validation_end(self) -> None:
+            self.did.append("validated")
+
+        def on_train_epoch_start(self) -> None:
+            self.did.append(f"epoch {self.current_epoch}")
+
+    for validation in (0, 2):
+        whole, module = Telling(False), Telling(True)
+        for each, path in ((whole, None), (module, tmp_path / "last.ckpt")):
+            trainer = trainer_class(max_epochs=2, limit_val_batches=validation, **options)
+            trainer.fit(each, ckpt_path=path)
+            counts = trainer.fit_loop.epoch_progress.current
+            assert trainer.global_step == 6 and counts.ready == counts.processed == 2
+        assert module.did == whole.did[1:], "the first epoch had begun"

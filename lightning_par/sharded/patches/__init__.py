@@ -14,7 +14,7 @@ them: `lightning_par.sharded.patches.installed`.
     gradient_hooks: ``x.register_hook`` and ``x.retain_grad``
     kept_weights: ``nn.Module.register_parameter``
     dummy_experiments: what Lightning gives ranks that log nothing
-    sync_advice: a warning of Lightning's
+    advice: warnings of Lightning's
     worker_signals: what workers of a ``DataLoader`` do about SIGTERM
     module_attributes: assignments to attributes of modules, while a trial of a step runs
     thread_pools: ``ThreadPoolExecutor.submit``, while a module is built
@@ -72,9 +72,15 @@ def _for_gradient_shares() -> Iterable[Patch]:
 
 
 def _for_sync_advice() -> Iterable[Patch]:
-    from lightning_par.sharded.patches.sync_advice import SyncAdvice
+    from lightning_par.sharded.patches.advice import SYNC, Advice
 
-    return (SyncAdvice(),)
+    return (Advice(SYNC),)
+
+
+def _for_resume_advice() -> Iterable[Patch]:
+    from lightning_par.sharded.patches.advice import RESUMABLE_LOADER, Advice
+
+    return (Advice(RESUMABLE_LOADER),)
 
 
 def _for_workers() -> Iterable[Patch]:
@@ -95,6 +101,8 @@ SHARES = Patches(_for_gradient_shares)
 SYNC_ADVICE = Patches(_for_sync_advice)
 """For runs with one replica."""
 
+RESUME_ADVICE = Patches(_for_resume_advice)
+"""For runs that are resumed within an epoch."""
 WORKER_SIGNALS = Patches(_for_workers)
 """For runs that end in good order when all processes of a job are told to."""
 
@@ -109,4 +117,4 @@ def experiments(namespace: Namespace) -> Patches:
 
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
-    return SHARDED, STORED, SHARES, SYNC_ADVICE, WORKER_SIGNALS, experiments(namespace)
+    return SHARDED, STORED, SHARES, SYNC_ADVICE, RESUME_ADVICE, WORKER_SIGNALS, experiments(namespace)

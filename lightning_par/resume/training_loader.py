@@ -1,0 +1,149 @@
+"""The training data of a fit as its loop gets it: noted where it stands, and gone on with from where a checkpoint was.
+
+A ``CombinedLoader`` is what Lightning makes of all that a user hands it; one that it gets it takes as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_par.private.loaders import is_stateful, keep_no_states
+from lightning_par.python_state import generators
+from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
+from lightning_par.strategies.namespace import Namespace
+
+_OURS = ("watch", "fresh", "given", "stateful", "begun", "early")
+
+
+@dataclass
+class Watch:
+    """What a training loader tells, and asks.
+
+    Args:
+        position: of the fit, in its data.
+        batches: how many batches of the epoch need not be run again; asked when the first is fetched.
+        begins_step: whether the batch that is about to be fetched is the first of an optimizer step that has several.
+        agree: called before generators of random numbers say in which order batches come.
+        share: makes of the loaders as Lightning has prepared them, and as the user gave them, those that are read.
+    """
+
+    position: DataPosition
+    batches: Callable[[Resumed], int]
+    begins_step: Callable[[], bool]
+    agree: Callable[[], None]
+    share: Callable[[list[Any], list[Any]], list[Any]]
+
+
+def watched(loaders: Any, watch: Watch, namespace: Namespace) -> Any:
+    """What Lightning is to get for the user's ``loaders``."""
+    combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
+    # a fit's way to combine several, where the user chose none
+    made = loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, "max_size_cycle")
+    loader = copy.copy(made)  # the user's own stays one of its class
+    loader.__class__ = _kind(type(made), namespace)  # type: ignore[arg-type]  # a class is hashable
+    loader.watch, loader.fresh, loader.given = watch, False, [*made.flattened]
+    loader.stateful = all(is_stateful(namespace, each) for each in loader.given)
+    if not loader.stateful:  # those that have a state go on from the epoch's beginning, with the others
+        keep_no_states(loader)
+    return loader
+
+
+@functools.cache
+def _kind(base: Any, namespace: Namespace) -> type:
+    class TrainingLoader(base):  # type: ignore[misc]
+        """A ``CombinedLoader`` of training data."""
+
+        watch: Watch
+        fresh: bool  # whether the epoch's first batch was not asked for yet
+        given: list[Any]  # by the user
+        stateful: bool  # whether all of them have a state
+        begun = early = False  # whether it was iterated, and whether that was before its time
+
+        @property
+        def flattened(self) -> list[Any]:
+            return super().flattened  # type: ignore[no-any-return]
+
+        @flattened.setter
+        def flattened(self, loaders: list[Any]) -> None:
+            base.flattened.fset(  # type: ignore[attr-defined]
+                self, self.watch.share(loaders, self.given)
+            )
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """A trainer that is copied or saved as a whole has Lightning's own, and watches its runs anew."""
+            state = {name: x for name, x in vars(self).items() if name not in _OURS}
+            return _made, (base,), state
+
+        def __iter__(self) -> Any:
+            watch, self.fresh = self.watch, True
+            watch.agree()
+            watch.position.found = own_generators(self.flattened)
+            watch.position.stateful = [each for each in self.flattened if is_stateful(namespace, each)]
+            resumed, self.early = watch.position.resumed, False
+            if resumed is not None and not self.begun:
+                # before the run that is resumed would: it draws nothing, and is made again in its time
+                self.begun = self.early = True
+                generators.load_states(watch.position.found, resumed.now["own"])
+                with generators.kept(watch.position.found):
+                    self._begin(resumed.loaders)
+            else:
+                watch.position.began = watch.position.standing().saved()
+                self._begin([] if resumed is None else resumed.loaders)
+            return self
+
+        def _begin(self, states: list[Any]) -> None:
+            position = self.watch.position
+            for each, state in zip(position.stateful, states):
+                each.load_state_dict(state)
+            position.loaders_began = position.states()
+            super().__iter__()
+
+        def __next__(self) -> Any:
+            if self.fresh:
+                self.fresh = False
+                self._first()
+            if self.watch.begins_step():
+                self.watch.position.step = self.watch.position.standing()
+            return super().__next__()
+
+        def _first(self) -> None:
+            self.watch.agree()
+            position = self.watch.position
+            resumed, position.resumed = position.resumed, None
+            batches = self.watch.batches(resumed) if resumed is not None else 0
+            if resumed is None or not batches:
+                if self.early:
+                    position.began = position.standing().saved()
+                    self._begin(resumed.loaders if resumed is not None else [])
+                position.first = position.standing().saved()
+                return
+            position.began, position.first = resumed.began, resumed.first
+            states = resumed.loaders if self.stateful else resumed.loaders_began
+            with generators.kept(position.found):
+                put_back(resumed.began, position.found)
+                self._begin(states)
+                position.loaders_began = resumed.loaders_began
+                put_back(resumed.first, position.found)
+                if not self.stateful:
+                    self._skip(batches)
+
+        def _skip(self, batches: int) -> None:
+            for i in range(batches):
+                try:
+                    super().__next__()
+                except StopIteration:
+                    raise RuntimeError(
+                        f"The checkpoint was written after {batches} batches of an epoch, and the training dataloader "
+                        f"gives {i}. Resume with the data that the run began with."
+                    ) from None
+
+    TrainingLoader.__name__ = TrainingLoader.__qualname__ = base.__name__
+    return TrainingLoader
+
+
+def _made(kind: type) -> Any:
+    return kind.__new__(kind)
