@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from lightning_par.checkpoint import rename
 from lightning_par.checkpoint.files import save
+from lightning_par.checkpoint.outline import OWN
 from lightning_par.checkpoint.reading import is_directory, load
 
 
@@ -38,7 +39,9 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], we
         raise FileNotFoundError(f"There is no directory {folder}.")
     if os.path.abspath(file) == os.path.abspath(rename.left_behind(str(folder))):
         raise ValueError(f"{file} is the directory itself: name another file.")
-    save(load(str(folder), weights_only), os.fspath(file))
+    checkpoint = load(str(folder), weights_only)
+    checkpoint.pop(OWN, None)  # a directory of weights alone has none
+    save(checkpoint, os.fspath(file))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -148,7 +148,7 @@ def writes(path: str, needed: float = 0, name: str | None = None) -> Iterator[An
     """
     watched = None
     try:
-        with open(path, "xb") as file:  # a new one, and none that a link leads to
+        with open(path, "x+b") as file:  # a new one, and none that a link leads to
             yield (watched := _Watched(file))
             file.flush()
             os.fsync(file.fileno())
@@ -198,7 +198,8 @@ class _Watched:
     def __init__(self, file: Any) -> None:
         self._file, self.written = file, 0
         self.failure: int | None = None
-        self.tell, self.seek, self.fileno = file.tell, file.seek, file.fileno
+        self.tell, self.seek, self.fileno, self.read = file.tell, file.seek, file.fileno, file.read
+        self.seekable, self.truncate = file.seekable, file.truncate
 
     def write(self, data: Any) -> int:
         self.written += memoryview(data).nbytes

@@ -17,8 +17,9 @@ from urllib.parse import urlparse
 
 import torch
 
-from lightning_par.checkpoint import rename
+from lightning_par.checkpoint import own_record, rename
 from lightning_par.checkpoint.disk_space import refuse_if_full, stored_bytes, writes
+from lightning_par.checkpoint.outline import OWN
 
 Namespace = Literal["lightning.pytorch", "pytorch_lightning"]
 
@@ -30,7 +31,8 @@ _CLASSES: dict[str, Namespace] = {
 
 
 def save(checkpoint: Any, path: str) -> None:
-    """Write what ``torch.save`` makes of ``checkpoint`` to the local ``path``, all of it or nothing.
+    """Write what ``torch.save`` makes of ``checkpoint`` to the local ``path``, all of it or nothing; what is in it for
+    this package alone goes to a record apart.
 
     Tensors are streamed to the disk one after another, so that no second copy is held. Missing folders are made. An
     error leaves the old file and nothing else; a kill may leave one temporary file, which the next save to ``path``
@@ -42,10 +44,14 @@ def save(checkpoint: Any, path: str) -> None:
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     temporary, needed = rename.unfinished(path), stored_bytes(checkpoint)
+    own = checkpoint.get(OWN) if isinstance(checkpoint, dict) else None
+    plain = checkpoint if own is None else {key: value for key, value in checkpoint.items() if key != OWN}
     refuse_if_full(path, needed)
     try:
         with writes(temporary, needed, path) as file:
-            torch.save(checkpoint, file)
+            torch.save(plain, file)
+            if own is not None:
+                own_record.add(file, own)
         rename.put_in_place(temporary, path)
     except BaseException:
         rename.remove(temporary)
@@ -84,12 +90,19 @@ def _loaded_from_url(path: str, map_location: Any, weights_only: bool) -> Any:
         part: Any = Part(file)
         try:
             with reads(path, weights_only):
-                loaded = torch.load(part, map_location, weights_only=weights_only)
+                loaded = _with_own(torch.load(part, map_location, weights_only=weights_only), part, weights_only)
         except Exception:
             refuse_damaged(path, part, weights_only)  # which says better why
             raise
         refuse_damaged(path, part, weights_only)
         return loaded
+
+
+def _with_own(loaded: Any, file: Any, weights_only: bool | None) -> Any:
+    own = own_record.read(file, weights_only) if isinstance(loaded, dict) else None
+    if own is not None:
+        loaded[OWN] = own
+    return loaded
 
 
 def _downloaded(url: str) -> str:
@@ -140,10 +153,10 @@ def _make_class(name: str, namespace: Namespace) -> type:
             local_path = _local(path)
             if local_path is not None and os.path.isfile(local_path):
                 refuse_damaged_file(str(path), local_path, weights_only)
-                with open(local_path, "rb") as file:
-                    zipped = is_zip(file)  # torch's format of old can't be mapped
-                with reads(str(path), weights_only, local_path):
-                    return torch.load(local_path, map_location, mmap=zipped, weights_only=weights_only)
+                with open(local_path, "rb") as file, reads(str(path), weights_only, local_path):
+                    mapped = is_zip(file)  # torch's format of old can't be
+                    loaded = torch.load(local_path, map_location, mmap=mapped, weights_only=weights_only)
+                    return _with_own(loaded, file, weights_only)
             weights_only = weights_only is None or weights_only
             if not str(path).startswith("http"):
                 return _loaded_from_url(str(path), map_location, weights_only)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_par.private.loaders import is_stateful, keep_no_states
+from lightning_par.private.loaders import is_stateful, without_states
 from lightning_par.python_state import generators
 from lightning_par.resume.data_position import DataPosition, Resumed, own_generators, put_back
 from lightning_par.strategies.namespace import Namespace
@@ -44,17 +44,19 @@ def watched(loaders: Any, watch: Watch, namespace: Namespace) -> Any:
     # a fit's way to combine several, where the user chose none
     made = loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, "max_size_cycle")
     loader = copy.copy(made)  # the user's own stays one of its class
-    loader.__class__ = _kind(type(made), namespace)  # type: ignore[arg-type]  # a class is hashable
-    loader.watch, loader.fresh, loader.given = watch, False, [*made.flattened]
-    loader.stateful = all(is_stateful(namespace, each) for each in loader.given)
-    if not loader.stateful:  # those that have a state go on from the epoch's beginning, with the others
-        keep_no_states(loader)
+    given = [*made.flattened]
+    stateful = all(is_stateful(namespace, each) for each in given)
+    loader.__class__ = _kind(type(made), namespace, stateful)  # type: ignore[arg-type]  # a class is hashable
+    loader.watch, loader.fresh, loader.given, loader.stateful = watch, False, given, stateful
     return loader
 
 
 @functools.cache
-def _kind(base: Any, namespace: Namespace) -> type:
-    class TrainingLoader(base):  # type: ignore[misc]
+def _kind(base: Any, namespace: Namespace, stateful: bool) -> type:
+    # Without, those that have a state go on from the epoch's beginning, with the others.
+    parent = base if stateful else without_states(base)
+
+    class TrainingLoader(parent):  # type: ignore[misc, valid-type]
         """A ``CombinedLoader`` of training data."""
 
         watch: Watch
@@ -76,7 +78,7 @@ def _kind(base: Any, namespace: Namespace) -> type:
         def __reduce_ex__(self, protocol: Any) -> Any:
             """A trainer that is copied or saved as a whole has Lightning's own, and watches its runs anew."""
             state = {name: x for name, x in vars(self).items() if name not in _OURS}
-            return _made, (base,), state
+            return object.__new__, (base,), state
 
         def __iter__(self) -> Any:
             watch, self.fresh = self.watch, True
@@ -143,7 +145,3 @@ def _kind(base: Any, namespace: Namespace) -> type:
 
     TrainingLoader.__name__ = TrainingLoader.__qualname__ = base.__name__
     return TrainingLoader
-
-
-def _made(kind: type) -> Any:
-    return kind.__new__(kind)

@@ -15,11 +15,11 @@ from lightning_par.private.loaders import (
     HandedOut,
     data_source,
     is_stateful,
-    keep_no_states,
     mode_of,
     note_fetched,
     processed,
     request_loader,
+    without_states,
 )
 from lightning_par.private.trainer import resumes
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
@@ -124,7 +124,7 @@ def test_states_of_loaders_are_kept_and_put_back(namespace: Namespace) -> None:
     assert [is_stateful(namespace, loader) for loader in combined.flattened] == [True, False]
     combined._load_state_dicts([{"at": 3}])
     assert combined.flattened[0].at == 3 and combined._state_dicts() == [{"at": 3}]
-    keep_no_states(combined)
+    combined.__class__ = without_states(type(combined))
     assert combined._state_dicts() == []
     combined._load_state_dicts([{"at": 4}])
     assert combined.flattened[0].at == 3
