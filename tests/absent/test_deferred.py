@@ -279,7 +279,7 @@ def test_no_function_of_a_parameter_runs_that_it_does_not_need(monkeypatch: pyte
     _, deferred, _ = _both(make)
     weight = deferred.net[1].weight
     assert isinstance(weight, Deferred)
-    names = [op.func._schema.name for op in weight.store.history.ops]
+    names = [op.func._schema.name for op in weight.store.history.backwards()]
     assert names == ["aten::normal_"] and weight.store.history.origin is None
 
 
