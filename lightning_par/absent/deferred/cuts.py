@@ -1,14 +1,17 @@
-"""Which parts of files, and of real tensors, a deferred tensor is made of: what a rank keeps of a weight is cut from
-what it is computed from, through copies, casts, views, joins and arithmetic, so that no more than that is read."""
+"""Which parts of files, of checkpoints and of real tensors a deferred tensor is made of: what a rank keeps of a weight
+is cut from what it is computed from, through copies, casts, views, joins and arithmetic, so that no more than that is
+read."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
+from lightning_par.absent.deferred.fetches import Wanted
 from lightning_par.absent.deferred.history import Allocation, Constant, History, Op, Ref
-from lightning_par.absent.deferred.recipe import Cast, Computed, Held, Joined, Read, Recipe, Shaped
+from lightning_par.absent.deferred.recipe import Cast, Computed, Fetched, Held, Joined, Read, Recipe, Shaped
 from lightning_par.absent.geometry import Box, Geometry, box_of
+from lightning_par.absent.unread import Unread
 from lightning_par.sharded.functions import COPY_OPERATORS, operator_of
 
 _EXACT = frozenset("add sub mul div neg add_ sub_ mul_ div_ neg_".split())
@@ -88,6 +91,8 @@ def _entries(x: Ref | Constant, view: Geometry) -> Recipe:
         return _recipe(x.history, view)
     if x.value.device.type != "cpu":
         raise _NeedsWholeError
+    if isinstance(x.value, Unread):  # which would keep its values for a view
+        return Fetched(Wanted(x.value, view))
     return Held(x.value.as_strided(view.shape, view.stride, view.offset))
 
 
@@ -122,7 +127,7 @@ def _selected(op: Op, box: Box, shape: tuple[int, ...]) -> Recipe:
         raise _NeedsWholeError
     dim = _dim(op, 1, len(shape))
     wanted = _indices(box, dim)
-    picked = index.value.cpu()[wanted.start : wanted.stop : wanted.step].tolist()
+    picked = index.value.tolist()[wanted.start : wanted.stop : wanted.step]
     runs = [[i for _, i in run] for _, run in groupby(enumerate(picked), lambda at: at[1] - at[0])]
     if len(runs) > _MOST:
         raise _NeedsWholeError
