@@ -23,7 +23,7 @@ _serials = count()
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A real tensor that went into a deferred one, such as numpy's data.
+    """A tensor that went into a deferred one, such as numpy's data, or a checkpoint's that is not read yet.
 
     Args:
         value: the tensor; a copy of its own where that is small.

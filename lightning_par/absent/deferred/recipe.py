@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Read:
 
     region: Region
     geometry: Geometry
-    inputs: tuple[Recipe, ...] = ()
+    inputs: tuple[Recipe, ...] = field(default=(), init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Fetched:
     """Entries of a tensor of a checkpoint that is not read yet."""
 
     wanted: Wanted
-    inputs: tuple[Recipe, ...] = ()
+    inputs: tuple[Recipe, ...] = field(default=(), init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Held:
     """Entries of a real tensor."""
 
     value: Tensor
-    inputs: tuple[Recipe, ...] = ()
+    inputs: tuple[Recipe, ...] = field(default=(), init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
