@@ -140,12 +140,17 @@ class Unread(AbsentTensor):
         """The values at the ascending ``indices`` of ``dim``, plain and contiguous, in memory of their own."""
         shape = [*self.shape[:dim], len(indices), *self.shape[dim + 1 :]]
         part = torch.empty(shape, dtype=self.dtype)
-        with torch.no_grad():
-            if self._facts.kept is not None:
-                part.copy_(self._facts.kept.index_select(dim, torch.as_tensor(indices)))
-            else:
-                self.source.copy_into(part, dim, indices)
+        self.read_into(part, dim, indices)
         return part
+
+    @torch.no_grad()
+    def read_into(self, target: Tensor, dim: int = 0, indices: Sequence[int] | Any = None) -> None:
+        """Write the values, or those at the ascending ``indices`` of ``dim``, into the plain ``target`` on the CPU."""
+        kept = self._facts.kept
+        if kept is not None:
+            target.copy_(kept if indices is None else kept.index_select(dim, torch.as_tensor(indices)))
+        else:
+            self.source.copy_into(target, dim, indices)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from lightning_par.absent.deferred.adoption import Adoption
 from lightning_par.absent.deferred.cuts import recipe_of
-from lightning_par.absent.deferred.deferred_tensor import Deferred
+from lightning_par.absent.deferred.deferred_tensor import Deferred, holding
 from lightning_par.absent.geometry import Geometry, box_of
 from lightning_par.absent.mapped.file import File
 from lightning_par.absent.mapped.mappings import Mappings
+from lightning_par.absent.unread import Unread
+from tests.absent.test_unread import Far
 
 Weights = dict[str, Tensor]
 
@@ -90,8 +92,28 @@ def test_a_cut_of_what_was_made_of_files(make: str, cut: str, weights: Weights, 
         assert count <= most, f"{count} bytes for {most}"
 
 
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("make", MAKES)
+def test_a_cut_of_what_was_made_of_a_checkpoint(make: str, cut: str, weights: Weights) -> None:
+    expected = CUTS[cut](MAKES[make](weights)).contiguous()
+    unread = {name: Unread(Far(x)) for name, x in weights.items()}
+    part = CUTS[cut](MAKES[make]({name: holding(x) for name, x in unread.items()})).contiguous()
+    assert isinstance(part, Deferred)
+    found = part.value()
+    assert torch.equal(found, expected) and found.stride() == part.stride()
+    assert not any(x.is_kept for x in unread.values())
+    sources: Any = [x.source for x in unread.values()]
+    assert all(source.asked <= 1 for source in sources)
+    if cut in ("half the rows", "half the columns", "one row") and make not in WHOLE:
+        most = expected.numel() * (2 if make == "shifted by a row" else 1)
+        most = sum(x.numel() for x in weights.values()) if make in CUT_TWICE else most
+        assert sum(source.fetched for source in sources) <= most
+
+
 WHOLE = ("columns first", "copied into a part")
 """Cuts of these need more than the part: columns of rows of 48 bytes; and rows of two origins."""
+CUT_TWICE = ("transposed", "joined", "joined by columns", "stacked", "stacked and joined")
+"""Cuts of these are cut along two dims from what they are made of, and a checkpoint's tensor is read along one."""
 
 
 def test_what_draws_is_made_whole(weights: Weights) -> None:

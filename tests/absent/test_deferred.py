@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -279,8 +281,27 @@ def test_no_function_of_a_parameter_runs_that_it_does_not_need(monkeypatch: pyte
     _, deferred, _ = _both(make)
     weight = deferred.net[1].weight
     assert isinstance(weight, Deferred)
-    names = [op.func._schema.name for op in weight.store.history.ops]
+    names = [op.func._schema.name for op in weight.store.history.backwards()]
     assert names == ["aten::normal_"] and weight.store.history.origin is None
+
+
+def test_data_that_went_into_a_tensor_is_given_up_with_it() -> None:
+    _, deferred, _ = _both(lambda: nn.Linear(600, 600))
+    weight, data = deferred.net.weight, torch.ones(600, 600)
+    given_up = weakref.ref(data.untyped_storage())
+    with torch.no_grad():
+        weight[:100].zero_()
+        weight.copy_(data).mul_(2.0)
+        half = weight.double()[:300]
+    gc.disable()  # which finds what refers to itself
+    try:
+        del data
+        materialise(deferred)
+        assert given_up() is not None and torch.equal(half.value(), torch.full((300, 600), 2.0).double())
+        del half
+        assert given_up() is None
+    finally:
+        gc.enable()
 
 
 def test_real_hugging_face_models() -> None:

@@ -21,6 +21,7 @@ import lightning_par
 from lightning_par.absent.deferred import op_recorder
 from lightning_par.absent.deferred.deferred_tensor import is_deferred
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.checkpoint.reading import StoredCheckpoint
 from lightning_par.private.storage import trim_memory
 from lightning_par.sharded import aliases
 from lightning_par.sharded.tensor import leaf
@@ -247,6 +248,55 @@ def test_a_checkpoint_takes_the_place_of_deferred_weights(pool: Pool, tmp_path: 
     initial, after = pool.run(2, _fit_from, path, LAYOUTS[layout])[0]
     assert all(torch.equal(x, initial[name]) for name, x in saved.items())
     assert all(torch.allclose(x, after[name], rtol=1e-5, atol=1e-6) for name, x in expected.items())
+
+
+class Reads(Callback):
+    """What of a checkpoint this rank reads until its weights are there, and what it keeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries = self.times = self.kept = 0
+        plain = StoredCheckpoint.copy_into
+
+        def counted(source: Any, target: Tensor, dim: int = 0, indices: Any = None) -> None:
+            self.entries += target.numel()
+            self.times += 1
+            plain(source, target, dim, indices)
+
+        monkeypatch.setattr(StoredCheckpoint, "copy_into", counted)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.weights = checkpoint["state_dict"].values()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.kept = sum(x.is_kept for x in self.weights)
+        own = [leaf(x) for x in pl_module.parameters() if not is_elsewhere(x)]
+        self.own_entries, self.own_times = sum(x.numel() for x in own), len(own)
+
+
+def _fit_from_directory(path: str, layout: dict[str, Any]) -> Any:
+    op_recorder.SMALL = 0
+    trainer = Trainer(devices=2, strategy=_strategy({**layout, "save_distributed_checkpoint": True}), **QUIET)
+    module = Points()
+    trainer.fit(module, _batches())
+    trainer.save_checkpoint(path)
+    saved = {name: x.clone() for name, x in module.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        keep, reads = Counting(), Reads(patch)
+        options: dict[str, Any] = {**QUIET, "max_epochs": 2}
+        trainer = Trainer(devices=2, strategy=_strategy(layout), callbacks=[reads, keep], **options)
+        trainer.fit(Points(), _batches(), ckpt_path=path)
+    if trainer.is_global_zero:  # which has all of it
+        assert all(torch.equal(x, keep.initial[name]) for name, x in saved.items())
+    return reads.entries, reads.times, reads.kept, reads.own_entries, reads.own_times
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_of_a_directory_each_rank_reads_its_part_once_and_keeps_nothing(
+    pool: Pool, tmp_path: Path, layout: str
+) -> None:
+    for found in pool.run(2, _fit_from_directory, str(tmp_path / "last.ckpt"), LAYOUTS[layout]):
+        entries, times, kept, own_entries, own_times = found
+        assert kept == 0 and (entries, times) == (own_entries, own_times)
 
 
 def _validated(layout: dict[str, Any] | None) -> Any:

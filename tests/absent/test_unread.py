@@ -18,15 +18,16 @@ from lightning_par.checkpoint.buffers import Scratch
 
 
 class Far:
-    """A source that counts how often it is asked."""
+    """A source that counts how often it is asked, and for how many entries."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape, self.dtype = values, values.shape, values.dtype
         self.scratch = Scratch()
-        self.asked = 0
+        self.asked = self.fetched = 0
 
     def copy_into(self, target: Tensor, dim: int = 0, indices: Any = None) -> None:
         self.asked += 1
+        self.fetched += target.numel()
         target.copy_(self.values if indices is None else self.values.index_select(dim, torch.as_tensor(indices)))
 
 

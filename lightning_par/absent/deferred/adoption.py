@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
-from lightning_par.absent.deferred.history import History, Store
+from lightning_par.absent.deferred.history import Allocation, History, Store
 from lightning_par.absent.geometry import Geometry
 from lightning_par.absent.mapped.mappings import Mappings
 from lightning_par.absent.mapped.region import Region
@@ -39,7 +39,7 @@ class Adoption:
             return None
         if region not in self._memories:
             twin = torch.empty(region.nbytes, dtype=torch.uint8, device="meta")
-            store = Store(History(region.nbytes, x.device, region=region))
+            store = Store(History(Allocation(region.nbytes, x.device, region)))
             self._memories[region] = store, twin.untyped_storage()
         store, memory = self._memories[region]
         lies = Geometry.of(x)

@@ -105,7 +105,7 @@ def _settle(module: nn.Module, session: Session) -> list[tuple[str, int]]:
             name = next((names[id(x)] for x in tensors if id(x) in names), "a tensor outside the module's parameters")
             if len(tensors) > 1 or id(tensors[0]) not in names:
                 if not map_again(tensors, name):
-                    told.append((name, tensors[0].store.history.nbytes))
+                    told.append((name, tensors[0].store.history.allocation.nbytes))
                     make_real(tensors, name)
             elif is_held(tensors[0]):
                 raise UndeferrableError(f"something holds {name}, such as an autograd graph or compiled code")

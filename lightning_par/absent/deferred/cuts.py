@@ -1,16 +1,17 @@
-"""Which parts of files, and of real tensors, a deferred tensor is made of: what a rank keeps of a weight is cut from
-what it is computed from, through copies, casts, views, joins and arithmetic, so that no more than that is read."""
+"""Which parts of files, of checkpoints and of real tensors a deferred tensor is made of: what a rank keeps of a weight
+is cut from what it is computed from, through copies, casts, views, joins and arithmetic, so that no more than that is
+read."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
-from lightning_par.absent.deferred.history import Constant, History, Op, Ref
-from lightning_par.absent.deferred.recipe import Cast, Computed, Held, Joined, Read, Recipe, Shaped
+from lightning_par.absent.deferred.fetches import Wanted
+from lightning_par.absent.deferred.history import Allocation, Constant, History, Op, Ref
+from lightning_par.absent.deferred.recipe import Cast, Computed, Fetched, Held, Joined, Read, Recipe, Shaped
 from lightning_par.absent.geometry import Box, Geometry, box_of
-from lightning_par.private.operators import schema_of
-from lightning_par.private.pytree import tree_leaves
+from lightning_par.absent.unread import Unread
 from lightning_par.sharded.functions import COPY_OPERATORS, operator_of
 
 _EXACT = frozenset("add sub mul div neg add_ sub_ mul_ div_ neg_".split())
@@ -31,28 +32,30 @@ def recipe_of(ref: Ref) -> Recipe | None:
         assert recipe_of(weight[:10].ref()).shape == (10, 20)
     """
     try:
-        return _recipe(ref.history, ref.length, ref.geometry)
+        return _recipe(ref.history, ref.geometry)
     except _NeedsWholeError:
         return None
 
 
-def _recipe(history: History, length: int, view: Geometry) -> Recipe:
-    for op in reversed(history.ops[:length]):
-        written = [ref for ref in _written(op) if ref.history is history]
+def _recipe(history: History, view: Geometry) -> Recipe:
+    memory = history.allocation
+    for op in history.backwards():
+        written = [ref for ref in op.written if ref.history.allocation is memory]
         if all(_apart(ref.geometry, view) for ref in written):
             continue
         if len(written) > 1:
             raise _NeedsWholeError
-        return _output(op, history, written[0].geometry, view)
-    if history.region is not None:
-        return Read(history.region, view)
+        return _output(op, memory, written[0].geometry, view)
+    if memory.region is not None:
+        return Read(memory.region, view)
     if history.origin is None:  # nothing was written there
         raise _NeedsWholeError
-    geometry = next(geometry for _, made, geometry in history.origin.made if made is history)
-    return _output(history.origin, history, geometry, view)
+    origin, _ = history.origin
+    geometry = next(geometry for _, made, geometry in origin.made if made is memory)
+    return _output(origin, memory, geometry, view)
 
 
-def _output(op: Op, history: History, out: Geometry, view: Geometry) -> Recipe:
+def _output(op: Op, memory: Allocation, out: Geometry, view: Geometry) -> Recipe:
     """The part of what ``op`` wrote, or made, at ``out``, that ``view`` has."""
     box = box_of(out, view)
     if box is None:
@@ -64,7 +67,7 @@ def _output(op: Op, history: History, out: Geometry, view: Geometry) -> Recipe:
         made = _joined(op, box, out.shape, name == "stack")
     elif name == "index_select":
         made = _selected(op, box, out.shape)
-    elif name in _EXACT and history.device.type == "cpu":
+    elif name in _EXACT and memory.device.type == "cpu":
         made = _computed(op, box, out)
     if made is None:
         raise _NeedsWholeError
@@ -85,9 +88,11 @@ def _geometry(x: Any) -> Geometry:
 
 def _entries(x: Ref | Constant, view: Geometry) -> Recipe:
     if isinstance(x, Ref):
-        return _recipe(x.history, x.length, view)
+        return _recipe(x.history, view)
     if x.value.device.type != "cpu":
         raise _NeedsWholeError
+    if isinstance(x.value, Unread):  # which would keep its values for a view
+        return Fetched(Wanted(x.value, view))
     return Held(x.value.as_strided(view.shape, view.stride, view.offset))
 
 
@@ -122,7 +127,7 @@ def _selected(op: Op, box: Box, shape: tuple[int, ...]) -> Recipe:
         raise _NeedsWholeError
     dim = _dim(op, 1, len(shape))
     wanted = _indices(box, dim)
-    picked = index.value.cpu()[wanted.start : wanted.stop : wanted.step].tolist()
+    picked = index.value.tolist()[wanted.start : wanted.stop : wanted.step]
     runs = [[i for _, i in run] for _, run in groupby(enumerate(picked), lambda at: at[1] - at[0])]
     if len(runs) > _MOST:
         raise _NeedsWholeError
@@ -163,16 +168,6 @@ def _indices(box: Box, dim: int) -> range:
         return box.indices(dim)
     except ValueError:
         raise _NeedsWholeError from None
-
-
-def _written(op: Op) -> list[Ref]:
-    """The deferred tensors that ``op`` wrote to."""
-    found: list[Ref] = []
-    for place, argument in enumerate(schema_of(op.func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = op.args[place] if place < len(op.args) else op.kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, Ref)]
-    return found
 
 
 def _apart(a: Geometry, b: Geometry) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.base import AbsentTensor
-from lightning_par.absent.deferred.history import History, Ref, Store
+from lightning_par.absent.deferred.history import Allocation, History, Ref, Store
 from lightning_par.absent.deferred.replay import regions_of, values
 from lightning_par.absent.deferred.session import Session
 from lightning_par.absent.geometry import Geometry
@@ -44,7 +44,7 @@ class Deferred(AbsentTensor):
     @staticmethod
     def __new__(cls, store: Store, meta: Tensor, requires_grad: bool = False) -> Deferred:
         geometry = dict(strides=meta.stride(), storage_offset=meta.storage_offset(), requires_grad=requires_grad)
-        self = cls._standing((store, meta), meta.shape, meta.dtype, store.history.device, **geometry)
+        self = cls._standing((store, meta), meta.shape, meta.dtype, store.history.allocation.device, **geometry)
         if Session.current is not None:
             Session.current.add(self)
         return self
@@ -61,8 +61,7 @@ class Deferred(AbsentTensor):
 
     def ref(self) -> Ref:
         """The tensor as it stands now."""
-        history = self.store.history
-        return Ref(history, len(history.ops), Geometry.of(self.meta))
+        return Ref(self.store.history, Geometry.of(self.meta))
 
     def value(self) -> Tensor:
         """Its values, computed anew in memory of their own."""
@@ -139,8 +138,8 @@ def _bytes_of(meta: Tensor) -> Tensor:
 def holding(value: Tensor) -> Deferred:
     """A deferred tensor with the values of the real ``value``, of which a large one is kept as it is."""
     meta = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
-    history = History(meta.untyped_storage().nbytes(), value.device)
-    made = Deferred(Store(history), meta)
+    memory = Allocation(meta.untyped_storage().nbytes(), value.device)
+    made = Deferred(Store(History(memory)), meta)
     with torch.no_grad():
         made.copy_(value)
     return made

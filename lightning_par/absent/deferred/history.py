@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_par.absent.deferred.generator_draws import Draw
 from lightning_par.absent.geometry import Geometry
 from lightning_par.absent.mapped.region import Region
 from lightning_par.mesh.digest import digest
+from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves
 
 _serials = count()
@@ -22,7 +23,7 @@ _serials = count()
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A real tensor that went into a deferred one, such as numpy's data.
+    """A tensor that went into a deferred one, such as numpy's data, or a checkpoint's that is not read yet.
 
     Args:
         value: the tensor; a copy of its own where that is small.
@@ -48,76 +49,117 @@ class Op:
         args: its arguments: tensors are a `Ref` or a `Constant`.
         kwargs: as ``args``.
         draw: where the generator stood, if it draws.
-        made: the outputs with memory of their own: index among the output tensors, history, geometry.
+        made: the outputs with memory of their own: index among the output tensors, the memory, geometry.
     """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     draw: Draw | None = None
-    made: list[tuple[int, History, Geometry]] = field(default_factory=list)
+    made: list[tuple[int, Allocation, Geometry]] = field(default_factory=list)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # what factories make where told no other
     serial: int = field(default_factory=lambda: next(_serials))
 
     def __post_init__(self) -> None:
         self.refs = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Ref)]
         named = {name: x for name, x in self.kwargs.items() if name != "generator"}  # it is in the draw
+        self.written = written_by(self.func, self.args, self.kwargs, Ref)
         self.digest = _hashed(self.func, self.args, named, self.draw, self.dtype)
 
 
-class History:
-    """What was written to one piece of memory since it was made, or since it was last written whole.
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """One piece of memory that does not exist.
 
     Args:
         nbytes: its size.
         device: where it will be.
-        origin: the function whose output it is, and the index among its output tensors; None for fresh memory.
         region: of a mapped file, whose content it has; None for other memory.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        device: torch.device,
-        origin: tuple[Op, int] | None = None,
-        region: Region | None = None,
-    ) -> None:
-        self.nbytes, self.device, self.region = nbytes, device, region
-        self.origin = None if origin is None else origin[0]
-        self.ops: list[Op] = []
-        source = region if origin is None else (origin[0].digest, origin[1])
-        self._digests = [_hashed(nbytes, device, source)]  # one for each length: a `Ref` may be of an earlier one
+    nbytes: int
+    device: torch.device
+    region: Region | None = None
 
-    def append(self, op: Op) -> None:
-        self.ops.append(op)
-        self._digests.append(_hashed(self._digests[-1], op.digest))
 
-    def digest(self, length: int) -> str:
-        """A hash of all that decides its content once ``length`` functions have written to it."""
-        return self._digests[length]
+@dataclass(frozen=True, eq=False, repr=False)
+class History:
+    """What was written to one piece of memory up to a moment, since it was made, or since it was last written whole.
+
+    It refers to what came before and to nothing later: so no history is part of a cycle, and what it alone holds, such
+    as data that went into a tensor, is given up with the last tensor that depends on it.
+
+    Args:
+        allocation: the memory, one for all of its histories.
+        origin: the function whose output it is, and the index among its output tensors; None for fresh memory.
+        before: the history before ``op``; None where nothing was written yet.
+        op: what was written last.
+
+    Example::
+
+        history = History(Allocation(400, torch.device("cpu")))
+        later = history.after(op)
+        assert [*later.backwards()] == [op] and history.op is None
+    """
+
+    allocation: Allocation
+    origin: tuple[Op, int] | None = None
+    before: History | None = None
+    op: Op | None = None
+    digest: str = field(init=False)
+    """A hash of all that decides the memory's content."""
+
+    def __post_init__(self) -> None:
+        memory = self.allocation
+        if self.before is not None and self.op is not None:
+            digest = _hashed(self.before.digest, self.op.digest)
+        else:
+            source = memory.region if self.origin is None else (self.origin[0].digest, self.origin[1])
+            digest = _hashed(memory.nbytes, memory.device, source)
+        object.__setattr__(self, "digest", digest)
+
+    def after(self, op: Op) -> History:
+        """With ``op``, which has just written to the memory."""
+        return History(self.allocation, self.origin, self, op)
+
+    def backwards(self) -> Iterator[Op]:
+        """The functions that wrote to the memory, the last first."""
+        history: History | None = self
+        while history is not None and history.op is not None:
+            yield history.op
+            history = history.before
 
 
 @dataclass(eq=False)
 class Store:
-    """The memory that a tensor and its views share; its history begins anew when it is written whole."""
+    """The memory that a tensor and its views share, as it stands now; begun anew when it is written whole."""
 
     history: History
 
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A deferred tensor as it stood once ``length`` functions had written to its memory."""
+    """A deferred tensor as it stood at a moment."""
 
     history: History
-    length: int
     geometry: Geometry
 
     def digest(self) -> str:
         """A hash of all that decides its values."""
-        return _hashed(self.history.digest(self.length), self.geometry)
+        return _hashed(self.history.digest, self.geometry)
 
     def __repr__(self) -> str:
         return f"Ref({self.digest()})"
+
+
+def written_by(func: Any, args: Any, kwargs: Any, kind: type = Tensor) -> list[Any]:
+    """The tensors among the arguments, or what stands for them, that ``func`` writes to."""
+    found: list[Any] = []
+    for index, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, kind)]
+    return found
 
 
 def _hashed(*parts: Any) -> str:

@@ -37,7 +37,7 @@ def materialise(module: nn.Module) -> None:
             if freed >= _TRIM:
                 trim_memory()
                 freed = 0
-            freed += x.store.history.nbytes
+            freed += x.store.history.allocation.nbytes
             make_real([x], name)
     trim_memory()
 
@@ -61,9 +61,10 @@ def map_again(tensors: Sequence[Deferred], name: str) -> bool:
     Returns whether it did: they have the file's content.
     """
     history = tensors[0].store.history
-    if history.region is None or history.ops:
+    region = history.allocation.region
+    if region is None or history.op is not None:
         return False
-    storage: Any = history.region.memory.untyped_storage()
+    storage: Any = region.memory.untyped_storage()
     for x in sorted(tensors, key=is_view, reverse=True):
         place = x.meta.storage_offset(), tuple(x.shape), x.stride()
         become(x, _like(x, torch.empty(0, dtype=x.dtype).set_(storage, *place)), name)

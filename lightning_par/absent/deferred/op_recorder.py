@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
 from lightning_par.absent.deferred.generator_draws import Draw, ScratchDraws
-from lightning_par.absent.deferred.history import History, Op
+from lightning_par.absent.deferred.history import Allocation, History, Op, written_by
 from lightning_par.absent.deferred.replay import values
-from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
+from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results
 from lightning_par.absent.deferred.session import Session
 from lightning_par.absent.geometry import Geometry
 from lightning_par.private.operators import schema_of
@@ -89,7 +89,7 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Deferred:
     scratch = ScratchDraws() if Session.current is None else Session.current.scratch
     func(scratch.like(x), *args[1:], **kwargs)
     _renew(func, args, [x])
-    x.store.history.append(_op(func, args, kwargs, draw))
+    x.store.history = x.store.history.after(_op(func, args, kwargs, draw))
     return x
 
 
@@ -141,8 +141,9 @@ def _renew(func: Any, args: Any, written: list[Any]) -> None:
         return
     x: Deferred = written[0]
     reads = any(y.store is x.store for y in deferred_in(args[1:]))
-    if not reads and x.nbytes == x.store.history.nbytes and Geometry.of(x.meta).dense:
-        x.store.history = History(x.store.history.nbytes, x.device)
+    nbytes = x.store.history.allocation.nbytes
+    if not reads and x.nbytes == nbytes and Geometry.of(x.meta).dense:
+        x.store.history = History(Allocation(nbytes, x.device))
 
 
 def _makes_anew(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_par.absent.deferred.fetches import Fetches, Wanted
 from lightning_par.absent.geometry import Geometry
 from lightning_par.absent.mapped.region import Region
 from lightning_par.private.pytree import tree_map
@@ -23,8 +24,12 @@ class Recipe(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def into(self, target: Tensor) -> None:
-        """Write the values into ``target``, of the same shape and dtype, on the CPU."""
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """What it is made of in turn."""
+
+    def into(self, target: Tensor, fetches: Fetches) -> None:
+        """Write the values into ``target``, of the same shape and dtype, plain and on the CPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,7 @@ class Read:
 
     region: Region
     geometry: Geometry
+    inputs: tuple[Recipe, ...] = field(default=(), init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,8 +48,27 @@ class Read:
     def dtype(self) -> torch.dtype:
         return self.geometry.dtype
 
-    def into(self, target: Tensor) -> None:
+    def into(self, target: Tensor, fetches: Fetches) -> None:
         self.region.read(self.geometry, target)
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """Entries of a tensor of a checkpoint that is not read yet."""
+
+    wanted: Wanted
+    inputs: tuple[Recipe, ...] = field(default=(), init=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.wanted.geometry.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wanted.geometry.dtype
+
+    def into(self, target: Tensor, fetches: Fetches) -> None:
+        fetches.into(target, self.wanted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +76,7 @@ class Held:
     """Entries of a real tensor."""
 
     value: Tensor
+    inputs: tuple[Recipe, ...] = field(default=(), init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +86,7 @@ class Held:
     def dtype(self) -> torch.dtype:
         return self.value.dtype
 
-    def into(self, target: Tensor) -> None:
+    def into(self, target: Tensor, fetches: Fetches) -> None:
         target.copy_(self.value)
 
 
@@ -72,11 +98,15 @@ class Cast:
     dtype: torch.dtype
 
     @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        return (self.of,)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.of.shape
 
-    def into(self, target: Tensor) -> None:
-        target.copy_(made(self.of))
+    def into(self, target: Tensor, fetches: Fetches) -> None:
+        target.copy_(_made(self.of, fetches))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +117,18 @@ class Shaped:
     shape: tuple[int, ...]
 
     @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        return (self.of,)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.of.dtype
 
-    def into(self, target: Tensor) -> None:
+    def into(self, target: Tensor, fetches: Fetches) -> None:
         if target.is_contiguous():
-            self.of.into(target.view(self.of.shape))
+            self.of.into(target.view(self.of.shape), fetches)
         else:
-            target.copy_(made(self.of).view(self.shape))
+            target.copy_(_made(self.of, fetches).view(self.shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +139,10 @@ class Joined:
     dim: int
 
     @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        return self.parts
+
+    @property
     def shape(self) -> tuple[int, ...]:
         first = self.parts[0].shape
         return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
@@ -113,10 +151,10 @@ class Joined:
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
-    def into(self, target: Tensor) -> None:
+    def into(self, target: Tensor, fetches: Fetches) -> None:
         done = 0
         for part in self.parts:
-            part.into(target.narrow(self.dim, done, part.shape[self.dim]))
+            part.into(target.narrow(self.dim, done, part.shape[self.dim]), fetches)
             done += part.shape[self.dim]
 
 
@@ -130,8 +168,12 @@ class Computed:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def into(self, target: Tensor) -> None:
-        args = tree_map(lambda x: made(x) if hasattr(x, "into") else x, self.args)
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        return tuple(x for x in self.args if hasattr(x, "into"))
+
+    def into(self, target: Tensor, fetches: Fetches) -> None:
+        args = tree_map(lambda x: _made(x, fetches) if hasattr(x, "into") else x, self.args)
         target.copy_(self.func(*args, **self.kwargs))
 
 
@@ -142,9 +184,20 @@ def made(recipe: Recipe, like: Geometry | None = None) -> Tensor:
         recipe: what makes them.
         like: dense, of the same shape and dtype: how they are to lie there; contiguous by default.
     """
+    return _made(recipe, Fetches(_wanted(recipe)), like)
+
+
+def _made(recipe: Recipe, fetches: Fetches, like: Geometry | None = None) -> Tensor:
     if like is None:
         target = torch.empty(recipe.shape, dtype=recipe.dtype)
     else:
         target = torch.empty_strided(like.shape, like.stride, dtype=like.dtype)
-    recipe.into(target)
+    recipe.into(target, fetches)
     return target
+
+
+def _wanted(recipe: Recipe) -> Iterator[Wanted]:
+    if isinstance(recipe, Fetched):
+        yield recipe.wanted
+    for x in recipe.inputs:
+        yield from _wanted(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.deferred.cuts import recipe_of
-from lightning_par.absent.deferred.history import Constant, History, Op, Ref
+from lightning_par.absent.deferred.history import Allocation, Constant, History, Op, Ref
 from lightning_par.absent.deferred.recipe import made
 from lightning_par.absent.geometry import Geometry
 from lightning_par.absent.mapped.region import Region
@@ -30,22 +30,22 @@ def values(refs: Sequence[Ref]) -> list[Tensor]:
         with torch.no_grad(), no_modes():
             recipe = recipe_of(refs[0])
             if recipe is not None:
-                return [made(recipe, refs[0].geometry).to(refs[0].history.device)]
+                return [made(recipe, refs[0].geometry).to(refs[0].history.allocation.device)]
     return _replayed(refs)
 
 
 def regions_of(refs: Iterable[Ref]) -> list[Region]:
     """The regions of mapped files on which the values of ``refs`` depend."""
     refs = [*refs]
-    histories = [ref.history for ref in (*refs, *(ref for op in _needed(refs) for ref in op.refs))]
-    return [*dict.fromkeys(history.region for history in histories if history.region is not None)]
+    memories = [ref.history.allocation for ref in (*refs, *(ref for op in _needed(refs) for ref in op.refs))]
+    return [*dict.fromkeys(memory.region for memory in memories if memory.region is not None)]
 
 
 def _replayed(refs: Sequence[Ref]) -> list[Tensor]:
     ops = _needed(refs)
     last = _last_uses(ops)
-    kept = {id(ref.history) for ref in refs}
-    memory = _Memory(kept)
+    kept = {ref.history.allocation for ref in refs}
+    memory = _Memory(kept | {ref.history.allocation for op in ops for ref in op.written})
     before = torch.get_default_dtype()
     with torch.no_grad(), no_modes():
         try:
@@ -53,7 +53,7 @@ def _replayed(refs: Sequence[Ref]) -> list[Tensor]:
                 if op.dtype != torch.get_default_dtype():
                     torch.set_default_dtype(op.dtype)  # factories went by the default of then
                 memory.run(op)
-                memory.forget(key for key in last.get(place, ()) if key not in kept)
+                memory.forget(x for x in last.get(place, ()) if x not in kept)
         finally:
             torch.set_default_dtype(before)
         return [memory.tensor(ref) for ref in refs]
@@ -62,46 +62,42 @@ def _replayed(refs: Sequence[Ref]) -> list[Tensor]:
 def _needed(refs: Iterable[Ref]) -> list[Op]:
     """All that has to run for ``refs``, in order."""
     found: dict[int, Op] = {}
-    reached: dict[int, int] = {}  # history -> how many of its functions are in already
+    reached: set[History] = set()
     waiting = list(refs)
     while waiting:
-        ref = waiting.pop()
-        start = reached.get(id(ref.history), -1)
-        if start >= ref.length:
-            continue
-        reached[id(ref.history)] = ref.length
-        ops = ref.history.ops[max(start, 0) : ref.length]
-        if start < 0 and ref.history.origin is not None:
-            ops = [ref.history.origin, *ops]
-        for op in ops:
-            if op.serial not in found:
+        history: History | None = waiting.pop().history
+        while history is not None and history not in reached:
+            reached.add(history)
+            op = history.op if history.origin is None or history.op is not None else history.origin[0]
+            if op is not None and op.serial not in found:
                 found[op.serial] = op
                 waiting.extend(op.refs)
+            history = history.before
     return [found[serial] for serial in sorted(found)]  # in the order in which they ran
 
 
-def _last_uses(ops: list[Op]) -> dict[int, list[int]]:
-    """By place in ``ops``: the histories that nothing later reads."""
-    last: dict[int, int] = {}
+def _last_uses(ops: list[Op]) -> dict[int, list[Allocation]]:
+    """By place in ``ops``: the memory that nothing later reads."""
+    last: dict[Allocation, int] = {}
     for place, op in enumerate(ops):
-        for history in (*(ref.history for ref in op.refs), *(history for _, history, _ in op.made)):
-            last[id(history)] = place
-    found: dict[int, list[int]] = {}
-    for key, place in last.items():
-        found.setdefault(place, []).append(key)
+        for memory in (*(ref.history.allocation for ref in op.refs), *(memory for _, memory, _ in op.made)):
+            last[memory] = place
+    found: dict[int, list[Allocation]] = {}
+    for memory, place in last.items():
+        found.setdefault(place, []).append(memory)
     return found
 
 
 class _Memory:
-    """The real memory of histories, by their ids.
+    """The real memory that each `Allocation` gets.
 
     Args:
-        own: those whose memory must be no mapped file's.
+        own: those that must be no mapped file's: somebody writes to them, or keeps them.
     """
 
-    def __init__(self, own: Collection[int]) -> None:
+    def __init__(self, own: Collection[Allocation]) -> None:
         self._own = own
-        self._held: dict[int, torch.UntypedStorage] = {}
+        self._held: dict[Allocation, torch.UntypedStorage] = {}
 
     def run(self, op: Op) -> None:
         args, kwargs = tree_map(self._real, (op.args, op.kwargs))
@@ -111,26 +107,26 @@ class _Memory:
             with op.draw.again():
                 out = op.func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)] if op.made else []
-        for index, history, geometry in op.made:
-            self._held[id(history)] = _laid_out(outputs[index], geometry).untyped_storage()
+        for index, memory, geometry in op.made:
+            self._held[memory] = _laid_out(outputs[index], geometry).untyped_storage()
 
-    def forget(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self._held.pop(key, None)
+    def forget(self, memories: Iterable[Allocation]) -> None:
+        for memory in memories:
+            self._held.pop(memory, None)
 
     def tensor(self, ref: Ref) -> Tensor:
-        history = ref.history
-        if id(history) not in self._held:
-            self._held[id(history)] = self._first(history).untyped_storage()
-        return _view(self._held[id(history)], ref.geometry)
+        memory = ref.history.allocation
+        if memory not in self._held:
+            self._held[memory] = self._first(memory).untyped_storage()
+        return _view(self._held[memory], ref.geometry)
 
-    def _first(self, history: History) -> Tensor:
+    def _first(self, memory: Allocation) -> Tensor:
         """The memory before anything was written to it."""
-        if history.region is None:
-            return torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
-        if not history.ops and id(history) not in self._own:
-            return history.region.memory  # nobody will write to it
-        return history.region.read(Geometry((history.nbytes,), (1,), 0, torch.uint8))
+        if memory.region is None:
+            return torch.empty(memory.nbytes, dtype=torch.uint8, device=memory.device)
+        if memory not in self._own:
+            return memory.region.memory
+        return memory.region.read(Geometry((memory.nbytes,), (1,), 0, torch.uint8))
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Ref):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
-from lightning_par.absent.deferred.history import Constant, History, Op, Store
+from lightning_par.absent.deferred.history import Allocation, Constant, History, Op, Store, written_by
 from lightning_par.absent.deferred.session import Session
 from lightning_par.absent.geometry import Geometry
 from lightning_par.mesh.digest import digest
@@ -21,16 +21,6 @@ _COPIED = 1 << 20  # bytes: real tensors up to this size are copied, since their
 
 def deferred_in(value: Any) -> list[Deferred]:
     return [x for x in tree_leaves(value) if isinstance(x, Deferred)]
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that ``func`` writes to."""
-    found: list[Any] = []
-    for index, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-    return found
 
 
 def metas(value: Any) -> Any:
@@ -92,7 +82,7 @@ def results(func: Any, op: Op, out: Any, args: Any, kwargs: Any) -> Any:
     """
     inputs, written = deferred_in((args, kwargs)), written_by(func, args, kwargs)
     for store in {id(x.store): x.store for x in written}.values():
-        store.history.append(op)
+        store.history = store.history.after(op)
     for x in written:
         follow_meta(x)
     if written and all(r.alias_info is not None and r.alias_info.is_write for r in schema_of(func).returns):
@@ -104,16 +94,16 @@ def results(func: Any, op: Op, out: Any, args: Any, kwargs: Any) -> Any:
     for index, x in enumerate(outputs):
         key = memory_of(x)
         if key not in stores:
-            history = History(x.untyped_storage().nbytes(), device, (op, index))
-            op.made.append((index, history, Geometry.of(x)))
-            stores[key] = Store(history)
+            memory = Allocation(x.untyped_storage().nbytes(), device)
+            op.made.append((index, memory, Geometry.of(x)))
+            stores[key] = Store(History(memory, (op, index)))
     return tree_map(lambda x: Deferred(stores[memory_of(x)], x) if isinstance(x, Tensor) else x, out)
 
 
 def follow_meta(x: Deferred) -> Deferred:
     """``x``, whose twin on meta may have changed its shape in place."""
     if Geometry.of(x) != Geometry.of(x.meta):
-        if x.meta.untyped_storage().nbytes() > x.store.history.nbytes:
+        if x.meta.untyped_storage().nbytes() > x.store.history.allocation.nbytes:
             raise UndeferrableError("a tensor is made larger in place")
         x.take_over(x)
     return x
