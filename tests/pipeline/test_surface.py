@@ -843,7 +843,7 @@ class Stops(Callback):
 
 
 def _stopped(folder: str) -> Any:
-    module = Net()
+    module = Net().double()  # the average is made in its precision before the Trainer's is applied
     t = trainer([OnExceptionCheckpoint(folder), Ema(), Stops()], enable_checkpointing=True)
     with contextlib.suppress(ValueError):
         t.fit(module, loader())
@@ -855,7 +855,7 @@ def _stopped(folder: str) -> Any:
 
 
 def _not_stopped() -> Any:
-    module, t = Net(), trainer([Ema()], max_epochs=2)
+    module, t = Net().double(), trainer([Ema()], max_epochs=2)
     t.fit(module, loader())
     return weights(module), t.global_step
 

@@ -283,8 +283,12 @@ def _wait_for(path: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> bool:
-    """End what is left; whether there was anything."""
+    """End what is left once it had some seconds to end by itself; whether there was anything."""
+    end = time.monotonic() + 10.0
     try:
+        while process.poll() is not None and time.monotonic() < end:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return False
