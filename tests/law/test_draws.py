@@ -122,10 +122,12 @@ def test_replicas_draw_alike_whatever_their_layout(layout: str, pool: Pool, tmp_
     assert not found, "\n".join(found[:20])
 
 
-def _epochs(layout: str, folder: str, epochs: int, resumes: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+def _epochs(
+    layout: str, folder: str, epochs: int, resumes: bool = False, directory: bool = True
+) -> tuple[dict[str, Tensor], Tensor]:
     """The weights after so many epochs, in the second of which the run may begin, and where the generator stands."""
     torch.manual_seed(9 if resumes else 1)
-    wanted: Any = {**LAYOUTS[layout], "draws": "one_device", "save_distributed_checkpoint": True}
+    wanted: Any = {**LAYOUTS[layout], "draws": "one_device", "save_distributed_checkpoint": directory}
     wanted.pop("hybrid", None)
     trainer = Trainer(
         strategy=HybridParallelStrategy(**wanted), accelerator="cpu", devices=2, max_epochs=epochs,
@@ -142,14 +144,17 @@ def _epochs(layout: str, folder: str, epochs: int, resumes: bool = False) -> tup
     return {name: x.detach().clone() for name, x in module.state_dict().items()}, torch.get_rng_state()
 
 
-@slow(but=["tp2-pp2"])
-@pytest.mark.parametrize(("first", "then"), [("tp2", "pp2"), ("pp2", "sp2-ring"), ("sp2-ulysses", "tp2-residual")])
+@slow(but=["tp2-pp2-True"])
+@pytest.mark.parametrize(
+    ("first", "then", "directory"),
+    [("tp2", "pp2", True), ("pp2", "sp2-ring", True), ("sp2-ulysses", "tp2-residual", True), ("pp2", "tp2", False)],
+)
 def test_a_run_that_goes_on_under_another_layout_goes_on_with_the_same_masks(
-    first: str, then: str, pool: Pool, tmp_path: Path
+    first: str, then: str, directory: bool, pool: Pool, tmp_path: Path
 ) -> None:
     weights, state = pool.run(2, _epochs, first, str(tmp_path), 2)[0]
-    pool.run(2, _epochs, first, str(tmp_path), 1)
-    for found, stands in pool.run(2, _epochs, then, str(tmp_path), 2, True):
+    pool.run(2, _epochs, first, str(tmp_path), 1, directory=directory)
+    for found, stands in pool.run(2, _epochs, then, str(tmp_path), 2, True, directory):
         assert not differences(weights, found, 1e-9)
         assert torch.equal(state, stands)
 
