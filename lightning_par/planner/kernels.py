@@ -12,10 +12,12 @@ from lightning_par.planner.operations import Product
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 """Rows and columns that one processor computes at a time (cuBLAS and CUTLASS; the first two keep it busiest)."""
 
+ATTENTION_RAMP = 650
+"""Keys at which fused attention reaches half of its rate at long sequences: FlashAttention-2's causal rates for heads of
+128 at 2k, 4k, 8k and 16k are 0.73, 0.86, 0.94 and 1 of that at 16k on an H100 (arXiv 2407.08608, figure 5), and alike on
+an A100 (arXiv 2307.08691, figures 5 and 6)."""
+
 _TILE_SHARE = (1.0, 1.0, 0.93, 0.75, 0.75, 0.6)  # of the best rate: a smaller tile reads more for each product
-_RAMP = 192  # of the sum's length: what a tile takes to fill its pipeline and to write its result, in products
-
-
 @lru_cache(maxsize=2**16)
 def product_time(product: Product, machine: Machine, dtype: str) -> float:
     """Seconds of ``product``: the larger of its arithmetic, in whole waves of tiles, and its memory."""
@@ -23,11 +25,16 @@ def product_time(product: Product, machine: Machine, dtype: str) -> float:
     if not batch * m * n * k:
         return 0.0
     rate = machine.peak.get(dtype, machine.peak["float32"]) * machine.product_share
-    best = min(_tiled(batch, m, n, k, rows, columns, machine.units) / share for (rows, columns), share in zip(TILES, _TILE_SHARE))
+    best = min(
+        _tiled(batch, m, n, k + machine.ramp, rows, columns, machine.units) / share
+        for (rows, columns), share in zip(TILES, _TILE_SHARE)
+    )
     arithmetic = best / rate
     item = 1 if dtype == "float8" else product.itemsize
     memory = batch * (m * k + k * n) * item + batch * m * n * product.itemsize
-    return max(arithmetic, memory_time(memory, machine)) + machine.launch
+    # In 8 bits both sides are read for their scales, then read and written anew.
+    cast = batch * (m * k + k * n) * (2 * product.itemsize + 1) if dtype == "float8" else 0
+    return max(arithmetic, memory_time(memory, machine)) + memory_time(cast, machine) + machine.launch
 
 
 def _tiled(batch: int, m: int, n: int, k: int, rows: int, columns: int, units: int) -> float:
@@ -35,7 +42,7 @@ def _tiled(batch: int, m: int, n: int, k: int, rows: int, columns: int, units: i
     tiles = batch * ceil(m / rows) * ceil(n / columns)
     waves = tiles / units
     whole = ceil(waves) if waves < 8 else waves + 0.5  # many waves even out: tiles of one begin before the last ended
-    return 2.0 * whole * units * rows * columns * (k + _RAMP)
+    return 2.0 * whole * units * rows * columns * k
 
 
 def attention_time(product: Product, machine: Machine, dtype: str, backward: bool) -> float:
@@ -43,11 +50,10 @@ def attention_time(product: Product, machine: Machine, dtype: str, backward: boo
     share = machine.attention_share[backward]
     pairs = product.batch * product.m * product.k * (0.5 if product.causal else 1.0)
     flops = (10.0 if backward else 4.0) * pairs * product.n
-    # A block of 128 queries walks over blocks of 128 keys; those on the diagonal are done whole.
-    diagonal = 1.0 + 128 / max(product.k, 1) if product.causal else 1.0
+    length = product.k / (product.k + ATTENTION_RAMP)
     narrow = 1.0 if product.n >= 128 else 0.85 if product.n >= 64 else 0.6
     rate = machine.peak.get(dtype, machine.peak["float32"]) * share * narrow
-    return flops * diagonal / rate + machine.launch
+    return flops / (rate * length) + machine.launch
 
 
 def memory_time(nbytes: float, machine: Machine) -> float:

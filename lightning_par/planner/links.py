@@ -46,12 +46,12 @@ def message_time(verb: Verb, nbytes: float, group: Group, machine: Machine) -> f
     steps = 1 if verb == "send" else (group.size - 1) * (2 if verb == "all_reduce" else 1)
     inside, outside = machine.link, machine.network
     if group.hosts == 1:
-        return _moved(moved, nbytes, inside.bandwidth, inside.ramp) + min(steps, 16) * inside.latency
+        return _moved(moved, nbytes, inside.bandwidth, inside.ramp) + steps * inside.latency
     # Every device of the group on a host has a port of its own, over which its part of the ring goes.
     if verb == "send":
         return moved / outside.bandwidth + outside.latency
     bandwidth = min(inside.bandwidth, outside.bandwidth * group.inside) if group.inside > 1 else outside.bandwidth
-    latency = min(group.hosts, 64) * outside.latency + inside.latency * min(group.inside, 8)
+    latency = group.hosts * outside.latency + (group.size - group.hosts) * inside.latency
     return _moved(moved, nbytes, bandwidth, outside.ramp * group.inside) + latency * (2 if verb == "all_reduce" else 1)
 
 

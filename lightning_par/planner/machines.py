@@ -45,6 +45,7 @@ class Machine:
         link: between the devices of a host.
         network: between hosts, for each device.
         product_share: of `peak` that large products reach, under the device's power limit.
+        ramp: of the length of a product's sum: what a tile takes to fill its pipeline and to write its result.
         attention_share: of `peak` that fused attention reaches, forward and backward, at long sequences.
         bandwidth_share: of `bandwidth` that kernels reach which do little beside reading and writing.
         launch: seconds that every kernel takes beside its work.
@@ -52,7 +53,7 @@ class Machine:
         context: bytes that the driver and libraries take for themselves.
         fragmentation: bytes that the allocator holds, by bytes that it was asked for.
         gpu: whether functions are fused, and masks of dropout take a byte.
-        contention: how much longer products take while messages move.
+        contention: of the processors, those that move messages, and are not there for products meanwhile.
     """
 
     name: str
@@ -65,13 +66,14 @@ class Machine:
     network: Link
     product_share: float
     attention_share: tuple[float, float]
+    ramp: int = 256
     bandwidth_share: float = 0.85
     launch: float = 4e-6
     host: float = 8e-6
     context: float = 0.6 * GiB
-    fragmentation: float = 1.03
+    fragmentation: float = 1.02
     gpu: bool = True
-    contention: float = 0.05
+    contention: float = 0.15
     aliases: tuple[str, ...] = field(default=())
 
 
@@ -92,8 +94,8 @@ _A100 = Machine(
     devices=8,
     link=_NVLINK3,
     network=_HDR,
-    product_share=0.83,
-    attention_share=(0.62, 0.52),
+    product_share=0.80,
+    attention_share=(0.64, 0.56),
     aliases=("A100", "A100-80GB", "DGX-A100", "A100-SXM"),
 )
 _H100 = Machine(
@@ -108,8 +110,9 @@ _H100 = Machine(
     devices=8,
     link=_NVLINK4,
     network=_NDR,
-    product_share=0.70,
-    attention_share=(0.42, 0.36),
+    product_share=0.66,
+    ramp=800,
+    attention_share=(0.38, 0.32),
     aliases=("H100", "H100-SXM", "H100-80GB", "DGX-H100"),
 )  # fmt: skip
 
@@ -119,9 +122,9 @@ PRESETS: dict[str, Machine] = {
         _A100,
         replace(_A100, name="A100-40GB-SXM", memory=40 * GiB, bandwidth=1555e9, aliases=("A100-40GB",)),
         _H100,
-        replace(_H100, name="H100-96GB-HBM2e-500W", memory=95 * GiB, bandwidth=2400e9, product_share=0.60,
-                attention_share=(0.40, 0.34), aliases=("H100-96GB", "H100-HBM2e")),
-        replace(_H100, name="H200-141GB-SXM", memory=141e9, bandwidth=4800e9, product_share=0.72,
+        replace(_H100, name="H100-96GB-HBM2e-500W", memory=95 * GiB, bandwidth=2400e9, product_share=0.57,
+                attention_share=(0.36, 0.30), aliases=("H100-96GB", "H100-HBM2e")),
+        replace(_H100, name="H200-141GB-SXM", memory=141e9, bandwidth=4800e9, product_share=0.69,
                 aliases=("H200", "H200-SXM")),
     )
 }  # fmt: skip

@@ -11,18 +11,26 @@ from lightning_par.planner.operations import LOSSES, Operation
 from lightning_par.planner.profile import Unit
 
 
-def tensor_messages(unit: Unit, s: Setting, again: Collection[int]) -> tuple[float, float, float, float]:
+def tensor_messages(
+    unit: Unit, s: Setting, again: Collection[int], weights: float
+) -> tuple[float, float, float, float]:
     """Seconds in forward, in backward and for what is computed again, and the bytes that a rank sends.
 
     An island begins with an identity whose backward is an all-reduce, and ends with an all-reduce (Megatron-LM's f and
     g); with ``shard_residual`` each is an all-gather one way and a reduce-scatter the other. A loss over split logits
-    sums three numbers for each token.
+    sums three numbers for each token. A gradient that enters is summed while weights' gradients are computed.
+
+    Args:
+        unit: the unit.
+        s: under what it runs.
+        again: ids of the operations that backward runs again.
+        weights: seconds of the backward's part for weights.
     """
     if s.tensor == 1:
         return 0.0, 0.0, 0.0, 0.0
     group = group_of(s.tensor, 1, s.machine.devices)
     share, ring = s.samples / s.sequence, (s.tensor - 1) / s.tensor
-    forward = backward = more = sent = 0.0
+    forward = backward = hidden = more = sent = 0.0
     for op in unit.operations:
         item = max((x.itemsize for x in op.inputs if x.wants_grad), default=4)
         if op.name in LOSSES:
@@ -35,15 +43,16 @@ def tensor_messages(unit: Unit, s: Setting, again: Collection[int]) -> tuple[flo
         if s.shard_residual:
             pair = [message_time(verb, n, group, s.machine) for n in (enters, leaves) for verb in ("all_gather", "reduce_scatter")]  # type: ignore[arg-type]
             forward += pair[0] + pair[3]
-            backward += pair[1] + pair[2]
+            hidden += pair[1]
+            backward += pair[2]
             more += (pair[0] + pair[3]) * (id(op) in again)
         else:
-            backward += message_time("all_reduce", enters, group, s.machine) if op.backward else 0.0
+            hidden += message_time("all_reduce", enters, group, s.machine) if op.backward else 0.0
             first = message_time("all_reduce", leaves, group, s.machine)
             forward += first
             more += first * (id(op) in again)
         sent += 2 * (enters * op.backward + leaves * (1 + (id(op) in again))) * ring
-    return forward, backward, more, sent
+    return forward, backward + max(0.0, hidden - weights) + s.machine.contention * min(hidden, weights), more, sent
 
 
 def ring_messages(unit: Unit, s: Setting, times: Mapping[int, float]) -> tuple[float, float, float]:

@@ -51,8 +51,13 @@ def schedule_of(name: str, ranks: int, microbatches: int, chunks: int) -> Schedu
     return Schedule(name, ranks, microbatches, tuple(range(ranks)), actions)
 
 
-def pipeline_time(name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime]) -> PipelineTime:
+def pipeline_time(
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime], hop: float = 0.0
+) -> PipelineTime:
     """The time of a step, of which each stage takes what ``stages`` say for each microbatch.
+
+    Messages of ``hop`` seconds go while ranks compute: only the first microbatch's way there and the last one's back
+    wait for them.
 
     Example::
 
@@ -67,7 +72,7 @@ def pipeline_time(name: str, ranks: int, microbatches: int, chunks: int, stages:
     seconds = max(span.end for span in spans)
     for stage, cost in enumerate(stages):
         busy[schedule.placement[stage]] += cost.whole
-    seconds += (microbatches - some) * max(busy)
+    seconds += (microbatches - some) * max(busy) + hop * (len(stages) - 1)
     worked = sum(busy) * microbatches
     return PipelineTime(seconds, max(0.0, 1 - worked / (seconds * ranks)) if seconds else 0.0)
 
@@ -82,14 +87,13 @@ def in_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Seque
     schedule = schedule_of(name, ranks, _simulated(ranks, microbatches), chunks)
     found = []
     for order in schedule.actions:
-        splits = any(action.op == "W" for action in order)
         now = most = 0.0
         for action in order:
             if action.op == "F":
                 now += kept[action.stage]
             most = max(most, now)
-            if action.op == ("W" if splits else "B"):
-                now -= kept[action.stage]
+            # What the weights' part needs is about half: the inputs of products.
+            now -= kept[action.stage] * {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}[action.op]
         found.append(most)
     return found
 

@@ -41,7 +41,7 @@ class Prediction:
         bubble: the share of the pipeline's time in which ranks wait.
         stages: memory of each rank along the pipeline.
         sent: bytes that the rank that sends most sends in a step, by axis.
-        memory: that a device has.
+        memory: that a device has for a run.
         flops: of the model in one step, forward and backward once, over all replicas.
         tokens: in one step.
         peak_flops: of all devices.
@@ -149,6 +149,12 @@ class _Work:
         size = sum(p.local for p in self.profile.parameters[unit] if p.trained) * self.run.precision.gradients
         return message_time("reduce_scatter", size, self.replicas, self.run.machine)
 
+    def copies(self, units: Sequence[int]) -> float:
+        """Seconds to take gathered weights apart, and to lay gradients out for the ranks that sum them."""
+        p, numel = self.run.precision, sum(x.local for u in units for x in self.profile.parameters[u])
+        moved = numel * 2 * (p.moved * (1 + self.one.reshard) + p.gradients)
+        return moved / (self.run.machine.bandwidth * self.run.machine.bandwidth_share)
+
     def stage_time(self, units: Sequence[int]) -> tuple[StageTime, float]:
         """Of one microbatch; and how much of it waits for gathered weights."""
         costs = [self.units[u] for u in units]
@@ -168,6 +174,7 @@ class _Work:
                 move = self.gather(u) * self.one.reshard + self.scatter(u)
                 extra_backward += max(0.0, move - work) + slow * min(move, work)
             extra_backward += self.scatter(units[0])
+            extra_backward += self.copies(units)
             forward, inputs, waits = forward + extra_forward, inputs + extra_backward, extra_forward + extra_backward
         return StageTime(forward, inputs, weights), waits
 
@@ -196,7 +203,8 @@ class _Work:
         count = sum(self.weights_of(units).values()) / (self.replicas.size if self.one.stored else 1)
         p, o = self.run.precision, self.run.optimizer
         states = o.by_element * p.weights / 4
-        moved = count * (2 * p.weights + 2 * p.gradients + 2 * states + p.copy)
+        # Gradients are read for their norm, and scaled, before the optimizer reads and frees them.
+        moved = count * (2 * p.weights + 4 * p.gradients + 2 * states + p.copy)
         return moved / (self.run.machine.bandwidth * self.run.machine.bandwidth_share)
 
 
@@ -216,8 +224,9 @@ def predict(profile: Profile, one: Candidate, run: Run, stages: Stages) -> Predi
         whole = sum(t.whole for t in times)
         pipeline = PipelineTime(whole * one.microbatches, 0.0)
     else:
-        times = [StageTime(t.forward + hop, t.inputs + hop, t.weights) for t in times]
-        pipeline = pipeline_time(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, times)
+        # A rank that waits for a message it has just asked for computes meanwhile, but for half of the time.
+        times = [StageTime(t.forward + hop / 2, t.inputs + hop / 2, t.weights) for t in times]
+        pipeline = pipeline_time(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, times, hop)
     ranks = stages.by_rank(one.schedule, one.layout.pipeline)
     backward = sum(t.inputs + t.weights for t in times)
     sync = max(work.sync([u for s in own for u in stages.units[s]], backward) for own in ranks)
@@ -231,7 +240,7 @@ def predict(profile: Profile, one: Candidate, run: Run, stages: Stages) -> Predi
         peak = run.machine.peak["bfloat16"]
     return Prediction(
         one, seconds, parts, pipeline.bubble, _memory(work, stages, ranks), _sent(work, stages, ranks),
-        run.machine.memory, model, run.tokens * one.samples, peak * layout.world_size,
+        run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 
 
@@ -272,10 +281,7 @@ def _memory(work: _Work, stages: Stages, ranks: Sequence[Sequence[int]]) -> tupl
         extra = max((work.units[u].extra for u in units), default=0.0)
         buffers = _gathered(work, units) if one.stored and work.replicas.size > 1 else count * p.copy
         activations = held[rank] + extra
-        # With one backward a step, gradients come as activations go.
-        steady = one.layout.pipeline == 1 and one.accumulated == 1
-        busy = max(activations, gradients) if steady else activations + gradients
-        peak = (parameters + optimizer + buffers + busy) * run.machine.fragmentation + run.machine.context
+        peak = (parameters + gradients + optimizer + buffers + activations) * run.machine.fragmentation
         found.append(RankMemory(parameters, gradients, optimizer, activations, buffers, peak))
     return tuple(found)
 
@@ -285,7 +291,7 @@ def _gathered(work: _Work, units: Sequence[int]) -> float:
     p = work.run.precision
     sizes = sorted((sum(x.local for x in work.profile.parameters[u]) for u in units), reverse=True)
     if not work.one.reshard:
-        return sum(sizes) * p.moved + (sizes[0] if sizes else 0) * p.gradients
+        return sum(sizes) * (p.moved + p.gradients)
     return sum(sizes[:2]) * p.moved + sum(sizes[:1]) * (p.moved + p.gradients)
 
 

@@ -65,12 +65,15 @@ def unit_cost(unit: Unit, s: Setting) -> UnitCost:
         for op in ops:
             times[id(op)] = f / len(ops)
         forward, inputs = forward + f, inputs + b
+    # Gradients of weights are added up in the optimizer's precision; products write them, but read no others.
+    numel = sum(p.local for p in unit.parameters if p.trained)
+    weights += memory_time(numel * s.precision.gradients, s.machine)
     again_ops = recomputed(unit, s) if unit.path else []
     again = sum(times.get(id(op), 0.0) for op in again_ops)
     plain = kept_bytes(unit, s, "none")
     kept = kept_bytes(unit, s, s.recompute if unit.path else "none")
     again_ids = {id(op) for op in again_ops}
-    moved = tensor_messages(unit, s, again_ids)
+    moved = tensor_messages(unit, s, again_ids, weights)
     ring = ring_messages(unit, s, times)
     return UnitCost(
         forward, inputs, weights, again, kept, (plain - kept if again_ops else 0.0) + _largest(unit, s),
@@ -105,6 +108,8 @@ def _product_times(op: Operation, s: Setting) -> tuple[float, float, float]:
     by_weight = backward_products(product, False, second.wants_grad)
     i = sum(product_time(p, s.machine, dtype) for p in by_input)
     w = sum(product_time(p, s.machine, dtype) for p in by_weight)
+    if len(op.inputs) > 2 and op.inputs[2].parameter and op.inputs[2].wants_grad:  # a bias
+        w += memory_time(product.batch * product.m * product.n * product.itemsize, s.machine) + s.machine.launch
     return (forward, i, w) if product.weight else (forward, i + w, 0.0)
 
 
@@ -133,7 +138,8 @@ def _walk_times(unit: Unit, ops: list[Operation], s: Setting) -> tuple[float, fl
     def read(x: Use) -> float:
         return min(x.numel * s.part(x.of_batch, x.split), max(sizes, 1.0)) * x.itemsize
 
-    losses = sum(s.nbytes(k) for op in ops if op.name in LOSSES for k in op.kept)
+    # Logarithms, and their gradients, each written and read again by functions that aren't fused.
+    losses = sum(2 * s.nbytes(k) for op in ops if op.name in LOSSES for k in op.kept)
     masks = sum(s.nbytes(k) for op in ops for k in op.kept if k.drawn)
     forward = sum(map(read, reads)) + _sum(s, writes) + losses + masks
     backward = sum(read(x) * (2 if x.wants_grad and not x.parameter else 1) for x in reads if x.of_batch)
@@ -159,6 +165,7 @@ def _largest(unit: Unit, s: Setting) -> float:
     for op in unit.operations:
         sizes = sum(s.nbytes(x) for x in op.outputs) + sum(s.nbytes(x) for x in op.inputs if x.wants_grad and x.of_batch)
         if op.name in LOSSES:
-            sizes = sum(s.nbytes(x) for x in op.inputs if x.wants_grad) + max((s.nbytes(k) for k in op.kept), default=0)
+            # The logits, and the gradients of logarithms and of logits, as large as what is kept.
+            sizes = sum(s.nbytes(x) for x in op.inputs if x.wants_grad) + 2 * max(map(s.nbytes, op.kept), default=0)
         found = max(found, sizes)
     return found
