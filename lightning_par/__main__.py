@@ -1,4 +1,4 @@
-"""``python -m lightning_par check``: see `lightning_par.verdict.command`."""
+"""``python -m lightning_par check`` and ``plan``: see `lightning_par.verdict.command`."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +48,7 @@ class Planner:
     ) -> None:
         self.machine, self.precision = machine, read_precision(precision)
         built: nn.Module = build_module(module)
+        self.name = type(built).__name__
         self.optimizer = optimizer_state(built)
         built = built.to(self.precision.dtype)
         batch = tree_map(self._cast, batch)
@@ -54,6 +57,18 @@ class Planner:
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         self._profiles: dict[int, Profile] = {}
         self._stages: dict[Any, Stages] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is assumed."""
+        found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
+        return found
+
+    def like(self, recompute: Recompute) -> Planner:
+        """As this one, but for what backward computes again."""
+        other = copy(self)
+        other.recompute = recompute
+        return other
 
     def profile(self, ranks: int) -> Profile:
         """Over ``ranks`` ranks of the tensor axis."""
@@ -71,20 +86,37 @@ class Planner:
         one = read_candidate(asked, devices, self.step.samples, samples)
         return self.price(one, devices, layout.get("stages"))
 
-    def price(self, one: Candidate, devices: int, stages: Any = None) -> Prediction:
-        """What ``one`` costs.
+    def no_sequence(self, ranks: int) -> str:
+        """Why the sequence axis can't have that many ranks; empty where it can."""
+        lengths = self.sequences
+        if not lengths:
+            return "the step calls no scaled_dot_product_attention"
+        short = min(lengths)
+        return "" if short % (2 * ranks) == 0 else f"{short} tokens are no multiple of {2 * ranks}"
+
+    @cached_property
+    def sequences(self) -> frozenset[int]:
+        """Tokens that attention runs over."""
+        operations = [op for unit in self.profile(1).kinds for op in unit.operations]
+        return frozenset(op.product.m for op in operations if op.kind == "attention" and op.product is not None)
+
+    @cached_property
+    def layers(self) -> int:
+        """What can be placed on stages of its own."""
+        return sum(bool(parameters) for parameters in self.profile(1).parameters)
+
+    def price(self, one: Candidate, devices: int, stages: Any = None, rough: bool = False) -> Prediction:
+        """What ``one`` costs; a ``rough`` price goes by formulas for the schedule.
 
         Raises:
             ValueError: it can't be; the message says why.
         """
         profile = self.profile(one.layout.tensor)
-        key = one.stages, str(stages)
+        key = one.stages, one.layout.tensor, str(stages)
         if key not in self._stages:
             self._stages[key] = make_stages(profile, one.stages, stages)
-        run = Run(
-            self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens
-        )  # fmt: skip
-        return predict(profile, one, run, self._stages[key])
+        run = Run(self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens)
+        return predict(profile, one, run, self._stages[key], rough)
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

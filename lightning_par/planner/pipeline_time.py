@@ -98,6 +98,39 @@ def in_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Seque
     return found
 
 
+def rough_time(
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime], hop: float = 0.0
+) -> PipelineTime:
+    """As `pipeline_time`, by the formulas of limits of each schedule's bubble."""
+    places = schedule_of(name, ranks, ranks, chunks).placement
+    busy = [0.0] * ranks
+    for stage, cost in enumerate(stages):
+        busy[places[stage]] += cost.whole
+    mean = sum(busy) / ranks
+    lost = (ranks - 1) * mean / chunks
+    if name in ("zbv", "zb2p"):
+        lost = (ranks - 1) * mean / 6
+    elif name in ("zb1p", "interleaved_zero_bubble"):
+        lost /= 3
+    seconds = microbatches * max(busy) + lost + hop * (len(stages) - 1)
+    return PipelineTime(seconds, max(0.0, 1 - microbatches * mean / seconds))
+
+
+def rough_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Sequence[float]) -> list[float]:
+    """As `in_flight`, for stages that are nearly alike."""
+    counts = _counts(name, ranks, _simulated(ranks, microbatches), chunks)
+    places = schedule_of(name, ranks, ranks, chunks).placement
+    most = [0.0] * ranks
+    for stage, size in enumerate(kept):
+        most[places[stage]] = max(most[places[stage]], size)
+    return [count * size for count, size in zip(counts, most)]
+
+
+@lru_cache(maxsize=512)
+def _counts(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[float, ...]:
+    return tuple(in_flight(name, ranks, microbatches, chunks, [1.0] * (ranks * chunks)))
+
+
 def _simulated(ranks: int, microbatches: int) -> int:
     """Fewer microbatches of which the schedule begins and ends as with all."""
     if microbatches <= MOST * ranks + ranks:

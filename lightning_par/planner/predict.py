@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.links import Group, message_time
 from lightning_par.planner.local_work import Recompute, Setting
 from lightning_par.planner.machines import Machine
 from lightning_par.planner.optimizer_state import OptimizerState
-from lightning_par.planner.pipeline_time import PipelineTime, StageTime, in_flight, pipeline_time
+from lightning_par.planner.pipeline_time import (
+    PipelineTime,
+    StageTime,
+    in_flight,
+    pipeline_time,
+    rough_flight,
+    rough_time,
+)
 from lightning_par.planner.precisions import Precision
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.stages import Stages
@@ -57,7 +64,6 @@ class Prediction:
     flops: float
     tokens: float
     peak_flops: float
-    outside: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
@@ -118,12 +124,9 @@ class _Work:
         )  # fmt: skip
 
     @cached_property
-    def kinds(self) -> tuple[UnitCost, ...]:
-        return tuple(unit_cost(unit, self.setting) for unit in self.profile.kinds)
-
-    @cached_property
     def units(self) -> tuple[UnitCost, ...]:
-        return tuple(self.kinds[kind] for kind in self.profile.order)
+        """The cost of each unit of the step."""
+        return _unit_costs(self.profile, self.setting)
 
     @cached_property
     def replicas(self) -> Group:
@@ -135,23 +138,19 @@ class _Work:
         inside = sum(rank < devices for rank in ranks)
         return Group(size, max(1, min(inside, size)))
 
-    def weights_of(self, units: Sequence[int]) -> dict[str, int]:
-        """Elements that a rank's part of the tensor axis has of the parameters of ``units``."""
-        return {p.name: p.local for u in units for p in self.profile.parameters[u]}
-
     def gather(self, unit: int) -> float:
         """Seconds to gather the weights of a unit."""
-        size = sum(p.local for p in self.profile.parameters[unit]) * self.run.precision.moved
+        size = self.profile.held((unit,))[0] * self.run.precision.moved
         return message_time("all_gather", size, self.replicas, self.run.machine)
 
     def scatter(self, unit: int) -> float:
         """Seconds to sum the gradients of a unit, each rank its part."""
-        size = sum(p.local for p in self.profile.parameters[unit] if p.trained) * self.run.precision.gradients
+        size = self.profile.held((unit,))[0] * self.run.precision.gradients
         return message_time("reduce_scatter", size, self.replicas, self.run.machine)
 
     def copies(self, units: Sequence[int]) -> float:
         """Seconds to take gathered weights apart, and to lay gradients out for the ranks that sum them."""
-        p, numel = self.run.precision, sum(x.local for u in units for x in self.profile.parameters[u])
+        p, numel = self.run.precision, self.profile.held(units)[0]
         moved = numel * 2 * (p.moved * (1 + self.one.reshard) + p.gradients)
         return moved / (self.run.machine.bandwidth * self.run.machine.bandwidth_share)
 
@@ -194,13 +193,13 @@ class _Work:
             if self.one.layout.pipeline == 1:
                 return 0.0
             return sum(self.gather(u) + self.scatter(u) for u in units)
-        size = sum(self.weights_of(units).values()) * self.run.precision.gradients
+        size = self.profile.held(units)[0] * self.run.precision.gradients
         moved = message_time("all_reduce", size, self.replicas, self.run.machine)
         hidden = 0.8 * backward if self.one.layout.pipeline == 1 else 0.0
         return max(moved - hidden, moved * 0.05)
 
     def optimizer_time(self, units: Sequence[int]) -> float:
-        count = sum(self.weights_of(units).values()) / (self.replicas.size if self.one.stored else 1)
+        count = self.profile.held(units)[0] / (self.replicas.size if self.one.stored else 1)
         p, o = self.run.precision, self.run.optimizer
         states = o.by_element * p.weights / 4
         # Gradients are read for their norm, and scaled, before the optimizer reads and frees them.
@@ -208,7 +207,13 @@ class _Work:
         return moved / (self.run.machine.bandwidth * self.run.machine.bandwidth_share)
 
 
-def predict(profile: Profile, one: Candidate, run: Run, stages: Stages) -> Prediction:
+@lru_cache(maxsize=64)
+def _unit_costs(profile: Profile, setting: Setting) -> tuple[UnitCost, ...]:
+    kinds = [unit_cost(unit, setting) for unit in profile.kinds]
+    return tuple(kinds[kind] for kind in profile.order)
+
+
+def predict(profile: Profile, one: Candidate, run: Run, stages: Stages, rough: bool = False) -> Prediction:
     """What ``one`` costs.
 
     Args:
@@ -216,6 +221,7 @@ def predict(profile: Profile, one: Candidate, run: Run, stages: Stages) -> Predi
         one: the layout.
         run: what is the same for all layouts.
         stages: which units each stage has.
+        rough: go by formulas for the schedule, in place of running it on paper.
     """
     work = _Work(profile, one, run, stages)
     found = [work.stage_time(units) for units in stages.units]
@@ -226,7 +232,8 @@ def predict(profile: Profile, one: Candidate, run: Run, stages: Stages) -> Predi
     else:
         # A rank that waits for a message it has just asked for computes meanwhile, but for half of the time.
         times = [StageTime(t.forward + hop / 2, t.inputs + hop / 2, t.weights) for t in times]
-        pipeline = pipeline_time(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, times, hop)
+        timed = rough_time if rough else pipeline_time
+        pipeline = timed(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, times, hop)
     ranks = stages.by_rank(one.schedule, one.layout.pipeline)
     backward = sum(t.inputs + t.weights for t in times)
     sync = max(work.sync([u for s in own for u in stages.units[s]], backward) for own in ranks)
@@ -239,7 +246,7 @@ def predict(profile: Profile, one: Candidate, run: Run, stages: Stages) -> Predi
     if run.precision.compute == "float8":
         peak = run.machine.peak["bfloat16"]
     return Prediction(
-        one, seconds, parts, pipeline.bubble, _memory(work, stages, ranks), _sent(work, stages, ranks),
+        one, seconds, parts, pipeline.bubble, _memory(work, stages, ranks, rough), _sent(work, stages, ranks),
         run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 
@@ -264,20 +271,22 @@ def _parts(
     }
 
 
-def _memory(work: _Work, stages: Stages, ranks: Sequence[Sequence[int]]) -> tuple[RankMemory, ...]:
+def _memory(
+    work: _Work, stages: Stages, ranks: Sequence[Sequence[int]], rough: bool
+) -> tuple[RankMemory, ...]:
     one, run, p = work.one, work.run, work.run.precision
     kept = [sum(work.units[u].kept for u in units) for units in stages.units]
     if one.layout.pipeline == 1:
         held = [sum(kept)]
     else:
-        held = in_flight(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, kept)
+        held = (rough_flight if rough else in_flight)(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, kept)
     found = []
     for rank, own in enumerate(ranks):
         units = [u for s in own for u in stages.units[s]]
-        whole = work.weights_of(units)
-        count = sum(whole.values()) / (work.replicas.size if one.stored else 1)
+        whole, number = work.profile.held(units)
+        count = whole / (work.replicas.size if one.stored else 1)
         parameters, gradients = count * p.weights, count * p.gradients
-        optimizer = count * run.optimizer.by_element * p.weights / 4 + run.optimizer.by_parameter * len(whole)
+        optimizer = count * run.optimizer.by_element * p.weights / 4 + run.optimizer.by_parameter * number
         extra = max((work.units[u].extra for u in units), default=0.0)
         buffers = _gathered(work, units) if one.stored and work.replicas.size > 1 else count * p.copy
         activations = held[rank] + extra
@@ -289,7 +298,7 @@ def _memory(work: _Work, stages: Stages, ranks: Sequence[Sequence[int]]) -> tupl
 def _gathered(work: _Work, units: Sequence[int]) -> float:
     """Bytes of whole weights and gradients at one time, where each rank stores a part."""
     p = work.run.precision
-    sizes = sorted((sum(x.local for x in work.profile.parameters[u]) for u in units), reverse=True)
+    sizes = sorted((work.profile.held((u,))[0] for u in units), reverse=True)
     if not work.one.reshard:
         return sum(sizes) * (p.moved + p.gradients)
     return sum(sizes[:2]) * p.moved + sum(sizes[:1]) * (p.moved + p.gradients)
@@ -303,7 +312,7 @@ def _sent(work: _Work, stages: Stages, ranks: Sequence[Sequence[int]]) -> dict[s
     for own in ranks:
         units = [u for s in own for u in stages.units[s]]
         costs = [work.units[u] for u in units]
-        count = sum(work.weights_of(units).values())
+        count = work.profile.held(units)[0]
         if one.stored:
             turns = (1 + one.reshard) * times if one.layout.pipeline == 1 else 1
             data = count * (p.moved * turns + p.gradients) * (size - 1) / size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -99,6 +100,29 @@ class Profile:
     parameters: tuple[tuple[Parameter, ...], ...]
     groups: int
     samples: int
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[int, int], ...]:
+        return tuple((sum(p.local for p in unit), len(unit)) for unit in self.parameters)
+
+    @cached_property
+    def _shared(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Parameters of several units: their size on a rank, and those units."""
+        places: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.parameters):
+            for p in unit:
+                places.setdefault(p.name, []).append(number)
+        return {n: (self.all_parameters[n].local, tuple(at)) for n, at in places.items() if len(at) > 1}
+
+    def held(self, units: Collection[int]) -> tuple[int, int]:
+        """Elements and number of the parameters that a rank holds for ``units``, each once."""
+        numel = sum(self._sums[u][0] for u in units)
+        count = sum(self._sums[u][1] for u in units)
+        for size, places in self._shared.values():
+            more = sum(u in units for u in places) - 1
+            if more > 0:
+                numel, count = numel - more * size, count - more
+        return numel, count
 
     @cached_property
     def all_parameters(self) -> dict[str, Parameter]:

@@ -1,4 +1,4 @@
-"""The command line of the verdict: ``python -m lightning_par check my_module.py:MyModule ...``."""
+"""The command line: ``python -m lightning_par check my_module.py:MyModule ...``, and ``plan``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+from lightning_par.planner import command as planner
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 2
 
@@ -28,11 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default those of this process.
     """
+    command = "check"
     try:
-        return _check(_parser().parse_args(arguments))
+        asked = _parser().parse_args(arguments)
+        command = asked.command
+        return planner.run(asked, load) if command == "plan" else _check(asked)
     except Exception as error:  # the user's own files are imported, and may raise anything
         message = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
-        print(f"lightning_par check: {message}", file=sys.stderr)
+        print(f"lightning_par {command}: {message}", file=sys.stderr)
         return REFUSED
 
 
@@ -66,6 +71,7 @@ def _parser() -> ArgumentParser:
     check.add_argument("--gradient-clip-val", type=float, default=0.05, help="the Trainer's (default: 0.05)")
     check.add_argument("--dropout", action=BooleanOptionalAction, default=False, help="leave dropout on")
     check.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default: 600)")
+    planner.add_parser(commands, _json)
     return parser
 
 
