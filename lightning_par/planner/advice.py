@@ -63,5 +63,3 @@ def _devices(planner: Planner, devices: int, samples: int) -> int:
 
 def _multiple(samples: int, devices: int) -> int:
     return samples if samples >= devices else devices
-
-

@@ -52,7 +52,9 @@ def recomputed(unit: Unit, s: Setting) -> list[Operation]:
 
 def attention_core(unit: Unit) -> list[Operation]:
     """Attention that is written out: from the product of queries and keys to that with values (arXiv 2205.05198)."""
-    places = [i for i, op in enumerate(unit.operations) if op.kind == "product" and op.product and not op.product.weight]
+    places = [
+        i for i, op in enumerate(unit.operations) if op.kind == "product" and op.product and not op.product.weight
+    ]
     if len(places) < 2 or any(op.kind == "attention" for op in unit.operations):
         return []
     return list(unit.operations[places[0] : places[-1] + 1])

@@ -18,6 +18,8 @@ ATTENTION_RAMP = 650
 an A100 (arXiv 2307.08691, figures 5 and 6)."""
 
 _TILE_SHARE = (1.0, 1.0, 0.93, 0.75, 0.75, 0.6)  # of the best rate: a smaller tile reads more for each product
+
+
 @lru_cache(maxsize=2**16)
 def product_time(product: Product, machine: Machine, dtype: str) -> float:
     """Seconds of ``product``: the larger of its arithmetic, in whole waves of tiles, and its memory."""

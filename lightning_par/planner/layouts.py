@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 from lightning_par.mesh.layout import Layout
@@ -129,17 +128,32 @@ def _cut(asked: Mapping[str, Any], layout: Layout, batch: int, samples: int | No
     micro, count = asked.get("micro_batch_size"), asked.get("microbatches", "auto")
     if micro is not None:
         return float(micro), *_counted(layout, round(each / float(micro)))
-    if isinstance(count, int) and layout.pipeline > 1:
-        if batch % count == 0 and each >= batch:
-            return batch / count, count, max(1, round(each / batch))
-        return each / count, count, 1
+    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+        return _cut_in(count, layout, batch, each, samples is None)
+    if count != "auto":
+        raise ValueError(f"microbatches must be a positive int or 'auto', got {count!r}.")
     if layout.pipeline > 1:
-        whole = int(min(each, batch)) if each <= batch else int(each) if each % 1 == 0 else int(batch)
-        count = gcd(whole, max(whole, 1)) if whole else 1
-        return each / count, count, 1
-    if isinstance(count, int) and batch == each:
-        return each / count, 1, count
+        # A whole batch goes through the pipeline sample by sample, which keeps its bubble smallest.
+        whole = batch if each >= batch and each % batch == 0 else round(each)
+        return 1, max(whole, 1), max(1, round(each / whole))
     return (batch, 1, max(1, round(each / batch))) if each >= batch else (each, 1, 1)
+
+
+def _cut_in(count: int, layout: Layout, batch: int, each: float, alone: bool) -> tuple[float, int, int]:
+    """In ``count`` microbatches; a batch that can't be cut so is one of them."""
+    if layout.pipeline == 1:
+        micro = each / count if batch == each or batch * count == each else batch
+        return (micro, *_counted(layout, round(each / micro))) if each >= batch else (each, 1, 1)
+    if batch % count == 0 and each >= batch:
+        return batch / count, count, max(1, round(each / batch))
+    if alone:
+        return batch, count, 1
+    if each < count:
+        raise ValueError(
+            f"A replica has {each:g} samples a step, fewer than microbatches={count}. Write fewer, or a larger "
+            "--global-batch."
+        )
+    return each / count, count, 1
 
 
 def _counted(layout: Layout, count: int) -> tuple[int, int]:

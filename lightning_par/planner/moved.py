@@ -41,7 +41,11 @@ def tensor_messages(
             continue
         enters, leaves = op.enters * share * item, op.leaves * share * item
         if s.shard_residual:
-            pair = [message_time(verb, n, group, s.machine) for n in (enters, leaves) for verb in ("all_gather", "reduce_scatter")]  # type: ignore[arg-type]
+            pair = [
+                message_time(verb, n, group, s.machine)
+                for n in (enters, leaves)
+                for verb in ("all_gather", "reduce_scatter")
+            ]  # type: ignore[arg-type]
             forward += pair[0] + pair[3]
             hidden += pair[1]
             backward += pair[2]

@@ -271,15 +271,15 @@ def _parts(
     }
 
 
-def _memory(
-    work: _Work, stages: Stages, ranks: Sequence[Sequence[int]], rough: bool
-) -> tuple[RankMemory, ...]:
+def _memory(work: _Work, stages: Stages, ranks: Sequence[Sequence[int]], rough: bool) -> tuple[RankMemory, ...]:
     one, run, p = work.one, work.run, work.run.precision
     kept = [sum(work.units[u].kept for u in units) for units in stages.units]
     if one.layout.pipeline == 1:
         held = [sum(kept)]
     else:
-        held = (rough_flight if rough else in_flight)(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, kept)
+        held = (rough_flight if rough else in_flight)(
+            one.schedule, one.layout.pipeline, one.microbatches, one.chunks, kept
+        )
     found = []
     for rank, own in enumerate(ranks):
         units = [u for s in own for u in stages.units[s]]

@@ -165,9 +165,7 @@ def _counts(search: Search, units: Any, ranks: int) -> tuple[dict[int, tuple[int
 
 
 class _Reader:
-    def __init__(
-        self, step: RecordedStep, search: Search, counts: dict[int, tuple[int, ...]], ranks: int
-    ) -> None:
+    def __init__(self, step: RecordedStep, search: Search, counts: dict[int, tuple[int, ...]], ranks: int) -> None:
         self.step, self.counts, self.ranks = step, counts, ranks
         self.dims = {id_: value._dim for id_, value in search.values.items()}
         for key, found in search.found.items():
@@ -261,7 +259,9 @@ class _Reader:
             enters=enters, leaves=leaves,
         )  # fmt: skip
 
-    def _kept(self, event: Event, kept: tuple, inputs: tuple[Use, ...], outputs: tuple[Use, ...]) -> tuple[KeptUse, ...]:  # type: ignore[type-arg]
+    def _kept(
+        self, event: Event, kept: tuple, inputs: tuple[Use, ...], outputs: tuple[Use, ...]
+    ) -> tuple[KeptUse, ...]:  # type: ignore[type-arg]
         if event.name == ATTENTION:
             found = [KeptUse(u.memory, u.nbytes, u.of_batch, u.split) for u in map(self._use, attention_keeps(event))]
             out = event.outputs[0]

@@ -192,5 +192,3 @@ def _fold(step: RecordedStep) -> Recording:
             stands.update({id(y): stand(x) for x, y in (*zip(a.outputs, b.outputs), *weights) if x is not y})
     left = {names: x for names, x in step.recording.parameters.items() if id(x) not in stands}
     return replace(step.recording, events=tuple(kept), parameters=left, heard=None)
-
-

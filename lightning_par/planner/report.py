@@ -124,9 +124,7 @@ def trainer_line(one: Prediction, devices: int, on_host: int) -> str:
     more = f", accumulate_grad_batches={one.candidate.accumulated}" if one.candidate.accumulated > 1 else ""
     each = one.candidate.micro * one.candidate.microbatches
     batch = f"  # batch_size={each:g} in the DataLoader"
-    return (
-        f"Trainer(strategy=HybridParallelStrategy({arguments}), devices={min(devices, on_host)}{nodes}{more}){batch}"
-    )
+    return f"Trainer(strategy=HybridParallelStrategy({arguments}), devices={min(devices, on_host)}{nodes}{more}){batch}"
 
 
 def yaml_lines(one: Prediction, devices: int, on_host: int) -> list[str]:
@@ -160,5 +158,3 @@ def _parts(one: Prediction) -> list[str]:
     shares = [f"{name} {seconds:.3g} s" for name, seconds in one.parts.items() if seconds > 0.001 * one.seconds]
     sent = [f"{axis} {size / 1e9:.3g} GB" for axis, size in one.sent.items() if size]
     return [f"a step of the marked one: {', '.join(shares)}", f"a rank sends: {', '.join(sent) or 'nothing'}"]
-
-

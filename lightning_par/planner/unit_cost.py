@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_par.planner.kernels import attention_time, backward_products, memory_time, product_time
 from lightning_par.planner.kept_memory import kept_bytes, recomputed
+from lightning_par.planner.kernels import attention_time, backward_products, memory_time, product_time
 from lightning_par.planner.local_work import Setting
 from lightning_par.planner.moved import ring_messages, tensor_messages
 from lightning_par.planner.operations import LOSSES, Operation, Use
@@ -163,7 +163,9 @@ def _largest(unit: Unit, s: Setting) -> float:
     """Bytes of gradients while the largest operation of a unit runs backward."""
     found = 0.0
     for op in unit.operations:
-        sizes = sum(s.nbytes(x) for x in op.outputs) + sum(s.nbytes(x) for x in op.inputs if x.wants_grad and x.of_batch)
+        sizes = sum(s.nbytes(x) for x in op.outputs) + sum(
+            s.nbytes(x) for x in op.inputs if x.wants_grad and x.of_batch
+        )
         if op.name in LOSSES:
             # The logits, and the gradients of logarithms and of logits, as large as what is kept.
             sizes = sum(s.nbytes(x) for x in op.inputs if x.wants_grad) + 2 * max(map(s.nbytes, op.kept), default=0)

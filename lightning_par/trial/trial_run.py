@@ -95,7 +95,19 @@ def record_step(
                 listener = listeners() if listeners is not None and not starts else None
                 kind = TwinRecorder if twin else Recorder
                 run = partial(
-                    _record, module, step, batch, shared, context, prepare, loaders, guesses, starts, listener, kind, device
+                    _record,
+                    module,
+                    step,
+                    batch,
+                    shared,
+                    context,
+                    prepare,
+                    loaders,
+                    guesses,
+                    starts,
+                    listener,
+                    kind,
+                    device,
                 )
                 recording = copy_context().run(run)
             turns = guesses.endless is not None  # of a loop, which come to nothing

@@ -36,7 +36,9 @@ def rows(path: Path = ROWS) -> list[dict[str, Any]]:
 def module_of(row: dict[str, Any]) -> Any:
     """What makes the row's module."""
     m = row["model"]
-    sizes = dict(layers=m["layers"], hidden=m["hidden"], heads=m["heads"], ffn=m["ffn"], vocab=m["vocab"], seq=m["sequence"])
+    sizes = dict(
+        layers=m["layers"], hidden=m["hidden"], heads=m["heads"], ffn=m["ffn"], vocab=m["vocab"], seq=m["sequence"]
+    )
     if m["gated"]:
         return partial(Llama, kv=m["kv_heads"], **sizes)
     stored = (row["attention"] or "").startswith("unfused")
@@ -94,9 +96,7 @@ def measured_time(row: dict[str, Any]) -> float:
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
     """Kendall's tau of pairs of numbers."""
-    signs = [
-        (a[0] - b[0]) * (a[1] - b[1]) for i, a in enumerate(pairs) for b in pairs[i + 1 :] if a[1] != b[1]
-    ]
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for i, a in enumerate(pairs) for b in pairs[i + 1 :] if a[1] != b[1]]
     return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs) if signs else 1.0
 
 
@@ -107,7 +107,9 @@ def orders(found: list[tuple[dict[str, Any], Prediction]]) -> Iterator[tuple[str
         m = row["model"]
         per_token = row["global_batch"] * m["sequence"] / row["gpus"]
         key = f"{row['set']} {row['gpu']} L{m['layers']} h{m['hidden']}"
-        alike[key].append((one.seconds / per_token * one.candidate.layout.world_size / row["gpus"], measured_time(row) / per_token))
+        alike[key].append(
+            (one.seconds / per_token * one.candidate.layout.world_size / row["gpus"], measured_time(row) / per_token)
+        )
     for key, pairs in alike.items():
         if len(pairs) > 1:
             yield key, tau(pairs), len(pairs)
