@@ -1,4 +1,4 @@
-"""What of a whole operation is left for one rank: sizes under the tensor and sequence axes and a microbatch's samples."""
+"""What of a whole operation is left for one rank, under the tensor and sequence axes and for a microbatch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Setting:
         fused: whether functions that walk over memory one after the other do so once.
         machine: that runs it.
         precision: of the run.
-        devices_between: ranks between neighbours of the sequence axis.
+        attention: the scheme of the sequence axis.
     """
 
     tensor: int

@@ -77,11 +77,11 @@ class Machine:
     aliases: tuple[str, ...] = field(default=())
 
 
-# NCCL's all-reduce bus bandwidth of 8 devices, and the message that reaches half of it (nccl-tests on DGX A100 and H100:
-# 230 to 240 and 450 to 480 GB/s at 1 GB and beyond).
+# NCCL's bus bandwidth of 8 devices, and the message that reaches half of it (nccl-tests on DGX A100 and H100: 230 to
+# 240 and 360 to 480 GB/s at 1 GB and beyond, the more where the switch sums).
 _NVLINK3 = Link(bandwidth=235e9, latency=3e-6, ramp=4e6)
 _NVLINK4 = Link(bandwidth=370e9, latency=3e-6, ramp=6e6)
-# An InfiniBand or RoCE port for each device: 200 Gb/s (DGX A100) and 400 Gb/s (DGX H100), of which NCCL moves some 90 %.
+# An InfiniBand or RoCE port for each device, 200 Gb/s (DGX A100) and 400 Gb/s (DGX H100), of which NCCL moves 90 %.
 _HDR = Link(bandwidth=22e9, latency=8e-6, ramp=1e6)
 _NDR = Link(bandwidth=44e9, latency=8e-6, ramp=2e6)
 
@@ -163,8 +163,8 @@ def _preset(name: str) -> Machine:
         near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3)
         names = dict.fromkeys(known[x].name for x in near) or dict.fromkeys(one.name for one in PRESETS.values())
         raise ValueError(
-            f"There is no machine {name!r}. Write one of {', '.join(map(repr, names))}, 8x before it for the devices of "
-            "a host, or the path of a YAML of your own."
+            f"There is no machine {name!r}. Write one of {', '.join(map(repr, names))}, 8x before it for the devices "
+            "of a host, or the path of a YAML of your own."
         )
     return found
 

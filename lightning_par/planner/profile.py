@@ -230,7 +230,7 @@ class _Reader:
                     found[memory] = x
         return list(found.values())
 
-    def _operation(self, event: Event, kept: tuple, entered: set[int]) -> Operation | None:  # type: ignore[type-arg]
+    def _operation(self, event: Event, kept: Sequence[Kept], entered: set[int]) -> Operation | None:
         kind = kind_of(event)
         if kind == "view" or not event.outputs:
             return None

@@ -1,4 +1,4 @@
-"""All layouts that are worth a look: sizes of the axes, schedules, microbatches; priced roughly, and the best exactly."""
+"""All layouts that are worth a look: sizes of the axes, schedules, microbatches. The best are priced exactly."""
 
 from __future__ import annotations
 
