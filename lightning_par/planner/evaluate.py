@@ -13,10 +13,11 @@ from lightning_par.planner.build import build_module
 from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
+from lightning_par.planner.make_profile import make_profile
 from lightning_par.planner.optimizer_state import optimizer_state
 from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import Prediction, Run, predict
-from lightning_par.planner.profile import Profile, make_profile
+from lightning_par.planner.profile import Profile
 from lightning_par.planner.recorded import record
 from lightning_par.planner.stages import Stages, make_stages
 from lightning_par.private.pytree import tree_leaves, tree_map

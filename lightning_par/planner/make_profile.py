@@ -1,0 +1,204 @@
+"""The profile of a recorded step: what the islands of the tensor axis make of each function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_par.planner.notes import Kept, memory_of
+from lightning_par.planner.operations import (
+    ATTENTION,
+    LOSSES,
+    KeptUse,
+    Operation,
+    Use,
+    attention_keeps,
+    kind_of,
+    product_of,
+    split_of,
+)
+from lightning_par.planner.profile import Parameter, Profile, Unit
+from lightning_par.planner.recorded import RecordedStep, Run
+from lightning_par.sharded.functions import DRAWS
+from lightning_par.tensor.plan import _owners, _searched
+from lightning_par.tensor.search import Search
+from lightning_par.tensor.symbolic_ranks import count_units
+from lightning_par.trial.recording import Event
+
+
+def make_profile(step: RecordedStep, ranks: int) -> Profile:
+    """The profile of ``step`` over ``ranks`` ranks of the tensor axis; pure.
+
+    Args:
+        step: as recorded.
+        ranks: along the tensor axis.
+    """
+    search, units = _searched(step.folded, ranks, {}, {})
+    counts, groups = _counts(search, units, ranks)
+    reader = _Reader(step, search, counts, ranks)
+    firsts = {number: run for number, run in enumerate(step.runs) if run.kind == number}
+    numbers = {number: place for place, number in enumerate(firsts)}
+    kinds = tuple(reader.unit(number, run) for number, run in firsts.items())
+    order = tuple(numbers[run.kind] for run in step.runs)
+    parameters = tuple(reader.parameters(step.runs[run.kind], run) for run in step.runs)
+    return Profile(ranks, kinds, order, parameters, groups, step.samples)
+
+
+def _counts(search: Search, units: Any, ranks: int) -> tuple[dict[int, tuple[int, ...]], int]:
+    """What each rank holds of the split parameters, by their fakes' ids, as `lightning_par.tensor.plan` deals it."""
+    found: dict[int, tuple[int, ...]] = {}
+    least = 0
+    owner_of_unit: dict[int, int] = {}
+    for key in search.parameters:
+        if key not in search.found:
+            continue
+        one = search.found[key]
+        owners = np.bincount(_owners(one, units, ranks, owner_of_unit), minlength=ranks)
+        rest = search.parameters[key].numel() // search.parameters[key].shape[one.dim]
+        found[key] = tuple(int(count) * rest for count in owners)
+        groups = count_units(units, one.labels.owner)
+        least = min(least or groups, groups)
+    return found, least
+
+
+class _Reader:
+    def __init__(self, step: RecordedStep, search: Search, counts: dict[int, tuple[int, ...]], ranks: int) -> None:
+        self.step, self.counts, self.ranks = step, counts, ranks
+        self.dims = {id_: value._dim for id_, value in search.values.items()}
+        for key, found in search.found.items():
+            self.dims[key] = found.dim
+        for key in search.made:
+            root = search.made[key][0]
+            if root in search.found:
+                self.dims.setdefault(key, search.found[root].dim)
+        self.names = step.names
+        self.held = {memory_of(x) for x in step.recording.parameters.values()}
+        self.last_use: dict[int, int] = {}  # of a memory: the last event that reads it
+        self.made_in: dict[int, int] = {}  # the first event that made it
+        self.split_memory: set[int] = set()
+        for number, event in enumerate(step.events):
+            for x in event.inputs:
+                self.last_use[memory_of(x)] = number
+            for x in event.outputs:
+                self.made_in.setdefault(memory_of(x), number)
+                if id(x) in self.dims:
+                    self.split_memory.add(memory_of(x))
+
+    def parameters(self, like: Run, run: Run) -> tuple[Parameter, ...]:
+        found: dict[str, Parameter] = {}
+        events = self.step.events
+        for a, b in zip(events[like.first : like.end], events[run.first : run.end], strict=True):
+            for x, y in zip(a.inputs, b.inputs):
+                if id(y) in self.names:
+                    name = self.names[id(y)][0]
+                    counts = self.counts.get(id(x), (y.numel(),) * self.ranks)
+                    found[name] = Parameter(name, y.numel(), counts, y.requires_grad, y.itemsize)
+        return tuple(found.values())
+
+    def unit(self, number: int, run: Run) -> Unit:
+        events = self.step.events[run.first : run.end]
+        operations, entered = [], set[int]()
+        for offset, event in enumerate(events):
+            note = self.step.notes[run.first + offset]
+            kept = note.kept if note is not None else ()
+            operation = self._operation(event, kept, entered)
+            if operation is not None:
+                operations.append(operation)
+        made = {memory_of(x) for event in events for x in event.outputs}
+        later = frozenset(m for m in made if self.last_use.get(m, -1) >= run.end)
+        crossing = self._crossing(run.end)
+        given = frozenset(
+            memory_of(x)
+            for event in events
+            for x in event.inputs
+            if id(x) in self.step.of_batch and memory_of(x) not in made
+        )
+        numels = sum(x.untyped_storage().nbytes() // x.itemsize for x in crossing)
+        sizes = sum(x.untyped_storage().nbytes() for x in crossing)
+        return Unit(run.path, tuple(operations), self.parameters(run, run), given, sizes, numels, later)
+
+    def _crossing(self, end: int) -> list[Tensor]:
+        """What was made of the batch and the model before ``end`` and is read from there on."""
+        found: dict[int, Tensor] = {}
+        for event in self.step.events[:end]:
+            for x in event.outputs:
+                memory = memory_of(x)
+                if id(x) in self.step.of_batch and x.requires_grad and self.last_use.get(memory, -1) >= end:
+                    found[memory] = x
+        return list(found.values())
+
+    def _operation(self, event: Event, kept: Sequence[Kept], entered: set[int]) -> Operation | None:
+        kind = kind_of(event)
+        if kind == "view" or not event.outputs:
+            return None
+        if not any(id(x) in self.step.of_batch for x in (*event.inputs, *event.outputs)):
+            return None
+        product = product_of(event)
+        if product is not None and kind in ("product", "attention"):
+            weight = any(memory_of(x) in self.held for x in event.inputs)
+            product = replace(product, split=split_of(event, product, self.dims), weight=weight)
+        elif kind == "product":
+            kind = "entrywise"
+        inputs = tuple(self._use(x) for x in _distinct(event.inputs))
+        outputs = tuple(self._use(x) for x in _distinct(event.outputs))
+        split_in = any(x.split for x in inputs)
+        split_out = any(x.split for x in outputs)
+        enters = 0
+        if split_out or (product is not None and product.split):
+            for x in inputs:
+                if x.of_batch and not x.split and x.wants_grad and not x.parameter and x.memory not in entered:
+                    entered.add(x.memory)
+                    enters += x.numel
+        leaves = sum(x.numel for x in outputs) if split_in and not split_out else 0
+        backward = any(x.wants_grad for x in outputs)
+        return Operation(
+            event.name, kind, product, inputs, outputs, self._kept(event, kept, inputs, outputs), backward,
+            enters=enters, leaves=leaves,
+        )  # fmt: skip
+
+    def _kept(
+        self, event: Event, kept: Sequence[Kept], inputs: tuple[Use, ...], outputs: tuple[Use, ...]
+    ) -> tuple[KeptUse, ...]:
+        if event.name == ATTENTION:
+            found = [KeptUse(u.memory, u.nbytes, u.of_batch, u.split) for u in map(self._use, attention_keeps(event))]
+            out = event.outputs[0]
+            sums = out.numel() // out.shape[-1] * 4
+            return (*found, KeptUse(-id(out), sums, True, id(out) in self.dims))
+        found = []
+        of_batch = any(x.of_batch for x in inputs)
+        for one in kept:
+            if one.memory in self.held:
+                continue
+            like = [u for u in (*inputs, *outputs) if u.numel == one.numel]
+            own = one.memory not in self.made_in
+            split = one.memory in self.split_memory or (own and any(u.split for u in like))
+            if own and not like and one.numel > 1:  # statistics
+                split = bool(outputs) and all(u.split for u in outputs if u.numel > 1)
+            grows = of_batch if own and not (like and not any(u.of_batch for u in like)) else self._grows(one.memory)
+            nbytes = one.nbytes
+            if event.name in LOSSES and one.itemsize == 2 and like:
+                nbytes *= 2  # losses are computed in single precision
+            drawn = own and event.name in DRAWS
+            found.append(KeptUse(one.memory, one.numel if drawn else nbytes, grows, split, drawn))
+        return tuple(found)
+
+    def _grows(self, memory: int) -> bool:
+        made = self.made_in.get(memory)
+        if made is None:
+            return True
+        return any(id(x) in self.step.of_batch for x in self.step.events[made].outputs)
+
+    def _use(self, x: Tensor) -> Use:
+        memory = memory_of(x)
+        return Use(
+            memory, x.numel(), x.itemsize, id(x) in self.step.of_batch, id(x) in self.dims, x.requires_grad,
+            memory in self.held,
+        )  # fmt: skip
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(x): x for x in tensors}.values())
