@@ -13,9 +13,11 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 """Rows and columns that one processor computes at a time (cuBLAS and CUTLASS; the first two keep it busiest)."""
 
 ATTENTION_RAMP = 650
-"""Keys at which fused attention reaches half of its rate at long sequences. FlashAttention-2's causal rates for heads of
-128 at 2k, 4k and 8k are 0.73, 0.86 and 0.94 of that at 16k on an H100 (arXiv 2407.08608, figure 5), and alike on an
-A100 (arXiv 2307.08691, figures 5 and 6)."""
+"""Keys at which fused attention reaches half of its rate at long sequences.
+
+FlashAttention-2's causal rates for heads of 128 at 2k, 4k and 8k are 0.73, 0.86 and 0.94 of that at 16k on an H100
+(arXiv 2407.08608, figure 5), and alike on an A100 (arXiv 2307.08691, figures 5 and 6), as recalled: to be looked up.
+"""
 
 _TILE_SHARE = (1.0, 1.0, 0.93, 0.75, 0.75, 0.6)  # of the best rate: a smaller tile reads more for each product
 
@@ -34,8 +36,8 @@ def product_time(product: Product, machine: Machine, dtype: str) -> float:
     arithmetic = best / rate
     item = 1 if dtype == "float8" else product.itemsize
     memory = batch * (m * k + k * n) * item + batch * m * n * product.itemsize
-    # In 8 bits both sides are read for their scales, then read and written anew.
-    cast = batch * (m * k + k * n) * (2 * product.itemsize + 1) if dtype == "float8" else 0
+    # In 8 bits both sides are written anew first.
+    cast = batch * (m * k + k * n) * (product.itemsize + 1) if dtype == "float8" else 0
     return max(arithmetic, memory_time(memory, machine)) + memory_time(cast, machine) + machine.launch
 
 

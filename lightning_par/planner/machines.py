@@ -1,7 +1,9 @@
 """Machines: what a device and its links do, from data sheets and public microbenchmarks.
 
-A constant belongs to a machine, never to a model or to a run. Where it isn't on the data sheet, the line says which
-measurement it comes from.
+A constant belongs to a machine, never to a model or to a run. `peak`, `memory`, `bandwidth` and `units` are of data
+sheets. Set by hand so that the published runs of `tests/planner/measured.json` come out are `product_share` and `ramp`
+of each machine, `contention`, and `attention_share` of the H100s in part: nothing was fitted with a set left out yet.
+Bandwidths of links and rates of attention are as recalled from the sources named, and are to be looked up.
 """
 
 from __future__ import annotations

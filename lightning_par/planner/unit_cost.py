@@ -82,13 +82,18 @@ def unit_cost(unit: Unit, s: Setting) -> UnitCost:
 
 
 def groups(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Operations without a product that follow on one another."""
+    """Operations without a product that follow on one another, as one kernel may run them.
+
+    What follows a softmax is another's: fused kernels of scores, as Megatron-LM's, end with it.
+    """
     found: list[list[Operation]] = [[]]
     for op in operations:
         if op.product is not None:
             found.append([])
-        else:
-            found[-1].append(op)
+            continue
+        found[-1].append(op)
+        if op.name == "softmax":
+            found.append([])
     return [ops for ops in found if ops]
 
 
