@@ -19,7 +19,9 @@ CHANGING = {
     "sharded/run_state.py RunState.current": "the run that is open",
     "pipeline/run/located.py Run.current": "the step that runs",
     "absent/deferred/session.py Session.current": "the build that runs",
+    "strategies/signals.py Signals.installed": "those that are, for a fork to leave",
     "mesh/listener.py thread": "who listens to a thread, put back when it has run",
+    "mesh/progress.py Progress.current": "the run that is open",
     "mesh/ledger.py Ledger.opened": "those within their context",
     "pipeline/trial/placeholders.py AbsentNumber.count": "in the trial run that runs",
     "pipeline/trial/placeholders.py AbsentNumber.cut": "in the trial run that runs",
@@ -28,8 +30,8 @@ CHANGING = {
     "private/compiler.py _uncompiled": "contexts that are entered; torch has one stance for the process",
     "private/fake_tensors.py log": "torch's logger, whose level is another while a trial run runs",
     # how many of a class are alive, or ever were
-    "sharded/aliases.py Memory.count": "",
-    "sharded/aliases.py Memory.made_ever": "",
+    "sharded/aliases/memory.py Memory.count": "",
+    "sharded/aliases/memory.py Memory.made_ever": "",
     "sharded/rules/several_axes.py Mix.count": "",
     "sharded/rules/stored_weights.py Gathering.count": "",
     # of the process, and of no run
@@ -45,6 +47,7 @@ CHANGING = {
     "sharded/patches/__init__.py STORED": "",
     "sharded/patches/__init__.py SHARES": "",
     "sharded/patches/__init__.py SYNC_ADVICE": "",
+    "sharded/patches/__init__.py WORKER_SIGNALS": "",
     "sharded/patches/transforms.py TRANSFORMS": "what stands there, as long as it does",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import warnings
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.hosts import this_host
 from lightning_par.pipeline.plan.gantt import gantt
 from lightning_par.pipeline.simulate import Span, bubble
 
@@ -85,7 +85,7 @@ def gather_spans(spans: Sequence[Span], axis: Axis) -> tuple[Span, ...]:
         spans = gather_spans(engine.trace, engine.axis)
     """
     axis.all_gather_object(None, "trace")
-    told = axis.all_gather_object((socket.gethostname(), time.perf_counter(), list(spans)), "trace")
+    told = axis.all_gather_object((this_host(), time.perf_counter(), list(spans)), "trace")
     host, clock, _ = told[0]
     found = []
     for its_host, its_clock, its_spans in told:

@@ -28,6 +28,7 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], we
         FileNotFoundError: there is no ``folder``.
         ValueError: it is cut short, or was written by something else.
         pickle.UnpicklingError: it holds other things than ``weights_only`` allows.
+        OSError: the disk is full: "No space left", with the sizes.
 
     Example::
 
@@ -39,7 +40,7 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], we
     if os.path.abspath(file) == os.path.abspath(rename.left_behind(str(folder))):
         raise ValueError(f"{file} is the directory itself: name another file.")
     checkpoint = load(str(folder), weights_only)
-    checkpoint.pop(OWN)
+    checkpoint.pop(OWN, None)  # a directory of weights alone has none
     save(checkpoint, os.fspath(file))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.owners import Place
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.waits import wait_for
 
 _ASK, _ANSWER = 7001, 7002  # tags
 _DONE = -1
@@ -70,10 +71,10 @@ class Courier:
             if target is None or self.device.type != "cpu":  # it has gaps in the whole, or comes to a GPU
                 rows, columns = (len(range(*s.indices(n))) for s, n in zip(piece, (whole.shape[0], count)))
                 arrived = self._arrived.empty((rows, columns, after), whole.dtype)
-                self.world.start_recv_(arrived, rank, "state", tag=_ANSWER).wait()
+                wait_for(self.world.start_recv_(arrived, rank, "state", tag=_ANSWER))
                 place.put(whole, index, piece, arrived)
             else:
-                self.world.start_recv_(target, rank, "state", tag=_ANSWER).wait()
+                wait_for(self.world.start_recv_(target, rank, "state", tag=_ANSWER))
 
     def serve(self, held: Callable[[int], tuple[Place, Tensor]]) -> None:
         """Send what is asked for until the first rank needs nothing more; on the others."""
@@ -85,7 +86,7 @@ class Courier:
         folded = place.folded(part.detach().contiguous())
         for rows, columns in place.pieces(place.ranks.index(self.world.ranks[self.world.rank])):
             piece = folded[rows, columns].to(self.device).contiguous()
-            self.world.start_send(piece, 0, "state", tag=_ANSWER).wait()
+            wait_for(self.world.start_send(piece, 0, "state", tag=_ANSWER))
 
     def dismiss(self) -> None:
         """Let the others go; on the first rank."""
@@ -93,9 +94,9 @@ class Courier:
             self._say(_DONE, rank)
 
     def _say(self, number: int, rank: int) -> None:
-        self.world.start_send(torch.tensor([number], device=self.device), rank, "state", tag=_ASK).wait()
+        wait_for(self.world.start_send(torch.tensor([number], device=self.device), rank, "state", tag=_ASK))
 
     def _hear(self) -> int:
         number = torch.empty(1, dtype=torch.int64, device=self.device)
-        self.world.start_recv_(number, 0, "state", tag=_ASK).wait()
+        wait_for(self.world.start_recv_(number, 0, "state", tag=_ASK))
         return int(number.item())

@@ -90,7 +90,10 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        with self.folder.writing(plan.storage_data) as stream:
+        self.folder.must_be_shared()
+        needed = sum(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+                     for item in plan.items if item.tensor_data is not None)  # fmt: skip
+        with self.folder.writing(plan.storage_data, needed) as stream:
             for item in plan.items:
                 start = stream.tell()
                 _write(planner.resolve_data(item), stream)

@@ -26,6 +26,7 @@ from lightning_par.absent.unread import Unread
 from lightning_par.checkpoint import rename
 from lightning_par.checkpoint.chunks import Chunk, Writers, chunks_of, share_out, whole_chunk
 from lightning_par.checkpoint.dcp_writer import Planner, Writer, write_rest
+from lightning_par.checkpoint.disk_space import Failure, refuse_if_full
 from lightning_par.checkpoint.folder import Folder
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import Outline, take_apart
@@ -66,7 +67,11 @@ class Writing:
             if self.inventory.is_first:
                 self.outline = take_apart(checkpoint, parameters)
                 self._make_folder()
-                self.rest = write_rest(self.outline.rest, self.folder, self.save)
+                try:
+                    self.rest = write_rest(self.outline.rest, self.folder, self.save)
+                except BaseException:
+                    self._give_up()
+                    raise
         chunks = self._chunks()
         self.planner = Planner(chunks, self.outline.values, self.outline.paths)
         self.tensors = self.planner.tensors()
@@ -84,8 +89,9 @@ class Writing:
 
         Raises:
             RuntimeError: a rank could not; on all ranks. What had the name before still has it.
+            OSError: with the ``errno`` of a rank's disk that is full; on all ranks.
         """
-        failure = None
+        failure: Failure | None = None
         try:
             writer = Writer(self.folder, self.save, self.outline.aliases, self.rest)
             dcp.save(self.tensors, storage_writer=writer, planner=self.planner, process_group=group)
@@ -93,16 +99,16 @@ class Writing:
                 self._publish()
         except CheckpointException as error:  # no Exception; all ranks have it
             causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
-            failure = "; ".join(f"Rank {rank}: {type(x).__name__}: {x}" for rank, x in causes.items())
+            failure = Failure.of(*causes.values(), names=[f"Rank {rank}: " for rank in causes])
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = Failure.of(error)
         told = [failure]  # the first rank alone publishes: that it failed is news to the others
         dist.broadcast_object_list(told, src=0, group=group)
         failure = failure or told[0]
         if failure is not None:
             if self.inventory.is_first:
                 self._give_up()
-            raise RuntimeError(f"The checkpoint {self.path} could not be saved. {failure}")
+            raise failure.error(f"The checkpoint {self.path} could not be saved. ")
 
     # --------------------------------------------------------------------------------------------------- on the first
 
@@ -112,6 +118,8 @@ class Writing:
             self.folder.tidy()
             return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        # of all ranks, whose files lie on one disk
+        refuse_if_full(self.path, sum(x.numel() * x.dtype.itemsize for x in self.outline.tensors.values()))
         place = rename.unfinished(self.path)
         os.mkdir(place)
         self.folder = replace(self.folder, place=place)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_par.absent.unread import Unread
 from lightning_par.checkpoint.buffers import Scratch
+from lightning_par.checkpoint.disk_space import refuse_if_full, whole_or_not_there
 from lightning_par.checkpoint.files import make_checkpoint_io
 from lightning_par.checkpoint.reading import is_directory, load
 from lightning_par.private.storage import trim_memory
@@ -57,6 +58,7 @@ def export(
         ImportError: safetensors is not installed, or with a ``config`` transformers.
         ValueError: the checkpoint is cut short, has no weights or none with ``prefix``, or not those of the ``config``.
         pickle.UnpicklingError: it holds other things than ``weights_only`` allows.
+        OSError: the disk is full: "No space left", with the sizes. What was written is removed.
 
     Example::
 
@@ -70,13 +72,17 @@ def export(
     weights = _without_prefix(_weights_of(os.fspath(checkpoint), weights_only), prefix)
     if dtype is not None:
         weights = _cast(weights, dtype)
-    if model_class is None:
-        _write(weights, folder, max_shard_size, safetensors.save_file)
-        return
-    model = model_class.model_of(weights)
+    model = None if model_class is None else model_class.model_of(weights)
+    needed = sum({_memory(x): x.nbytes for x in weights.values()}.values())
+    if model is None:  # a class of transformers may write less
+        refuse_if_full(folder, needed, folder)
     handed = [weights]
     del weights  # a file's weights are let go once it is written: nothing here holds on to them
-    model.save_pretrained(folder, state_dict=handed.pop(), max_shard_size=max_shard_size)
+    with whole_or_not_there(folder, needed):
+        if model is None:
+            _write(handed.pop(), folder, max_shard_size, safetensors.save_file)
+        else:
+            model.save_pretrained(folder, state_dict=handed.pop(), max_shard_size=max_shard_size)
 
 
 # --------------------------------------------------------------------------------------------------- what is exported
@@ -205,7 +211,6 @@ def _write(weights: dict[str, Tensor], folder: str, max_shard_size: int | str, s
     # each weight is a tensor of its own, whatever it was a view of
     alone = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in weights.items()}
     split = hub.split_torch_state_dict_into_shards(alone, max_shard_size=max_shard_size)
-    os.makedirs(folder, exist_ok=True)
     for file, names in split.filename_to_tensors.items():
         save_file({name: _alone(weights[name]) for name in names}, os.path.join(folder, file), {"format": "pt"})
         trim_memory()  # the heap would keep the holes

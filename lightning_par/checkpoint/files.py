@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 import torch
 
 from lightning_par.checkpoint import rename
+from lightning_par.checkpoint.disk_space import refuse_if_full, stored_bytes, writes
 
 Namespace = Literal["lightning.pytorch", "pytorch_lightning"]
 
@@ -34,16 +37,15 @@ def save(checkpoint: Any, path: str) -> None:
     removes.
 
     Raises:
-        OSError: the folder can't be made or written, or the disk is full.
+        OSError: the folder can't be made or written, or the disk is full: "No space left", with the sizes.
         Exception: whatever pickling ``checkpoint`` raises.
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    temporary = rename.unfinished(path)
+    temporary, needed = rename.unfinished(path), stored_bytes(checkpoint)
+    refuse_if_full(path, needed)
     try:
-        with open(temporary, "xb") as file:  # a new one, and none that a link leads to
+        with writes(temporary, needed, path) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
         rename.put_in_place(temporary, path)
     except BaseException:
         rename.remove(temporary)
@@ -69,10 +71,30 @@ def _local(path: Any) -> str | None:
     return local_path if type(filesystem) is LocalFileSystem else None
 
 
-def _is_zip(path: str) -> bool:
-    """Whether it is a file of torch's present format; that of old can't be mapped."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def _loaded_from_url(path: str, map_location: Any, weights_only: bool) -> Any:
+    from fsspec.core import url_to_fs
+
+    from lightning_par.checkpoint.checksums import Part, refuse_damaged
+    from lightning_par.checkpoint.safe_load import reads
+
+    files, place = url_to_fs(path)
+    if not files.exists(place):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    with files.open(place, "rb") as file:
+        part: Any = Part(file)
+        try:
+            with reads(path, weights_only):
+                loaded = torch.load(part, map_location, weights_only=weights_only)
+        except Exception:
+            refuse_damaged(path, part, weights_only)  # which says better why
+            raise
+        refuse_damaged(path, part, weights_only)
+        return loaded
+
+
+def _downloaded(url: str) -> str:
+    """Where `torch.hub` has put a file from the net."""
+    return os.path.join(torch.hub.get_dir(), "checkpoints", os.path.basename(urlparse(url).path))
 
 
 def _make_class(name: str, namespace: Namespace) -> type:
@@ -106,22 +128,30 @@ def _make_class(name: str, namespace: Namespace) -> type:
             Raises:
                 FileNotFoundError: there is none.
                 pickle.UnpicklingError: it holds other things than ``weights_only`` allows; they are named.
-                RuntimeError: it is cut short or garbled.
+                RuntimeError: it is cut short or garbled, or a tensor does not match its checksum; it is named.
             """
             from lightning_par.checkpoint import reading
+            from lightning_par.checkpoint.checked_together import refuse_damaged_file
+            from lightning_par.checkpoint.checksums import is_zip, refuse_damaged
             from lightning_par.checkpoint.safe_load import reads
 
             if reading.is_directory(str(path)):
                 return reading.load_whole(str(path), weights_only)
             local_path = _local(path)
             if local_path is not None and os.path.isfile(local_path):
-                options = dict(map_location=map_location, mmap=_is_zip(local_path), weights_only=weights_only)
+                refuse_damaged_file(str(path), local_path, weights_only)
+                with open(local_path, "rb") as file:
+                    zipped = is_zip(file)  # torch's format of old can't be mapped
                 with reads(str(path), weights_only, local_path):
-                    return torch.load(local_path, **options)
-            if weights_only is None:
-                weights_only = True
+                    return torch.load(local_path, map_location, mmap=zipped, weights_only=weights_only)
+            weights_only = weights_only is None or weights_only
+            if not str(path).startswith("http"):
+                return _loaded_from_url(str(path), map_location, weights_only)
             with reads(str(path), weights_only):
-                return super().load_checkpoint(path, map_location, weights_only)
+                loaded = super().load_checkpoint(path, map_location, weights_only)
+            with suppress(FileNotFoundError), open(_downloaded(str(path)), "rb") as file:
+                refuse_damaged(f"{path} (downloaded to {file.name})", file, weights_only)
+            return loaded
 
     AtomicCheckpointIO.__name__ = AtomicCheckpointIO.__qualname__ = name
     return AtomicCheckpointIO

@@ -7,6 +7,7 @@ own name last: until then it names those of the save before. What it does not na
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from lightning_par.checkpoint import rename
+from lightning_par.checkpoint.disk_space import writes
 from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN
 
@@ -67,15 +69,24 @@ class Folder:
         return {os.path.basename(x["name"].rstrip("/")): x["size"] for x in found if x["type"] != "directory"}
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
+    def writing(self, name: str, needed: float = 0) -> Iterator[Any]:
         """The file ``name``, open. Where the disk is one's own, it is new, and no link's, and on the disk when the
-        context has ended."""
+        context has ended; that it is full is an error with the sizes, of ``needed`` bytes at least."""
         path = self.path(name)
-        with open(path, "xb") if self.is_local else self.files.open(path, "wb") as file:
+        with writes(path, needed) if self.is_local else self.files.open(path, "wb") as file:
             yield file
-            if self.is_local:
-                file.flush()
-                os.fsync(file.fileno())
+
+    def must_be_shared(self) -> None:
+        """
+        Raises:
+            FileNotFoundError: it is on a disk, and not there: the first rank has made it on a disk of its own host.
+        """
+        if self.is_local and not os.path.isdir(self.place):
+            raise FileNotFoundError(
+                f"host {socket.gethostname()!r} has no {self.place}, which the first rank has made on its host. All "
+                "ranks write to such a checkpoint: save it to a path that all hosts share, or to a URL, or leave out "
+                "save_distributed_checkpoint for a single file, which the first rank writes"
+            )
 
     def metadata(self) -> tuple[str, bytes] | None:
         """The name and the content of ``.metadata``, or of what a kill has kept from taking its place."""

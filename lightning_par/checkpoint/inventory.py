@@ -14,6 +14,7 @@ from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.absent.unread import Unread, mapped
 from lightning_par.checkpoint.buffers import Scratch
 from lightning_par.checkpoint.courier import Courier
+from lightning_par.checkpoint.disk_space import Failure
 from lightning_par.checkpoint.owners import Place
 from lightning_par.mesh.broadcast import SMALL, Pickled
 from lightning_par.mesh.layout import Groups
@@ -151,9 +152,9 @@ class Inventory:
         """Inside, the first rank reads what it needs; the others wait until it has. All ranks must enter.
 
         Raises:
-            RuntimeError: on the others, if the first rank raised.
+            RuntimeError: on the others, if the first rank raised; `OSError` if its disk is full.
         """
-        failure: str | None = None
+        failure: Failure | None = None
         if not self.is_first:
             if self._courier is not None:
                 self._courier.serve(self._held)
@@ -162,19 +163,19 @@ class Inventory:
             try:
                 yield
             except BaseException as error:
-                failure = f"{type(error).__name__}: {error}"
+                failure = Failure.of(error)
                 with suppress(RuntimeError):  # that the others are gone may be why it failed
                     self._close(failure)
                 raise
         if (failure := self._close(failure)) is not None:
-            raise RuntimeError(f"Rank 0 could not save the checkpoint: {failure}")
+            raise failure.error("Rank 0 could not save the checkpoint: ")
 
-    def _close(self, failure: str | None) -> str | None:
+    def _close(self, failure: Failure | None) -> Failure | None:
         """Let the others go on; what went wrong on the first rank, on all."""
         self._closed = True
         if self.is_first and self._courier is not None:
             self._courier.dismiss()
-        outcome: str | None = self.groups.world.broadcast_object(failure, "state")
+        outcome: Failure | None = self.groups.world.broadcast_object(failure, "state")
         return outcome
 
     def _held(self, number: int) -> tuple[Place, Tensor]:

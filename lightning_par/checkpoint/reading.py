@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from lightning_par.absent.unread import Unread, read_all
 from lightning_par.checkpoint.buffers import Scratch
+from lightning_par.checkpoint.checksums import Part, refuse_damaged
 from lightning_par.checkpoint.folder import METADATA, Folder, files_of, rest_of
 from lightning_par.checkpoint.metadata import parsed
 from lightning_par.checkpoint.outline import OWN, names_in, put_together
 from lightning_par.checkpoint.owners import runs
 from lightning_par.checkpoint.safe_load import reads, without_advice
-from lightning_par.private.checkpoints import remote_reader
 
 
 def is_directory(path: str) -> bool:
@@ -59,33 +57,34 @@ def _one_of_them(path: str, read: Callable[[Folder, Metadata], dict[str, Any]]) 
         folder = Folder.at(path)
         found = folder.metadata()
         try:
-            return read(folder, _parsed(path, found))
+            return read(folder, read_metadata(path, found))
         except (ValueError, OSError):
             if Folder.at(path).metadata() == found:  # not replaced meanwhile: the error stands
                 raise
 
 
 def _load(path: str, folder: Folder, metadata: Metadata, weights_only: bool | None) -> dict[str, Any]:
-    _refuse(path, _missing_files(metadata, folder.sizes()))
+    _refuse(path, missing_files(metadata, folder.sizes()))
     name = f"{path.rstrip('/')}/{rest_of(metadata)}"
-    with folder.files.open(folder.path(rest_of(metadata)), "rb") as file, reads(name, weights_only, file, ValueError):
-        rest = torch.load(file, map_location="cpu", weights_only=weights_only)
-        wanted = names_in(rest) if OWN in rest and "tensors" in rest[OWN] else None
+    with folder.files.open(folder.path(rest_of(metadata)), "rb") as file:
+        refuse_damaged(path, file, weights_only, item=(rest_of(metadata), None), failure=ValueError)
+        file.seek(0)
+        with reads(name, weights_only, file, ValueError):
+            rest = torch.load(file, map_location="cpu", weights_only=weights_only)
+            wanted = names_in(rest) if OWN in rest and "tensors" in rest[OWN] else None
     if wanted is None:
         raise ValueError(
             f"The directory {path} was not written by lightning_par. Load it with the strategy that wrote it, and save "
             "it as one file."
         )
     _refuse(path, _missing_tensors(wanted, metadata))
-    reader: Any = FileSystemReader(folder.place) if folder.is_local else remote_reader()(path)
-    reader.set_up_storage_reader(metadata, False)
     scratch = Scratch()
     found: dict[str, Unread] = {}
 
     def unread(name: str) -> Tensor:
         met = found.get(name)
         memory = None if met is None else met.memory
-        found[name] = Unread(StoredCheckpoint(reader, metadata, name, scratch), memory)
+        found[name] = Unread(StoredCheckpoint(path, folder, metadata, name, scratch), memory)
         return found[name]
 
     with reads(name, weights_only, failure=ValueError):
@@ -96,56 +95,57 @@ class StoredCheckpoint:
     """The source of one tensor of a directory.
 
     Args:
-        reader: torch's, set up.
+        path: the user's name of the directory.
+        folder: its files.
         metadata: of the directory.
         name: the tensor's.
         scratch: for what is written to another file.
     """
 
-    def __init__(self, reader: Any, metadata: Metadata, name: str, scratch: Scratch) -> None:
-        self.reader, self.name, self.scratch = reader, name, scratch
+    def __init__(self, path: str, folder: Folder, metadata: Metadata, name: str, scratch: Scratch) -> None:
+        self.path, self.folder, self.name, self.scratch = path, folder, name, scratch
+        self.places: Any = metadata.storage_data
         self.stored = _tensor(metadata, name)
         self.shape, self.dtype = self.stored.size, self.stored.properties.dtype
 
     def copy_into(self, target: Tensor, dim: int = 0, indices: Any = None) -> None:
-        plan, landings = LoadPlan([]), {}
+        wanted: dict[str, list[tuple[Any, _Landing]]] = {}
         for chunk in self.stored.chunks:
             landing = _Landing(target, chunk, dim, indices)
             if landing.wanted:
-                index = MetadataIndex(self.name, chunk.offsets)
-                none = torch.Size([0] * len(self.shape))
-                plan.items.append(ReadItem(LoadItemType.TENSOR, index, none, index, none, chunk.sizes))
-                landings[index] = landing
-        try:
-            self.reader.read_data(plan, _Planner(landings)).wait()
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"The checkpoint {self.reader.path} was replaced or removed while it was read. Load it again."
-            ) from error
-        except (OSError, MemoryError):
-            raise
-        except Exception as error:  # torch raises what it comes upon
-            files = sorted({repr(self.reader.storage_data[index].relative_path) for index in landings})
-            raise ValueError(
-                f"The checkpoint {self.reader.path} can't be read: the tensor {self.name!r} in {', '.join(files)}: "
-                f"{type(error).__name__}: {without_advice(str(error))}"
-            ) from error
+                place = self.places[MetadataIndex(self.name, chunk.offsets)]
+                wanted.setdefault(place.relative_path, []).append((place, landing))
+        for file, landings in wanted.items():
+            try:
+                self._read(file, landings)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"The checkpoint {self.path} was replaced or removed while it was read. Load it again."
+                ) from error
 
-
-class _Planner:
-    """Says where torch's reader puts what it reads."""
-
-    def __init__(self, landings: dict[MetadataIndex, _Landing]) -> None:
-        self.landings = landings
-
-    def resolve_tensor(self, item: ReadItem) -> _Landing:
-        return self.landings[item.storage_index]
-
-    def commit_tensor(self, item: ReadItem, tensor: Any) -> None: ...
+    def _read(self, name: str, landings: list[tuple[Any, _Landing]]) -> None:
+        """Boxes are read whole, since each has one checksum, and given up one before the next."""
+        with self.folder.files.open(self.folder.path(name), "rb") as file:
+            for place, landing in landings:
+                part: Any = Part(file, place.offset, place.length)
+                item = name, self.name
+                try:
+                    box = torch.load(part, map_location="cpu", weights_only=True)
+                    landing.check(box, self.dtype)
+                except (OSError, MemoryError):
+                    raise
+                except Exception as error:  # torch raises what it comes upon
+                    refuse_damaged(self.path, part, item=item, failure=ValueError)
+                    raise ValueError(
+                        f"The checkpoint {self.path} can't be read: the tensor {self.name!r} in {name!r}: "
+                        f"{type(error).__name__}: {without_advice(str(error))}"
+                    ) from error
+                refuse_damaged(self.path, part, item=item, failure=ValueError)
+                landing.copy(box)
 
 
 class _Landing:
-    """Takes a box that was read, and copies of it what is wanted: what torch's reader does with a tensor it does."""
+    """Takes a box that was read, and copies of it what is wanted."""
 
     def __init__(self, target: Tensor, box: ChunkStorageMetadata, dim: int, indices: Any) -> None:
         self.target, self.offsets, self.sizes, self.dim = target, tuple(box.offsets), tuple(box.sizes), dim
@@ -164,13 +164,16 @@ class _Landing:
             yield int(low), first - start, last - first
             low += last - first
 
-    def detach(self) -> _Landing:
-        return self
+    def check(self, box: Any, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            ValueError: ``box`` is none of this form.
+        """
+        if not isinstance(box, Tensor) or (tuple(box.shape), box.dtype) != (self.sizes, dtype):
+            form = (tuple(box.shape), box.dtype) if isinstance(box, Tensor) else type(box)
+            raise ValueError(f"what is there is {form}, not {self.sizes, dtype}")
 
-    def size(self) -> torch.Size:
-        return torch.Size(self.sizes)
-
-    def copy_(self, box: Tensor) -> None:
+    def copy(self, box: Tensor) -> None:
         if not self.sizes:
             self.target.copy_(box)
         for at, begin, length in self.copies:
@@ -189,7 +192,17 @@ def _refuse(path: str, missing: list[str]) -> None:
         raise ValueError(f"The checkpoint {path} is cut short: {', '.join(missing[:5])}{more}.")
 
 
-def _parsed(path: str, found: tuple[str, bytes] | None) -> Metadata:
+def read_metadata(path: str, found: tuple[str, bytes] | None) -> Metadata:
+    """What ``.metadata`` says.
+
+    Args:
+        path: the user's name of the directory.
+        found: as `Folder.metadata` read it.
+
+    Raises:
+        ValueError: it is missing, cut short or garbled.
+        pickle.UnpicklingError: it holds what could run code.
+    """
     _refuse(path, [f"{METADATA!r} is missing"] if found is None else [])
     try:
         return parsed(found[1] if found else b"")
@@ -203,7 +216,13 @@ def _parsed(path: str, found: tuple[str, bytes] | None) -> Metadata:
         raise ValueError(f"The checkpoint {path} can't be read: {METADATA!r}: {error}.") from error
 
 
-def _missing_files(metadata: Metadata, present: dict[str, int]) -> list[str]:
+def missing_files(metadata: Metadata, present: dict[str, int]) -> list[str]:
+    """What to say of files that a directory should have, and has not or not whole.
+
+    Args:
+        metadata: of the directory.
+        present: its files, and their bytes.
+    """
     needed = files_of(metadata)
     missing = [f"{name!r} is missing" for name in sorted(needed) if name not in present]
     short = [name for name in sorted(needed) if name in present and present[name] < needed[name]]
@@ -218,10 +237,15 @@ def _missing_tensors(wanted: dict[str, Tensor], metadata: Metadata) -> list[str]
         if not isinstance(stored, TensorStorageMetadata) or form != (x.shape, x.dtype):
             missing.append(f"the tensor {name!r} is missing")
             continue
-        boxes = [chunk for chunk in stored.chunks if MetadataIndex(name, chunk.offsets) in metadata.storage_data]
-        if not _fill(boxes, x.shape):
+        if not boxes_fill(name, stored, metadata):
             missing.append(f"the tensor {name!r} is not complete")
     return missing
+
+
+def boxes_fill(name: str, stored: TensorStorageMetadata, metadata: Metadata) -> bool:
+    """Whether each place of a tensor is in one box of the directory."""
+    places: Any = metadata.storage_data
+    return _fill([chunk for chunk in stored.chunks if MetadataIndex(name, chunk.offsets) in places], stored.size)
 
 
 def _fill(boxes: list[ChunkStorageMetadata], shape: torch.Size) -> bool:

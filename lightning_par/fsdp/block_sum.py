@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import PURPOSE
+from lightning_par.mesh.waits import wait_for
 
 if TYPE_CHECKING:
     from lightning_par.fsdp.block_use import Use
@@ -44,7 +45,7 @@ class Sum:
     @torch.no_grad()
     def parts(self, use: Use) -> list[Tensor | None]:
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
         flat = use.block.flat_of(use.trains)
         if use.block.axis.copies > 1:
             self.out.div_(use.block.axis.copies)

@@ -25,6 +25,7 @@ from lightning_par.fsdp.place import Place
 from lightning_par.fsdp.saved import Held, Later, weight_written
 from lightning_par.fsdp.stored_parameter import PURPOSE
 from lightning_par.fsdp.use_nodes import Parts, Whole, token_of
+from lightning_par.mesh.waits import wait_for
 from lightning_par.private.graph import saves_for_python
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import write_count
@@ -139,7 +140,7 @@ class Use:
     def drop(self) -> None:
         """Give up what was begun and not used."""
         if self._arriving is not None and self._arriving[2] is not None:
-            self._arriving[2].wait()
+            wait_for(self._arriving[2])
         self._arriving = self._token = None
         self.let_go()
 
@@ -222,7 +223,7 @@ class Use:
             return
         (_sent, gathered, work), self._arriving = self._arriving, None
         if work is not None:
-            work.wait()
+            wait_for(work)
         with _of_no_mode():
             wholes = self.parcels.wholes(gathered)
         if not self.has_begun:  # backward's are its own

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_par.fsdp.flat import Flat
 from lightning_par.fsdp.stored_block import fits, flat_of
 from lightning_par.fsdp.stored_parameter import PURPOSE, Stored
+from lightning_par.mesh.waits import wait_for
 
 BUCKET_BYTES = 25 * 2**20  # of whole weights: large enough for bandwidth, small beside them all
 Started = tuple[Tensor, Tensor, "dist.Work | None"]  # what was sent, what will arrive
@@ -77,6 +78,6 @@ def _one_ahead(
         if before is not None:
             weights, flat, (_, arrived, work) = before
             if work is not None:
-                work.wait()
+                wait_for(work)
             yield weights, flat, arrived
         before = now

@@ -20,7 +20,9 @@ from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, is_open, note
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.objects import broadcast_object
+from lightning_par.mesh.progress import Progress
 from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.process_groups import has_gloo, kind_without_hosts, start_receive, start_send
 from lightning_par.private.storage import tensor_in
@@ -101,6 +103,12 @@ class Axis:
         self._by_tag: dict[str, bool] = {}
         self._peers: list[int] = []  # the ranks' numbers in the group
         self._hosts: tuple[dist.ProcessGroup | None, str | None] | None = None
+        self._line = name, ranks
+        # one that only pretends to move anything, as in a trial of the step, counts for itself
+        self.progress = Progress() if group is None else Progress.current
+        """What this rank has begun, in the run that the axis was made for."""
+        self._count = self.progress.counter(self._line)
+        self._sent, self._received = self.progress.messages(self._line)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         """The same: ranks and their groups are not copied with a trainer, strategy or callback that leads to them."""
@@ -156,13 +164,15 @@ class Axis:
     ) -> None:
         if self.guard is not None and purpose in _OF_SHARDS:
             self.guard()
+        self._count[0] += 1
+        self.progress.last = (self._line, self._count[0], verb, purpose, numel, None)
         note(verb, self.name, purpose, numel, nbytes, ranks or self.size, stays)
 
     def all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Reduce ``x`` in place over the axis; returns it. Booleans reduce as ``max`` (any) or ``min`` (all)."""
         work = self.start_all_reduce_(x, purpose, op)
         if work is not None:
-            work.wait()
+            wait_for(work)
         return x
 
     def start_all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> dist.Work | None:
@@ -200,14 +210,14 @@ class Axis:
         shape = (self.size, *x.shape) if shape is None else shape
         gathered, work = self.start_all_gather(x.contiguous(), purpose, shape)
         if work is not None:
-            work.wait()
+            wait_for(work)
         return gathered
 
     def reduce_scatter(self, parts: list[Tensor], purpose: str) -> Tensor:
         """The sum over the ranks of their part for this rank: ``parts`` has one for each, alike on all ranks."""
         out, work, _sent = self.start_sum_of_parts(parts, purpose)
         if work is not None:
-            work.wait()
+            wait_for(work)
         return out
 
     def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, dist.Work | None, Any]:
@@ -298,8 +308,14 @@ class Axis:
         if not ops:
             return []
         for op in ops:
-            if self.guard is not None or is_open():
-                self._log(op.verb, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
+            if self.guard is not None and op.purpose in _OF_SHARDS:
+                self.guard()
+            if is_open():
+                numel = op.x.numel()
+                note(op.verb, self.name, op.purpose, numel, numel * op.x.element_size(), 2, None)
+            counts = self._sent if op.verb == "send" else self._received
+            counts[op.peer] += 1
+        self.progress.last = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
         if self._goes_by_tag(ops[0].x.device.type):
             return [self._start_message(op) for op in ops]
         functions = {"send": dist.isend, "recv": dist.irecv}

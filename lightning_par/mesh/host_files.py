@@ -226,6 +226,8 @@ def _reserve(path: str, nbytes: int) -> bool:
                 for start in range(0, nbytes, _PIECE):
                     file.write(bytes(min(_PIECE, nbytes - start)))
     except OSError:
+        with suppress(OSError):  # what it has of the room is for others
+            os.unlink(path)
         return False
     return True
 

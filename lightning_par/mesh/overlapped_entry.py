@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.mesh.waits import wait_for
 from lightning_par.private.graph import can_order_nodes, node_of, order_of, set_order
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class _Wait(torch.autograd.Function):
         while ctx.under_way:
             _, work, sent = ctx.under_way.pop()
             if work is not None:
-                work.wait()
+                wait_for(work)
             del sent
         return grad, None
 

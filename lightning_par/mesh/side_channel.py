@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import json
 import secrets
 import socket
@@ -18,11 +17,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_par.mesh.interfaces import address_towards, is_loopback
 from lightning_par.private.process_groups import default_store, host_of_store
 
 _LENGTH = struct.Struct("!Q")
 _LONGEST = 1 << 26  # bytes of a message: one in JSON may list an index each row of a table of words
 _SILENCE = 60.0  # seconds
+_QUESTION = 1 << 16  # bytes of the first message, of one that may be a stranger
+_INTRODUCTION = 10.0  # seconds until it must be there
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -37,15 +39,18 @@ class Line:
         data = json.dumps(message).encode()
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 
-    def hear(self) -> Any:
+    def hear(self, longest: int = _LONGEST) -> Any:
         """
         Raises:
-            OSError: the other side has ended, or says nothing.
+            OSError: the connection was closed, or nothing is said, or nothing that JSON can say.
         """
         (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size))
-        if length > _LONGEST:
+        if length > longest:
             raise OSError(f"a message of {length} bytes")
-        return json.loads(self._bytes(length))
+        try:
+            return json.loads(self._bytes(length))
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"a message that is no JSON: {error}") from None
 
     def send(self, data: memoryview) -> None:
         """Send bytes, of which the other side knows how many."""
@@ -73,6 +78,7 @@ class SideChannel:
         name: of the channel, alike on all ranks and used once in a job.
         rank: this process' global rank.
         answer: called in a thread with a question and the line to the rank that asks; what it raises is told there.
+        stranger: the same for who does not know the secret; by default such a one is told nothing.
 
     Example::
 
@@ -82,35 +88,46 @@ class SideChannel:
         channel.close()
     """
 
-    def __init__(self, name: str, rank: int, answer: Callable[[Any, Line], None]) -> None:
-        self._name, self._answer = name, answer
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        answer: Callable[[Any, Line], None],
+        stranger: Callable[[Any, Line], None] | None = None,
+    ) -> None:
+        self._name, self._answer, self._stranger = name, answer, stranger
         self._secret = secrets.token_hex(16)
-        store, own = host_of_store()[0], _own_address()
+        store, own = host_of_store()[0], address_towards(*host_of_store())
         # A name of this host may be its loopback address here, by which other hosts don't reach it.
-        everywhere = _is_loopback(own) and store not in _LOOPBACK
+        everywhere = is_loopback(own) and store not in _LOOPBACK
         self._server = socket.create_server(("" if everywhere else own, 0), backlog=128)
         self._known: dict[int, tuple[str, int, str]] = {}
         port = self._server.getsockname()[1]
-        default_store().set(self._key(rank), json.dumps([store if everywhere else own, port, self._secret]))
+        self.address: tuple[str, int, str] = store if everywhere else own, port, self._secret
+        """By which others reach it: host, port and secret."""
+        default_store().set(self._key(rank), json.dumps(self.address))
         self._threads = [threading.Thread(target=self._accept, name=f"lightning_par {name}", daemon=True)]
         self._threads[0].start()
 
     @contextlib.contextmanager
-    def ask(self, rank: int, question: Any) -> Iterator[Line]:
+    def ask(self, rank: int, question: Any, patience: float = _SILENCE) -> Iterator[Line]:
         """A line to the global ``rank`` that has heard ``question``.
 
+        Args:
+            rank: whom to ask.
+            question: what JSON can say.
+            patience: seconds of silence until it is given up.
+
         Raises:
-            RuntimeError: its process has ended, or it could not answer.
+            RuntimeError: it does not answer, or could not.
         """
         try:
-            host, port, secret = self._address(rank)
-            with socket.create_connection((host, port), _SILENCE) as connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                line = Line(connection)
-                line.say([secret, question])
+            with call(self.look_up(rank), question, patience) as line:
                 yield line
+        except ConnectionRefusedError as error:
+            raise RuntimeError(f"Rank {rank} has left the run, or its process has ended ({error}).") from error
         except OSError as error:
-            raise RuntimeError(f"Rank {rank} does not answer ({error}): has its process ended?") from error
+            raise RuntimeError(f"Rank {rank} does not answer ({error}).") from error
 
     def close(self) -> None:
         """Answer no more, once what is under way was answered."""
@@ -123,7 +140,8 @@ class SideChannel:
     def _key(self, rank: int) -> str:
         return f"lightning_par/side channel/{self._name}/{rank}"
 
-    def _address(self, rank: int) -> tuple[str, int, str]:
+    def look_up(self, rank: int) -> tuple[str, int, str]:
+        """Where the global ``rank`` listens, and its secret; waits for it at the first time."""
         if rank not in self._known:
             host, port, secret = json.loads(default_store().get(self._key(rank)))
             self._known[rank] = host, port, secret
@@ -141,28 +159,37 @@ class SideChannel:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # who asked may have ended
-            connection.settimeout(_SILENCE)
+            connection.settimeout(_INTRODUCTION)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line = Line(connection)
-            secret, question = line.hear()
-            if not hmac.compare_digest(str(secret), self._secret):
+            first = line.hear(_QUESTION)
+            secret, question = first if isinstance(first, list) and len(first) == 2 else ("", None)
+            knows = hmac.compare_digest(str(secret).encode(), self._secret.encode())
+            answer = self._answer if knows else self._stranger
+            if answer is None:
                 return
+            connection.settimeout(_SILENCE)
             try:
-                self._answer(question, line)
+                answer(question, line)
             except OSError:
                 raise
             except Exception as error:  # whatever it is, the rank that asks must hear of it
                 line.say({"failure": f"{type(error).__name__}: {error}"})
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+@contextlib.contextmanager
+def call(address: tuple[str, int, str], question: Any, patience: float) -> Iterator[Line]:
+    """A line to what listens at ``address``, by its host, port and secret, that has heard ``question``.
 
+    Args:
+        patience: seconds for the connection, and for each answer to begin.
 
-def _own_address() -> str:
-    """This host's address on the network by which the ranks met."""
-    host, port = host_of_store()
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of datagrams: nothing is sent
-        return str(probe.getsockname()[0])
+    Raises:
+        OSError: nothing listens there, or does not answer.
+    """
+    host, port, secret = address
+    with socket.create_connection((host, port), patience) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line = Line(connection)
+        line.say([secret, question])
+        yield line

@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from lightning_par.mesh.progress import Progress
 from lightning_par.private.process_groups import default_store
 
 
@@ -36,6 +37,7 @@ class Whereabouts:
             ranks: who must come, too.
             doing: the same in words, in the past tense.
         """
+        Progress.current.come(kind, ranks, doing)
         if self.run is None or len(ranks) == 1 or not dist.is_initialized():
             return
         what = f"{kind} {ranks}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_values import on_device
+from lightning_par.mesh.waits import wait_for
 
 Gradient = Callable[[Tensor], Tensor | None]
 """The gradient of a leaf, if it has one."""
@@ -46,7 +47,7 @@ class Bucket:
         """Wait; returns every leaf with its averaged gradient."""
         assert self.flat is not None
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work)
         sizes = [leaf.numel() for leaf in self.leaves]
         landed = [(leaf, part.view(leaf.shape)) for leaf, part in zip(self.leaves, self.flat.split(sizes))]
         self.reset()
@@ -127,7 +128,7 @@ class Buckets:
         def land() -> list[tuple[Tensor, Tensor]]:
             landed = [pair for bucket in self._buckets for pair in bucket.land()]
             if work is not None:
-                work.wait()
+                wait_for(work)
             # Reading the flags waits for the device, so they are read only where something is missing here.
             got = here if all(here) or anyones is None else [bool(flag) for flag in anyones.tolist()]
             return [pair for pair, there in zip(landed, got) if there]

@@ -29,13 +29,15 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.uncalled import within
-from lightning_par.pipeline.plan.units import ModuleCall, list_names
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors, list_names
 from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.tied_gradients import TiedGradients, make_holder_axes
 from lightning_par.pipeline.run.unit_calls import intercept_units, release_units
+from lightning_par.private.compiler import compiler_of
 from lightning_par.sharded.packed_parameters import packed_parameters
+from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.compiled_layers import compile_units, restore_calls
 from lightning_par.trial.first_step import FirstStep
 from lightning_par.trial.step import Step
@@ -116,6 +118,8 @@ class Spread:
         with _as_the_loop_will_run(module, step):
             heard = first.heard
             plan, stages, program, alike = self._agreed(lambda: CutSearch(self).decide(step, heard))
+        if program is not None and RunState.current.streams.whole:
+            _refuse_compiled_draws(module, program, first.trainer.strategy.compiler)
         self.placement = place(module, stages, program)
         self.check(plan, module, self.placement)
         if self.groups.world.rank == 0:
@@ -159,6 +163,17 @@ class Spread:
                     f"On rank {rank}:\n{theirs}\nThe placement must not depend on the rank."
                 )
         return *outcome, len(counts) == 1
+
+
+def _refuse_compiled_draws(module: nn.Module, program: Program, whole: Any) -> None:
+    """Raises ValueError where a module is compiled, by itself or within ``module``, that draws."""
+    for path in (event.func for event in program.events if isinstance(event.func, str) and event.drawn):
+        around = [module.get_submodule(other) for other in (*ancestors(path), path)]
+        if whole is not None or any(compiler_of(m) is not None for m in (*around, *around[-1].modules())):
+            raise ValueError(
+                f"{path!r} is compiled and draws random numbers: compiled code draws numbers of its own, so that one "
+                "device's can't be had. Write draws='per_shard', the default, or leave it as it is written."
+            )
 
 
 def _intercept(first: FirstStep, stages: Stages) -> None:

@@ -12,9 +12,10 @@ How far predictions are from published runs: ``python -m tests.planner.published
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_par.planner.report import Plan as Plan
+if TYPE_CHECKING:
+    from lightning_par.planner.report import Plan
 
 
 def plan(

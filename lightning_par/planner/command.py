@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from lightning_par.verdict.command import json_dict, load
 
 FITS, NOTHING_FITS = 0, 1
 
@@ -16,8 +17,8 @@ _EXAMPLE = """example:
 exit code: 0 where a layout fits, 1 where none does, 2 where an argument is wrong"""
 
 
-def add_parser(commands: Any, json_dict: Callable[[str], dict[str, Any]]) -> None:
-    """Add ``plan`` to the commands."""
+def add_plan(commands: Any) -> None:
+    """Add the command to the ``commands`` of a parser."""
     plan: ArgumentParser = commands.add_parser(
         "plan",
         help="which layouts fit on a machine, and how fast they would be",
@@ -38,9 +39,10 @@ def add_parser(commands: Any, json_dict: Callable[[str], dict[str, Any]]) -> Non
     plan.add_argument("--recompute", default="none", help="none, selective or full (default: none)")
     plan.add_argument("--eager", action="store_true", help="functions run one by one, as without torch.compile")
     plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=show_plan)
 
 
-def run(asked: Namespace, load: Callable[[str], Any]) -> int:
+def show_plan(asked: Namespace) -> int:
     """Run the command; returns its exit code."""
     module, precision, devices = asked.module, asked.precision, asked.devices
     if asked.config:

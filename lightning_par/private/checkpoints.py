@@ -60,11 +60,11 @@ def stored_at(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(file, offset, length)
 
 
-def remote_reader() -> type:
-    """What reads distributed checkpoints at URLs by fsspec; it has no public name."""
-    from torch.distributed.checkpoint import _fsspec_filesystem
-
-    return _fsspec_filesystem.FsspecReader
+def offset_in_file(x: torch.Tensor) -> int:
+    """Where the bytes begin of the storage of ``x``, which `torch.load` read with ``map_location="meta"``; -1 for none.
+    Torch's notes on serialization name the attribute."""
+    offset = x.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+    return -1 if offset is None else int(offset)
 
 
 def parameter_of_pickle() -> Callable[..., Any]:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data._utils import signal_handling
+
 from lightning_par.strategies.namespace import Namespace
+
+WORKERS_SET_HANDLERS = signal_handling, "_set_worker_signal_handlers"
+"""What a worker of a ``DataLoader`` calls for torch's handlers of signals; it offers no place behind that to change
+them but ``worker_init_fn``, which is the user's."""
 
 
 def data_source(trainer: Any) -> Any:

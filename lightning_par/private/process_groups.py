@@ -13,12 +13,23 @@ from lightning_par.strategies.namespace import Namespace
 
 
 def init_process_group(
-    namespace: Namespace, environment: Any, backend: str, timeout: timedelta | None, device: torch.device
+    namespace: Namespace,
+    environment: Any,
+    backend: str,
+    timeout: timedelta | None,
+    device: torch.device,
+    rank: int | None = None,
+    store: torch.distributed.Store | None = None,
 ) -> None:
     """Connect the ranks as Lightning's own strategies do: with its log line, its reuse of a group that an earlier
-    Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it."""
+    Trainer left, and its clean-up of NCCL at exit. Lightning has no public function for it.
+
+    Where the ranks have met at a ``store``, this process is number ``rank`` of them; else as the ``environment`` says.
+    """
     connect = namespace.from_fabric("utilities.distributed", "_init_dist_connection")
     kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if store is not None:
+        kwargs |= {"store": store, "global_rank": rank}
     connect(environment, backend, device_id=device if device.type != "cpu" else None, **kwargs)
     if backend != "nccl":  # Lightning sees to NCCL alone
         atexit.unregister(_close_process_group)
@@ -92,3 +103,15 @@ def tells_of_a_lost_peer(error: BaseException) -> bool:
     but the file that they come from, all but one."""
     gloo = type(error) is RuntimeError and any(mark in str(error) for mark in ("gloo/", "caused pair closure"))
     return gloo or isinstance(error, torch.distributed.DistError)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether ``error`` says that an operation has not ended in time, which says nothing of the process there."""
+    return any(mark in str(error) for mark in ("Timed out waiting", "Application timeout caused", "Watchdog caught"))
+
+
+def closed_by_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that the other side has closed the connection: when its process ends, but on gloo also
+    when an operation of its own has not ended in time."""
+    marks = ("Connection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited")
+    return any(mark in str(error) for mark in marks)

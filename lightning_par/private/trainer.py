@@ -33,3 +33,18 @@ def about_to_begin_batch(frame: FrameType | None) -> bool:
         f is not None and f.f_code.co_name == "advance" and f.f_globals["__name__"].endswith(".training_epoch_loop")
         for f in (frame, caller)
     )
+
+
+def restores_a_run(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs since an entry point of the Trainer loads the checkpoint that it was given, which it does
+    on all ranks; Lightning tells no strategy why a checkpoint is loaded."""
+    while frame is not None and not (
+        frame.f_code.co_name == "resume_start" and frame.f_globals["__name__"].endswith(".checkpoint_connector")
+    ):
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_entry_point(frame: FrameType) -> bool:
+    """Whether ``frame`` is that of the function of Lightning within which all code of a run is called."""
+    return frame.f_code.co_name == "_call_and_handle_interrupt"

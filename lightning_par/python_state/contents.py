@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import ValueChange
-from lightning_par.python_state.mutable_objects import Cell
 from lightning_par.python_state.referents import holds
 
 LARGE = 1 << 16  # elements of an array that is not copied for every run

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
+from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import ValueChange, as_it_is
-from lightning_par.python_state.mutable_objects import Cell
 
 Look = Callable[[], Callable[[], Mapping[str, Cell]]]  # at what there is now, whenever that is called
 Own = Callable[[Any], Any]  # of an item, what a run may change

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_par.private.leaf_hooks import hooks_of, set_hooks
 from lightning_par.private.module_hooks import dicts_of_hooks, handles_made, hang, users_hooks
+from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import MappingChange
-from lightning_par.python_state.mutable_objects import Cell
 
 _Dicts = tuple[MutableMapping[int, Any], ...]  # of one module, by kind: hooks by the ids of their handles
 _Held = tuple[dict[int, Any], ...]  # what of it is the user's

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 from lightning_par.private.modes import no_modes
+from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.sequences import TupleCell
 from lightning_par.python_state.changes import Change, MappingChange, as_it_is
 from lightning_par.python_state.contents import LockedCell
+from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.iterators import IteratorCell
-from lightning_par.python_state.mutable_objects import Cell, TupleCell, forget_write, is_written, overwrite, version_of
-from lightning_par.python_state.reachable import ATOMS, Reach
+from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.still import Still
+from lightning_par.python_state.tensor_writes import forget_write, is_written, overwrite, version_of
 from lightning_par.python_state.user_code import packages_of
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_par.python_state.mutable_objects import is_written, version_of
+from lightning_par.python_state.tensor_writes import is_written, version_of
 
 _WASTE = 1 << 20  # bytes of memory that may be copied beside the tensors in it
 

@@ -7,7 +7,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 from lightning_par.private.dict_versions import version_of_dict
-from lightning_par.python_state.mutable_objects import Cell
+from lightning_par.python_state.cells.cell import Cell
 
 _lent, _versions = attrgetter("lent"), attrgetter("versions")
 

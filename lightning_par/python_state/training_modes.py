@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.python_state.mutable_objects import NamesCell
+from lightning_par.python_state.cells.names import NamesCell
 
 _training = attrgetter("training")
 

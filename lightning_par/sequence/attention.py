@@ -8,20 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.listener import heard, thread
 from lightning_par.mesh.positions import Positions
+from lightning_par.private import attention_kernels
 from lightning_par.sequence import blockwise, scheme, ulysses
 from lightning_par.sequence.all_gather import Gathered
 from lightning_par.sequence.attention_arguments import Arguments, read
 from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.ring import PURPOSE, Ring
 from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
+from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.whole_draws import InexactDrawError
 
 
 def attention(
@@ -43,7 +47,8 @@ def attention(
         key: (..., K, S, d), sharded along S on that axis, or plain, the same on all ranks.
         value: (..., L, S, e), as ``key``.
         attn_mask: broadcasts to (..., H, T, S); plain, or sharded along T or S.
-        dropout_p: the probability to drop a weight; each rank draws from its own stream.
+        dropout_p: the probability to drop a weight; each rank draws from its own stream, or has its
+            part of one device's mask.
         is_causal: whether queries see keys up to their own position.
         scale: of the scores; 1 / sqrt(d) by default.
         enable_gqa: whether K may divide H.
@@ -68,7 +73,10 @@ def attention(
     grid = _grid(chosen, axis, settings)
     out = _attend(func, call, grid, chosen, axis, dropout_p, is_causal, _scale(scale, call))
     result = call.result(out)
-    return ShardedTensor(result, result.ndim - 2, query._positions, axis)
+    found = ShardedTensor(result, result.ndim - 2, query._positions, axis)
+    if dropout_p > 0.0 and RunState.current.streams.whole:  # what is drawn for it next goes by how it lies
+        found._strides = tuple(torch.empty(found.shape, device="meta").stride())
+    return found
 
 
 def _scale(scale: float | None, call: Arguments) -> float:
@@ -91,7 +99,7 @@ def _attend(
     mask = _own_mask(call, grid)
     asked = None if mask is None else _asked_whether_deep(call, mask, grid)
     if grid.ring is None:
-        with RunState.current.streams.draw(axis.rank, q.device) if p > 0.0 else contextlib.nullcontext():
+        with _drawn(axis, grid, q) if p > 0.0 else contextlib.nullcontext():
             gqa = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
             if mask is not None and not call.fused and _is_deep(asked, axis):
                 # Kernels differ there, see `blockwise`: of five dims torch, too, takes none that is fused.
@@ -102,7 +110,7 @@ def _attend(
         task = blockwise.Task(
             outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, fused=call.fused
         )
-        out = _by_blocks(q, k, v, mask, asked, task, axis, grid.ring, keys, chosen)
+        out = _by_blocks(q, k, v, mask, asked, task, axis, grid, keys, chosen)
     if grid.ulysses is not None:
         (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)  # [B, H / ranks, T, e] -> [B, H, own T, e]
     return out
@@ -117,16 +125,45 @@ def _by_blocks(
     asked: Tensor | None,
     task: blockwise.Task,
     axis: Axis,
-    ring: Axis,
+    grid: Grid,
     keys: Positions | None,
     chosen: Scheme,
 ) -> Tensor:
     """`blockwise.attend`, with what is not alike in two calls of the same form: tags, draws, and what a mask holds."""
-    if task.dropout:  # each block mixes its number into the key
-        task = replace(task, key=RunState.current.streams.next_key(axis.rank))
+    streams = RunState.current.streams
+    if task.dropout and streams.whole:
+        task = replace(task, kept=_kept(q, task, axis, grid))
+    elif task.dropout:  # each block mixes its number into the key
+        task = replace(task, key=streams.next_key(axis.rank))
     if asked is not None:
         task = replace(task, deep=_is_deep(asked, axis))
-    return blockwise.attend(q, k, v, mask, task, _carrier(keys, ring, chosen))
+    assert grid.ring is not None
+    return blockwise.attend(q, k, v, mask, task, _carrier(keys, grid.ring, chosen))
+
+
+def _drawn(axis: Axis, grid: Grid, q: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Around a draw for this rank's heads of ``q`` (B, H, T, d)."""
+    inner = grid.ulysses
+    if inner is None:
+        return contextlib.nullcontext()
+    heads = Positions.even(q.shape[1] * inner.size, inner.size)
+    streams = RunState.current.streams
+    # a call of five dims has another one in front
+    return streams.drawn(-3, heads, inner.rank if streams.whole else axis.rank, q.device)
+
+
+def _kept(q: Tensor, task: blockwise.Task, axis: Axis, grid: Grid) -> Tensor:
+    """What one device keeps of the weights: booleans (B, H, T, all keys), of this rank's heads and queries."""
+    flash, efficient, _ = attention_kernels.allowed()
+    if q.device.type == "cuda" and q.dtype != torch.float64 and (flash or efficient):
+        raise InexactDrawError("scaled_dot_product_attention", user_line(), "one device takes a fused kernel")
+    streams = RunState.current.streams
+    batch, heads, own = q.shape[:3]
+    with _drawn(axis, grid, q):
+        if not own:  # dropout of nothing draws nothing, and the other ranks' generators move on
+            F.dropout(q.new_ones((batch, heads, task.queries.size, task.keys.size)), task.dropout)
+        with streams.drawn(-2, task.queries, task.rank, q.device):
+            return F.dropout(q.new_ones((batch, heads, own, task.keys.size)), task.dropout) != 0
 
 
 def _is_deep(asked: Tensor | None, axis: Axis) -> bool:

@@ -21,7 +21,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.sequence import kernel
 from lightning_par.sequence.blocks import KernelCall, plan
 from lightning_par.sequence.deep_masks import top
-from lightning_par.sequence.plain_kernel import Block, DropoutMask, wide
+from lightning_par.sequence.plain_kernel import Block, DrawnMask, DropoutMask, wide
 from lightning_par.sharded.random_streams import mix
 
 Meet = Callable[[int, Tensor, Tensor], None]
@@ -56,6 +56,8 @@ class Task:
         scale: what the scores are multiplied with.
         dropout: the probability to drop a weight.
         key: of the stream that dropout masks come from.
+        kept: in place of that, what one device keeps of the weights of this rank's queries: booleans (B, H, T, all
+            keys).
         fused: whether one device takes a fused kernel, which keeps log-sum-exps and not the weights for backward.
         deep: whether all of a row of the mask may be huge; see `deep_masks`.
     """
@@ -67,6 +69,7 @@ class Task:
     scale: float
     dropout: float = 0.0
     key: int = 0
+    kept: Tensor | None = None
     fused: bool = False
     deep: bool = False
 
@@ -178,20 +181,27 @@ class _Rows:
             shift = self.shift
             if shift is not None and shift.shape[2] > 1:
                 shift = shift[:, :, call.queries]
-            # in backward drawn again
-            draw = DropoutMask(task.dropout, mix(task.key, source, number)) if task.dropout else None
+            draw = self._draw(number, call, source) if task.dropout else None
             yield Step(number, call, Block(call.causal, task.scale, bias, shift, draw))
+
+    def _draw(self, number: int, call: KernelCall, source: int) -> DropoutMask | DrawnMask:
+        task = self.task
+        if task.kept is None:  # in backward drawn again
+            return DropoutMask(task.dropout, mix(task.key, source, number))
+        return DrawnMask(task.dropout, self._of_keys(task.kept[:, :, call.queries], call, source))
 
     def _bias(self, call: KernelCall, source: int) -> Tensor | None:
         if self.mask is None:
             return None if call.seen is None else _stairs(call, self.q.device)
         bias = self.mask if self.mask.shape[2] == 1 else self.mask[:, :, call.queries]
-        if bias.shape[3] == 1:
-            return bias
+        return bias if bias.shape[3] == 1 else self._of_keys(bias, call, source)
+
+    def _of_keys(self, x: Tensor, call: KernelCall, source: int) -> Tensor:
+        """The columns of ``x``, which has one for each key."""
         columns = self.task.keys.indices(source)[call.keys]
         if columns[-1] - columns[0] + 1 == len(columns):
-            return bias.narrow(3, int(columns[0]), len(columns))  # a view; what is not contiguous has to be copied
-        return bias.index_select(3, self._columns(call, source))
+            return x.narrow(3, int(columns[0]), len(columns))  # a view; what is not contiguous has to be copied
+        return x.index_select(3, self._columns(call, source))
 
     def _columns(self, call: KernelCall, source: int) -> Tensor:
         return self.task.keys.index(source, self.q.device)[call.keys]

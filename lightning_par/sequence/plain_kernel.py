@@ -28,6 +28,19 @@ class DropoutMask:
 
 
 @dataclass(frozen=True)
+class DrawnMask:
+    """A dropout mask of one device's: ``kept`` (B, H, T, S) says which probabilities stay, ``p`` is that to drop."""
+
+    p: float
+    kept: Tensor
+
+    def factors(self, like: Tensor) -> Tensor:
+        """0 where a probability is dropped, else 1 / (1 - p)."""
+        kept = self.kept.to(like.dtype)
+        return kept.div_(1 - self.p) if self.p < 1.0 else kept
+
+
+@dataclass(frozen=True)
 class Block:
     """How one block is attended to.
 
@@ -44,7 +57,7 @@ class Block:
     scale: float
     bias: Tensor | None = None
     shift: Tensor | None = None
-    draw: DropoutMask | None = None
+    draw: DropoutMask | DrawnMask | None = None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis, Kind, PeerOp
 from lightning_par.mesh.positions import Positions
+from lightning_par.mesh.waits import wait_for
 from lightning_par.sequence.blockwise import Meet, MeetBack
 from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
 from lightning_par.sequence.plain_kernel import wide
@@ -90,7 +91,7 @@ class Ring:
 
         def wait() -> None:
             for work in works:
-                work.wait()
+                wait_for(work)
             ops.clear()  # until here they keep what travels
 
         return wait

@@ -95,6 +95,12 @@ scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_
 """)
 """Take a tensor, and may move the generator on."""
 
+DRAWS_ANEW = _names("rand randn randint randperm")
+"""Take no tensor, and draw the entries of one."""
+
+DRAWS_BY_VALUE = _names("poisson binomial _standard_gamma _sample_dirichlet rrelu rrelu_")
+"""How many numbers they draw goes by the tensor's entries."""
+
 # What is written.
 
 IN_PLACE_OPERATORS = _names("__iand__ __ior__ __ixor__ __ilshift__ __irshift__")

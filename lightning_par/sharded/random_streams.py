@@ -3,7 +3,7 @@
 A draw on a replicated tensor takes the shared generator, so it is one device's draw. A draw on a sharded tensor must
 differ from rank to rank and must not move the shared generator; it takes a stream of its own, keyed by (seed, step,
 event, shard). The same layout and seed repeat bitwise. Outside a step, as in a callback that prunes weights at random,
-a draw for a sharded tensor is one device's, cut.
+a draw for a sharded tensor is one device's, cut; and so it is within steps under ``draws="one_device"``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,50 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
+
+from lightning_par.mesh.positions import Positions
+from lightning_par.sharded.whole_draws import WholeDraws
+
+Draws = Literal["per_shard", "one_device"]
+DRAWS: tuple[Draws, ...] = get_args(Draws)
+
+
+def check_draws(asked: Any) -> Draws:
+    """``asked``, which the user gave as ``draws``.
+
+    Raises:
+        ValueError: it is neither of the two.
+    """
+    if asked not in DRAWS:
+        raise ValueError(
+            f"draws must be 'per_shard' (each part draws numbers of its own) or 'one_device' (each part has its part "
+            f"of what one device draws), got {asked!r}."
+        )
+    return asked  # type: ignore[no-any-return]
 
 
 @dataclass
 class Streams:
-    """Where a run stands in its sharded draws: ``event`` counts them within a step."""
+    """Where a run stands in its sharded draws: ``event`` counts them within a step.
+
+    Attributes:
+        whole: whether a sharded draw is one device's, cut.
+        parts: where somebody listens, of what is drawn for parts: along which dim, and by which positions.
+        unit: what draws within the module of a pipeline that runs, on a microbatch; None elsewhere.
+        drawn_in_unit: how many functions have drawn within it.
+    """
 
     seed: int = 0
     step: int = 0
     event: int = 0
     in_step: bool = False
+    whole: bool = False
+    parts: list[tuple[int, Positions]] | None = None
+    unit: Any = None
+    drawn_in_unit: int = 0
 
     def begin_step(self, seed: int, step: int) -> None:
         self.seed, self.step, self.event, self.in_step = seed, step, 0, True
@@ -34,6 +66,29 @@ class Streams:
         key = mix(self.seed, self.step, self.event, shard)
         self.event += 1
         return key
+
+    def drawn(
+        self,
+        dim: int,
+        positions: Positions,
+        shard: int,
+        device: torch.device,
+        lies: tuple[torch.Size, tuple[int, ...]] | None = None,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Draws within are for a part of a tensor: ``shard``'s, along ``dim`` as ``positions`` say.
+
+        Args:
+            dim: of what is drawn.
+            positions: who holds which of its indices.
+            shard: the rank.
+            device: where it is.
+            lies: the shape of a part of which the whole's strides are known, and these.
+        """
+        if device.type == "meta":
+            return contextlib.nullcontext()
+        if self.parts is not None:
+            self.parts.append((dim, positions))
+        return WholeDraws(dim, positions, shard, lies) if self.whole else self.draw(shard, device)
 
     @contextlib.contextmanager
     def draw(self, shard: int, device: torch.device) -> Iterator[None]:

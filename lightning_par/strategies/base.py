@@ -60,7 +60,9 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._state.end()  # of a run that was not torn down
         self._state = RunState()
         self._state.begin()
-        self.parts = make_parts(self.groups, self.wanted(), self.compiler)
+        wanted = self.wanted()
+        self._state.streams.whole = wanted.draws == "one_device"
+        self.parts = make_parts(self.groups, wanted, self.compiler)
         if self.parts and self.root_device.type == "cpu":
             give_back_freed(_LARGE)
         for kind in [kind for part in self.parts for kind in part.patches()]:
@@ -72,6 +74,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._run, self._met_after_exception, self._evaluated = number_of(self.groups.world, "run"), False, 0
         self._state.whereabouts.run = self._run
         self._starting = True
+        patches.WORKER_SIGNALS.hold(self)
         self.accelerator.setup(trainer)
         refuse_batch_size_finder(trainer, self.groups.world, self.namespace)
         write_predictions_once(trainer.callbacks, self.groups.replica, self.namespace)
@@ -125,6 +128,8 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         for part in self.parts:
             part.listen(first)
         for part in self.parts:
+            if self._preemption is not None:
+                self._preemption.at_start_up()
             part.make_plan(first)
         for callback in trainer.callbacks:
             if isinstance(callback, ThroughputMixin):
@@ -212,6 +217,20 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._starting = False
         self._share_metrics()
 
+    def on_train_end(self) -> None:
+        if self._preemption is not None:
+            self._preemption.at_train_end()
+
+    def has_stopped_by(self, exception: BaseException) -> bool:
+        """Whether ``exception`` is the one by which all ranks have stopped, as a signal had told them to."""
+        return self._preemption is not None and exception is self._preemption.raised
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._preemption is not None and self.has_stopped_by(exception):
+            self._meet_after_exception()
+            self._preemption.finish(self)
+
     def on_validation_start(self) -> None:
         self._share_metrics()
 
@@ -228,8 +247,14 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
                 self._undo_setup()
         finally:
             state.end()
+            self._end_watch()
             give_back_freed(None)
             release(self, patches.all_kinds(self.namespace))
+            preemption, self._preemption = self._preemption, None
+            if preemption is not None:
+                preemption.close()
+        if preemption is not None:
+            preemption.at_the_end()
 
     def _undo_setup(self) -> None:
         module = self.lightning_module

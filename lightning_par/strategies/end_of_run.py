@@ -89,7 +89,7 @@ def _whole(x: Tensor) -> Tensor:
 PATIENCE = timedelta(seconds=10)
 
 
-def meet_after_exception(world: Axis, run: str, progress: str) -> None:
+def meet_after_exception(world: Axis, run: str, progress: str, patience: float = 0.0) -> None:
     """Wait a little for the other ranks, which may have failed like this one, or may wait for it in vain.
 
     Callbacks that save a checkpoint after an exception need every rank's part of it, all of the same step.
@@ -98,20 +98,21 @@ def meet_after_exception(world: Axis, run: str, progress: str) -> None:
         world: all ranks.
         run: a name for the run, the same on all ranks.
         progress: how far this rank came.
+        patience: seconds that the others are waited for, at least; by an agreement to stop they will come.
 
     Raises:
         BaseException: the one that is being handled, if a rank does not come or was elsewhere; a warning says so.
     """
     if world.size == 1:
         return
-    store = default_store()
+    store, patience = default_store(), max(patience, PATIENCE.total_seconds())
     keys = [f"lightning_par/exception/{run}/{rank}" for rank in world.ranks]
     try:
         store.set(keys[world.rank], progress)
-        store.wait(keys, PATIENCE)
+        store.wait(keys, timedelta(seconds=patience))
         found = [store.get(key).decode() for key in keys]
     except RuntimeError:  # torch's errors of a store that timed out or is gone
-        why = f"not all of the {world.size} ranks came within {PATIENCE.total_seconds():.0f} s"
+        why = f"not all of the {world.size} ranks came within {patience:.0f} s"
     else:
         if all(other == progress for other in found):
             return

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
@@ -16,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.checkpoint.disk_space import file_system, free_in
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_files import LEAST
+from lightning_par.mesh.hosts import Host, this_host
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.startup_table import bytes_text
@@ -67,19 +66,23 @@ def shortest_room(
         world: all ranks.
         folder: where files are to hold what is large of it; else the host's memory holds all.
     """
-    host = socket.gethostname()
+    own = this_host()
+    host = own.name
     weights, states = _growth(module, optimizers)
     filed = 0.0
     if folder is not None:
         filed = _large(module) * (states + (weights if device.type == "cpu" else 0))
     asked = [(host, weights + states - filed, free_on_host())]
     if folder is not None:
-        place = host if _in_memory(folder) else f"{folder} of {host}"
+        place = host if file_system(folder) in ("tmpfs", "ramfs") else f"{folder} of {host}"
         asked.append((place, filed, free_in(folder)))
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         asked.append((f"{device} of {host}", weights, torch.cuda.mem_get_info(device)[0] + unused))
-    return least(entry for rank in world.all_gather_object(asked, "memory") for entry in rank)
+    by_host: dict[Host, list[tuple[str, float, float]]] = {}  # of which some may have one name
+    for its, entries in world.all_gather_object((own, asked), "memory"):
+        by_host.setdefault(its, []).extend(entries)
+    return min(map(least, by_host.values()), key=_spare)
 
 
 def least(asked: Iterable[tuple[str, float, float]]) -> Room:
@@ -88,7 +91,11 @@ def least(asked: Iterable[tuple[str, float, float]]) -> Room:
     for place, needed, free in asked:
         known = rooms.get(place, Room(place, 0.0, inf))
         rooms[place] = Room(place, known.needed + needed, min(known.free, free))
-    return min(rooms.values(), key=lambda room: SHARE * room.free - room.needed)
+    return min(rooms.values(), key=_spare)
+
+
+def _spare(room: Room) -> float:
+    return SHARE * room.free - room.needed
 
 
 def _growth(module: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[float, float]:
@@ -118,25 +125,6 @@ def _bytes(x: Any) -> int:
 def free_on_host() -> float:
     """Bytes that processes of this host, or of its container, may still take; infinite where that is unknown."""
     return min(_free_of_machine(), *(_free_of_group(*names) for names in _GROUPS))
-
-
-def free_in(folder: str) -> float:
-    """Bytes that files in ``folder`` may still take."""
-    try:
-        return float(shutil.disk_usage(folder).free)
-    except OSError:
-        return 0.0
-
-
-def _in_memory(folder: str) -> bool:
-    """Whether files there are in memory; False where the system does not say."""
-    try:  # as "36 35 98:0 /root /tmp rw - ext4 /dev/sda rw"
-        number = os.stat(folder).st_dev
-        wanted = f"{os.major(number)}:{os.minor(number)}"
-        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
-        return False
-    return any(line[2] == wanted and line[line.index("-") + 1] in ("tmpfs", "ramfs") for line in lines)
 
 
 def free_on(device: torch.device) -> float:

@@ -21,6 +21,7 @@ from lightning_par.private.compiler import Compiler
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sequence.plan import SequenceDim
 from lightning_par.sequence.scheme import Asked
+from lightning_par.sharded.random_streams import Draws
 from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.strategies.compiled_layers import CompiledPart
 from lightning_par.strategies.part import Part
@@ -47,6 +48,7 @@ class Wanted:
         data_parallel: "ddp" or "fsdp".
         reshard_after_forward: what "fsdp" gathered.
         verify: whether the first batch is run cut and whole.
+        draws: what random numbers of a step are.
         timeout: how long a rank waits for another.
         asker: the strategy's name, for messages.
         namespace: whose Lightning it is.
@@ -60,6 +62,7 @@ class Wanted:
     data_parallel: str
     reshard_after_forward: bool | Literal["auto"]
     verify: bool
+    draws: Draws
     timeout: timedelta | None
     asker: str
     namespace: Namespace

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_par.hang_report.settings import Asked
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Groups, Layout, make_groups
+from lightning_par.mesh.network import Joined, meet
+from lightning_par.mesh.rendezvous import Address
 from lightning_par.optim.gradient_sync import GradientSync
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import Compiler
@@ -22,34 +25,44 @@ from lightning_par.private.trainer import about_to_begin_batch
 from lightning_par.python_state import generators
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies import end_of_run, launch
+from lightning_par.strategies.grace import GracePeriod, check_grace_period
+from lightning_par.strategies.hang_watch import HangWatchMixin
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.logging import reduce_over_axis, reduce_over_group
 from lightning_par.strategies.namespace import OTHER, Namespace
 from lightning_par.strategies.parts import Parts, Wanted
+from lightning_par.strategies.preemption import Preemption
 from lightning_par.strategies.rank_numbers import Count, RankInStep, in_users_hook
 from lightning_par.strategies.samplers import share_by_replicas
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object
+from lightning_par.strategies.startup_table import show_hosts
 
 T = TypeVar("T")
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_WITHOUT_STORE = ("fake", "mpi")  # backends whose ranks don't meet at a store
 
 
 @given_anew
 @takes_module(lambda strategy, module: strategy._take(module))
 @launched_by(lambda strategy: launch.make_launcher(strategy.namespace, strategy, strategy.start_method))
-class RanksMixin(_Base):
+class RanksMixin(HangWatchMixin):
     """Who the ranks are: their layout and groups, how they are started, and how they talk outside a step."""
 
     namespace: Namespace
 
-    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, start_method: StartMethod) -> None:
+    def __init__(
+        self,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        hang_report_after: Asked,
+        grace_period: GracePeriod,
+        start_method: StartMethod,
+    ) -> None:
         launch.check_start_method(start_method)
+        self._take_report_time(hang_report_after, timeout)
         super().__init__()
         self.process_group_backend = process_group_backend
         self.timeout = timeout
+        self.grace_period = check_grace_period(grace_period)
         self.start_method = start_method
         self.num_nodes = 1
         self.layout: Layout | None = None
@@ -63,6 +76,7 @@ class RanksMixin(_Base):
         self._state = RunState()
         self._run = 0
         self._met_after_exception = False
+        self._preemption: Preemption | None = None
         self._evaluated = 0  # steps without training since `setup`
 
     def __repr__(self) -> str:
@@ -124,10 +138,15 @@ class RanksMixin(_Base):
     def global_rank(self) -> int:
         """This process's number; where it goes into results see `rank_numbers`: in the user's hooks `Count`, within a
         step that the ranks of a replica share `RankInStep`."""
-        rank = super().global_rank
+        rank = self._process_rank
         if Run.current is not None and self._groups is not None:
             return RankInStep(self.groups.data.rank, self.groups.replica.ranks[0], dist.get_rank())
         return Count(self.groups.data.rank, rank) if self._are_replicas_meant() else rank
+
+    @property
+    def _process_rank(self) -> int:
+        """By the process group, which may number ranks in another order than their launcher; see `mesh.hosts`."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else super().global_rank
 
     @property
     def world_size(self) -> int:
@@ -135,6 +154,8 @@ class RanksMixin(_Base):
         size = super().world_size
         if about_to_begin_batch(sys._getframe(1)):
             self._come("training batch", "came to the next batch")
+            if self._preemption is not None:
+                self._preemption.before_batch()
         return Count(self.groups.data.size, size) if self._are_replicas_meant() else size
 
     def _are_replicas_meant(self) -> bool:
@@ -142,7 +163,7 @@ class RanksMixin(_Base):
 
     @property
     def is_global_zero(self) -> bool:
-        return (super().global_rank if Run.current is None else self.global_rank) == 0
+        return (self._process_rank if Run.current is None else self.global_rank) == 0
 
     @property
     def is_distributed(self) -> bool:
@@ -171,12 +192,40 @@ class RanksMixin(_Base):
         super().setup_environment()
         self.set_world_ranks()
         assert self.layout is not None
+        self._heed_signals()
         device = self.root_device
         backend = self.process_group_backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
-        init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device)
-        self._groups = make_groups(self.layout, self.timeout or timedelta(minutes=30))
+        self._connect(backend, device)
+        self._begin_progress()
+        self._groups = make_groups(self.layout, self.timeout or DEFAULT_TIMEOUT)
+        self._begin_watch(self.groups.world)
         # Not Lightning's `reset_seed`: the first rank's generators stand where one device's would.
         generators.share(self.groups.world)
+        if self._preemption is not None:
+            self._preemption.connect(self.groups.world)
+
+    def _heed_signals(self) -> None:
+        if self._preemption is not None:
+            self._preemption.close()  # of a run that was not torn down
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        if trainer is not None:
+            environment = self.cluster_environment
+            self._preemption = Preemption(trainer, self.namespace, self.grace_period, environment, self.launcher)
+
+    def _connect(self, backend: str, device: torch.device) -> None:
+        """Make the process group of all ranks, unless there is one."""
+        assert self.layout is not None and self.cluster_environment is not None
+        met: Joined | None = None
+        if self.layout.world_size > 1 and not dist.is_initialized() and backend not in _WITHOUT_STORE:
+            environment = self.cluster_environment
+            address = Address(environment.main_address, environment.main_port)
+            timeout = self.timeout or DEFAULT_TIMEOUT
+            met = meet(address, environment.global_rank(), self.layout, environment.node_rank(), backend, timeout)
+        rank, store = (None, None) if met is None else (met.rank, met.store)
+        init_process_group(self.namespace, self.cluster_environment, backend, self.timeout, device, rank, store)
+        self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
+        if met is not None and met.rank == 0 and len({*met.grid.hosts}) > 1:
+            show_hosts(met.grid)
 
     def _come(self, kind: str, doing: str) -> None:
         """Let other ranks know that this one comes to what all ranks come to."""
@@ -207,6 +256,8 @@ class RanksMixin(_Base):
         if dist.is_available() and dist.is_initialized():
             self._come("barrier", "came to a barrier")
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            if self._preemption is not None:
+                self._preemption.at_start_up()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not (dist.is_available() and dist.is_initialized()):
@@ -231,5 +282,6 @@ class RanksMixin(_Base):
         if trainer is None or trainer.state.status.value != "interrupted" or self._met_after_exception:
             return
         progress = f"{trainer.global_step} {trainer.fit_loop.total_batch_idx}"
-        end_of_run.meet_after_exception(self.groups.world, f"{self._run}", progress)
+        patience = 0.0 if self._preemption is None else self._preemption.seconds_left
+        end_of_run.meet_after_exception(self.groups.world, f"{self._run}", progress, patience)
         self._met_after_exception = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.background import Background, background_group
+from lightning_par.checkpoint.checked_together import together
 from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.modules import with_modules_apart, with_modules_whole
@@ -25,6 +27,7 @@ from lightning_par.pipeline.between_steps.gather_states import whole_where_held
 from lightning_par.pipeline.part import StagesPart
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.strategies import give_checkpoint_io, given_checkpoint_io
+from lightning_par.private.trainer import restores_a_run
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.strategies.rank_numbers import Count
@@ -120,6 +123,8 @@ class SavingMixin(RanksMixin):
         self._inventory = None
         if save is not self._running_save():  # what an earlier one, that failed, has left
             inventory = Inventory(self._groups, self.stores_parts)
+        if self._preemption is not None and "optimizer_states" in checkpoint:
+            self._preemption.note_saved()
         self._background.finish()
         for key in [key for key in checkpoint if key == "callbacks" or key.endswith("hyper_parameters")]:
             # Any torch can read a file that has plain numbers in it.
@@ -172,13 +177,17 @@ class SavingMixin(RanksMixin):
         Raises:
             pickle.UnpicklingError: it holds other things than ``weights_only`` allows; the message names them.
             ValueError: it is a directory with files missing, cut short or garbled.
-            RuntimeError: it is a file that is cut short or garbled.
+            RuntimeError: it is a file that is cut short or garbled, or whose tensors do not match their checksums.
         """
         self._background.finish()
         path = str(checkpoint_path)
         if is_directory(path):
             return load(path, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        # A plugin of the user's may not load on all ranks, nor need the user's own code call this on all.
+        ours = type(self.checkpoint_io) is type(self._default_checkpoint_io())
+        restores = ours and self._groups is not None and restores_a_run(inspect.currentframe())
+        with together(self.groups.world) if restores else nullcontext():
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, of which this rank reads no more than it holds."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from math import prod
 
 from torch import nn
 
+from lightning_par.mesh.hosts import HostGrid
 from lightning_par.mesh.layout import Layout
 from lightning_par.tensor.plan import TensorPlan
 
 Row = tuple[str, str, str, str]
+_MOST = 16  # hosts that are listed
 _LEAST = 28  # characters of the column that may be broken into lines
 
 
@@ -25,6 +27,67 @@ def show_plan(plan: TensorPlan, module: nn.Module, layout: Layout, seconds: floa
     rows = plan_rows(plan)
     footer = plan_footer(plan, module)
     show_table(title, header, rows, footer, wraps=3)
+
+
+def show_hosts(grid: HostGrid) -> None:
+    """Print which part of the grid is on which host."""
+    title = f"{len(grid.hosts)} ranks on {len(grid.names)} hosts ({grid.layout})"
+    show_table(title, *host_rows(grid), host_footer(grid), wraps=1)
+
+
+def host_rows(grid: HostGrid) -> tuple[list[str], list[list[str]]]:
+    """The header, and a row for every host: its ranks, and where they are along each axis."""
+    axes = [name for name, size in zip(grid.layout.axes(), grid.layout.sizes) if size > 1]
+    renumbered = grid.launched != tuple(range(len(grid.launched)))
+    rows = []
+    for host, name in grid.names.items():
+        ranks = grid.ranks_of(host)
+        places = [(grid.layout.grid() == rank).nonzero()[0].tolist() for rank in ranks]
+        along = [[place[grid.layout.axes().index(axis)] for place in places] for axis in axes]
+        launched = [ranges(grid.launched[rank] for rank in ranks)] if renumbered else []
+        rows.append([name, ranges(ranks), *launched, *map(ranges, along)])
+    if len(rows) > _MOST:
+        rows[_MOST:] = [[f"{len(rows) - _MOST} more", *[""] * (len(rows[0]) - 1)]]
+    return ["host", "ranks", *["launcher's ranks"] * renumbered, *axes], rows
+
+
+def host_footer(grid: HostGrid) -> list[str]:
+    """Which axes are within hosts, and what would help those that should be."""
+    lines = []
+    for axis in ("tensor", "sequence", "pipeline"):
+        size, across = getattr(grid.layout, axis), grid.across(axis)
+        groups = len(grid.hosts) // size
+        if size == 1 or not across and axis == "pipeline":
+            continue
+        if not across:
+            lines.append(f"The {axis} axis is within hosts.")
+        elif axis == "pipeline":
+            lines.append(f"The pipeline goes across hosts in {across} of {groups} groups.")
+        else:
+            counts = sorted({len(grid.ranks_of(host)) for host in grid.names})
+            within = " * ".join(f"{name}_parallel_size" for name in dict.fromkeys((axis, "tensor")))
+            lines.append(
+                f"The {axis} axis goes across hosts in {across} of {groups} groups of {size}; hosts have "
+                f"{' or '.join(map(str, counts))} ranks. It talks in each layer, over the network there: let {within} "
+                "divide the ranks of each host, and another axis go across."
+            )
+    return lines
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as people write them.
+
+    Example::
+
+        assert ranges([3, 0, 1, 2, 2, 6]) == "0-3, 6"
+    """
+    runs: list[list[int]] = []
+    for number in sorted({*numbers}):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
 def show_table(

@@ -92,6 +92,8 @@ class StepsMixin(RanksMixin):
         return self._evaluation("predict_step", batch, args, kwargs)
 
     def _evaluation(self, name: str, batch: Any, args: Any, kwargs: Any) -> Any:
+        if self._preemption is not None:
+            self._preemption.before_evaluation_step()
         self._evaluated += 1
         with self._draws(-self._evaluated):
             stages = self._staged()

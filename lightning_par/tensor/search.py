@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.positions import Array
+from lightning_par.python_state import generators
 from lightning_par.sharded.functions import MATRIX_PRODUCTS, STATISTICS
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
@@ -82,7 +83,7 @@ class Search(Propagation):
         Each pass that finds a parameter with fewer than two units leaves it whole and walks again.
         """
         streams = RunState.current.streams
-        with streams.kept(), torch.no_grad():
+        with generators.kept(), streams.kept(), torch.no_grad():
             streams.in_step = True  # the rules run as in a step
             return self._search()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_par.private.lightning_modules import HPARAMS
 from lightning_par.python_state.code_names import names_of
-from lightning_par.python_state.reachable import ATOMS
+from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.user_code import is_library
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_par.python_state import generators
+from lightning_par.sharded.random_streams import Draws
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from lightning_par.verdict.compare import Finding as Finding
 from lightning_par.verdict.fresh import judge_fresh
@@ -52,9 +53,10 @@ def check(
         devices: processes under each layout; by default what its sizes multiply to, with 2 for an axis without a size.
         steps: optimizer steps.
         gradient_clip_val: the Trainer's, so small that it bites. Left out where the module optimizes by hand.
-        dropout: leave dropout on. It is turned off by default, and the verdict says so, since a layout draws other
-            masks on shards than one device does: layers by their ``p``, else by number attributes with "drop" in their
-            names. A probability that is written into the code stays, and makes a difference.
+        dropout: leave dropout on, and let layouts draw what one device draws (``draws="one_device"``), but for
+            strategies given as objects, which say themselves. By default it is turned off, and the verdict says so,
+            since a layout then draws other masks on shards: layers by their ``p``, else by number attributes with
+            "drop" in their names. A probability that is written into the code stays, and makes a difference.
         timeout: seconds for each run.
 
     Returns:
@@ -74,7 +76,12 @@ def check(
         assert verdict
     """
     job = read_job(module, batch, steps, gradient_clip_val, dropout, devices)
-    return judge_fresh(job, read_layouts(layouts, devices, job.namespace), timeout)
+    return judge_fresh(job, read_layouts(layouts, devices, job.namespace, draws_of(job)), timeout)
+
+
+def draws_of(job: Job) -> Draws:
+    """What random numbers are under layouts that don't say so."""
+    return "one_device" if job.dropout else "per_shard"
 
 
 def read_job(

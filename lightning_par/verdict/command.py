@@ -1,19 +1,16 @@
-"""The command line: ``python -m lightning_par check my_module.py:MyModule ...``, and ``plan``."""
+"""The command of the verdict: ``python -m lightning_par check my_module.py:MyModule ...``."""
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
-
-from lightning_par.planner import command as planner
+from typing import Any
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 2
 
@@ -24,31 +21,8 @@ _EXAMPLE = """example:
 exit code: 0 where all layouts equal one device, 1 where one differs, 2 where one is refused or an argument is wrong"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code. What is wrong with the arguments is one line on stderr.
-
-    Args:
-        arguments: without the program's name; by default those of this process.
-    """
-    command = "check"
-    try:
-        asked = _parser().parse_args(arguments)
-        command = asked.command
-        return planner.run(asked, load) if command == "plan" else _check(asked)
-    except Exception as error:  # the user's own files are imported, and may raise anything
-        message = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
-        print(f"lightning_par {command}: {message}", file=sys.stderr)
-        return REFUSED
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _parser() -> ArgumentParser:
-    parser = _Parser(prog="python -m lightning_par")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_check(commands: Any) -> None:
+    """Add the command to the ``commands`` of a parser."""
     check = commands.add_parser(
         "check",
         help="train a few steps on one device and under layouts, and compare",
@@ -65,28 +39,30 @@ def _parser() -> ArgumentParser:
         required=True,
         help="a strategy's name, or a dict of sizes in JSON; may be repeated",
     )
-    check.add_argument("--init", type=_json, default={}, help="keyword arguments of MODULE, a dict in JSON")
+    check.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
     check.add_argument("--devices", type=int, help="processes under each layout (default: what its sizes say)")
     check.add_argument("--steps", type=int, default=2, help="optimizer steps (default: 2)")
     check.add_argument("--gradient-clip-val", type=float, default=0.05, help="the Trainer's (default: 0.05)")
-    check.add_argument("--dropout", action=BooleanOptionalAction, default=False, help="leave dropout on")
+    check.add_argument(
+        "--dropout", action=BooleanOptionalAction, default=False, help="leave dropout on, with one device's masks"
+    )
     check.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default: 600)")
-    planner.add_parser(commands, _json)
-    return parser
+    check.set_defaults(run=_check)
 
 
 def _check(asked: Namespace) -> int:
-    layouts = [_json(text) if text.lstrip().startswith("{") else text for text in asked.layout]
+    layouts = [json_dict(text) if text.lstrip().startswith("{") else text for text in asked.layout]
     module, batch = load(asked.module), load(asked.batch)
     # Only now, so that wrong arguments are told without waiting for torch.
-    from lightning_par.verdict import read_job, read_layouts
+    from lightning_par.verdict import draws_of, read_job, read_layouts
     from lightning_par.verdict.judge import judge
 
     if asked.init:
         module = partial(module, **asked.init)
     batch = batch() if callable(batch) else batch
     job = read_job(module, batch, asked.steps, asked.gradient_clip_val, asked.dropout, asked.devices)
-    verdict = judge(job, read_layouts(layouts, asked.devices, job.namespace), asked.timeout)  # nothing ran here yet
+    # nothing ran here yet
+    verdict = judge(job, read_layouts(layouts, asked.devices, job.namespace, draws_of(job)), asked.timeout)
     verdict.show()
     states = {one.state for one in verdict.layouts}
     return DIFFERS if "differs" in states else REFUSED if "refused" in states else EQUAL
@@ -123,7 +99,16 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _json(text: str) -> dict[str, Any]:
+def json_dict(text: str) -> dict[str, Any]:
+    """The dict that ``text`` is in JSON.
+
+    Raises:
+        ValueError: it is none.
+
+    Example::
+
+        assert json_dict('{"width": 64}') == {"width": 64}
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -110,10 +110,20 @@ def _notes(job: Job, layouts: tuple[AskedLayout, ...], references: Collection[Re
     if undropped:
         more = f" and {len(undropped) - 3} more" if undropped[3:] else ""
         notes.append(
-            f"Dropout was off for this ({', '.join(undropped[:3])}{more}): on shards its masks are not one device's."
+            f"Dropout was off for this ({', '.join(undropped[:3])}{more}): on shards its masks are not one device's. "
+            "With dropout=True layouts draw what one device draws."
         )
-    if any(one.draws for one in references):
-        notes.append("The step draws random numbers. On shards they are not one device's, nor then are the results.")
+    drawing = any(one.draws for one in references)
+    if drawing and any(one.strategy.draws == "per_shard" for one in layouts):
+        notes.append(
+            "The step draws random numbers. On shards they are not one device's, nor then are the results. With "
+            "draws='one_device' they are."
+        )
+    if drawing and any(one.copies > 1 for one in layouts):
+        notes.append(
+            "The step draws random numbers. Each copy of the model draws them as if it were alone, one device that "
+            "accumulates one batch's after the other's."
+        )
     if any(one.copies > 1 for one in layouts):
         if len(job.batches) == 1:
             notes.append("All copies of the model saw the same batch. Give a DataLoader, and each sees its own.")

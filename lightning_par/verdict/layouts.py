@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from lightning_par.mesh.layout import Layout
+from lightning_par.sharded.random_streams import Draws
 from lightning_par.strategies.base import StrategyMixin
 from lightning_par.strategies.namespace import Namespace
 from lightning_par.strategies.registry import CLASSES
@@ -35,35 +36,38 @@ class AskedLayout:
     refusal: str = ""
 
 
-def read_layouts(layouts: Any, devices: int | None, namespace: Namespace) -> tuple[AskedLayout, ...]:
+def read_layouts(
+    layouts: Any, devices: int | None, namespace: Namespace, draws: Draws = "per_shard"
+) -> tuple[AskedLayout, ...]:
     """The layouts of a list, or of one.
 
     Args:
         layouts: names of strategies, strategies, and dicts of `HybridParallelStrategy`'s arguments.
         devices: processes for each; None for what its sizes multiply to, an axis without a size having 2.
         namespace: which Lightning the strategies are to belong to.
+        draws: what random numbers are under layouts that don't say so.
 
     Raises:
         ValueError: there are none, or one is unknown.
         TypeError: one is of another type, or has an argument that there is not.
     """
     alone = isinstance(layouts, str | Mapping | StrategyMixin) or not isinstance(layouts, Iterable)
-    found = tuple(_read(one, devices, namespace) for one in ([layouts] if alone else layouts))
+    found = tuple(_read(one, devices, namespace, draws) for one in ([layouts] if alone else layouts))
     if not found:
         raise ValueError('There is no layout to check. Write e.g. layouts=["tensor_parallel"].')
     return found
 
 
-def _read(layout: Any, devices: int | None, namespace: Namespace) -> AskedLayout:
+def _read(layout: Any, devices: int | None, namespace: Namespace, draws: Draws) -> AskedLayout:
     classes = import_module(namespace.ours)
     name = layout if isinstance(layout, str) else type(layout).__name__
     if isinstance(layout, str):
         if layout not in CLASSES:
             raise ValueError(f"The layout {layout!r} is unknown; write one of {', '.join(map(repr, CLASSES))}.")
-        strategy = getattr(classes, CLASSES[layout])()
+        strategy = getattr(classes, CLASSES[layout])(draws=draws)
     elif isinstance(layout, Mapping):
         name = ", ".join(f"{key}={value!r}" for key, value in layout.items())
-        strategy = classes.HybridParallelStrategy(**layout)
+        strategy = classes.HybridParallelStrategy(**{"draws": draws, **layout})
     elif isinstance(layout, StrategyMixin):
         strategy = layout
         if strategy.namespace != namespace:

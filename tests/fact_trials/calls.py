@@ -94,6 +94,8 @@ _call("feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_drop
 _call("rrelu rrelu_", lambda v: (-v.x.abs(), 0.1, 0.3, True))
 _call("geometric_", lambda v: (v.x, 0.5))
 _call("randint_like", lambda v: (v.x, 99))
+_call("randint", lambda v: (99, (4, 6)))
+_call("randperm", lambda v: (9,))
 _call("normal", lambda v: (v.x, 1.0), lambda v: (0.0, v.x.abs()))
 _call("multinomial", lambda v: (v.x.abs(), 3))
 _call("binomial", lambda v: (torch.full((4, 6), 9.0), v.x.abs().float()))

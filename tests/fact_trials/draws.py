@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from torch import Tensor
 
 from lightning_par.sharded.functions import writes
 from tests.fact_trials.calls import Call
@@ -71,3 +74,24 @@ def writes_into_first(call: Call) -> bool:
     before, versions = copied((args, kwargs)), [x._version for x in tensors((args, kwargs))]
     call.on(args, kwargs)
     return versions != [x._version for x in tensors((args, kwargs))] or not equal(before, (args, kwargs))
+
+
+def places_of_the_generator(call: Call) -> set[bytes]:
+    """Where the generator stands after the call, for other entries of its tensors."""
+    places = set()
+    for factor in (1.0, 0.05, 40.0, -1.0):
+        (x, *more), kwargs = call.given()
+        with contextlib.suppress(RuntimeError):  # no probabilities, or no rates
+            seeded(call, [x * factor if isinstance(x, Tensor) and x.is_floating_point() else x, *more], kwargs)
+            places.add(torch.get_rng_state().numpy().tobytes())
+    return places
+
+
+@trial("DRAWS_BY_VALUE")
+def draws_as_many_numbers_as_entries_say(call: Call) -> None:
+    assert len(places_of_the_generator(call)) > 1
+
+
+@trial("DRAWS_ANEW")
+def draws_without_a_tensor(call: Call) -> None:
+    assert not tensors(call.given()) and moves_the_generator(call)

@@ -116,7 +116,7 @@ def _of_failure(error: RanksFailedError, kind: str) -> Outcome:
     return Outcome(kind, (message, where), "\n".join(one["trace"] for one in failures), _key(message))
 
 
-_LOST = ("process there has ended", "onnection reset", "onnection closed", "ended with", "Broken pipe")
+_LOST = ("closed the connection", "onnection reset", "onnection closed", "ended with", "Broken pipe")
 _LIGHTNINGS = "returning None in distributed training is not supported"
 
 

@@ -18,6 +18,9 @@ def device_type() -> str:
 def devices() -> dict[str, int]:
     """For ``Trainer(**devices())``: one for each rank; where all share one, each is a host of its own to Lightning."""
     world_size = int(os.environ["WORLD_SIZE"])
+    if "TEST_NODES" in os.environ:  # several hosts; see `tests.hosts`
+        nodes = int(os.environ["TEST_NODES"])
+        return {"devices": world_size // nodes, "num_nodes": nodes}
     if "TEST_SHARED_DEVICE" not in os.environ:
         return {"devices": world_size}
     os.environ.update(LOCAL_RANK="0", NODE_RANK=os.environ["RANK"])

@@ -29,10 +29,11 @@ from lightning_par.verdict.compare import TOLERANCE
 from lightning_par.verdict.result import Keep, Result, detached
 from tests.helpers.accelerator import accelerator, device_type, devices
 from tests.helpers.configured import configured
-from tests.helpers.models import MODELS
+from tests.helpers.models import DRAWING, MODELS
 
 CLIP = 0.05  # bites in every case, so a wrong norm changes every gradient
 STEPS = 3
+_CASES = MODELS | DRAWING
 VAL_BATCHES = 2
 
 
@@ -53,7 +54,7 @@ def run(
     """Fit, validate and predict on this rank.
 
     Args:
-        case: a name in `MODELS`.
+        case: a name in `MODELS` or `DRAWING`.
         layout: arguments of the strategy, ``None`` for one device and a plain Trainer.
         folder: a folder that all ranks share, for checkpoints.
         data_size: size of the data axis; one device accumulates over as many batches instead.
@@ -62,7 +63,7 @@ def run(
         in_configure_model: whether the module builds its layers there.
         seed: of the weights and of what is drawn.
     """
-    model = MODELS[case]
+    model = _CASES[case]
     folder = folder or tempfile.mkdtemp()
     batches = accumulate * (1 if layout else data_size)  # in a window, on this rank
     with warnings.catch_warnings(), all_in_float64(model.casts and precision == "64-true"):
@@ -128,7 +129,7 @@ def _devices(layout: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _loader(case: str, seed: int, data_size: int, shuffle: bool, interleave: bool) -> DataLoader:
-    samples, batch_size = MODELS[case].data(seed), MODELS[case].batch_size
+    samples, batch_size = _CASES[case].data(seed), _CASES[case].batch_size
     if interleave and data_size > 1:
         # Lightning's distributed sampler always shuffles for training.
         replicas = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_par.verdict.command import main
+from lightning_par.__main__ import main
 
 MODULE = """
 import torch

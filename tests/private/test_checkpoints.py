@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, load, save
+from torch.distributed.checkpoint import FileSystemReader, save
 
 from lightning_par.private.checkpoints import (
     METADATA_NAMES,
     STORAGE_INFO,
     LateStorage,
+    offset_in_file,
     parameter_of_pickle,
     reduced_late,
-    remote_reader,
     stored_at,
 )
 
@@ -84,8 +84,10 @@ def test_where_a_tensor_is_stored_is_told_to_torchs_reader(tmp_path: Path) -> No
     assert found == stored_at(found.relative_path, found.offset, found.length)
 
 
-def test_a_checkpoint_at_a_url_is_read(tmp_path: Path) -> None:
-    save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
-    read = {"a": torch.zeros(2)}
-    load(read, storage_reader=remote_reader()(f"file://{tmp_path}"))
-    assert read["a"].tolist() == [1, 1]
+def test_where_the_bytes_of_a_storage_begin_in_a_file_is_told(tmp_path: Path) -> None:
+    values = torch.arange(100.0)
+    torch.save({"a": torch.ones(3), "b": values[10:20]}, tmp_path / "file")
+    read = torch.load(tmp_path / "file", map_location="meta")
+    content, start = (tmp_path / "file").read_bytes(), offset_in_file(read["b"])
+    assert content[start : start + values.nbytes] == values.numpy().tobytes()
+    assert offset_in_file(torch.ones(1)) == -1

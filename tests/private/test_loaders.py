@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_par.private.loaders import data_source, mode_of, note_fetched, request_loader
+from lightning_par.private.loaders import WORKERS_SET_HANDLERS, data_source, mode_of, note_fetched, request_loader
 from lightning_par.private.trainer import resumes
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
@@ -58,3 +61,11 @@ def test_hooks_are_given_what_a_step_fetched(namespace: Namespace) -> None:
         max_steps=2, limit_val_batches=0, enable_checkpointing=False, **options
     ).fit(Fetching())
     assert seen == ["ours", "ours"]
+
+
+def test_workers_call_what_sets_their_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this name, and as it is in the process that forked them."""
+    called = multiprocessing.get_context("fork").SimpleQueue()
+    monkeypatch.setattr(*WORKERS_SET_HANDLERS, lambda: called.put(os.getpid()))
+    assert len([*DataLoader(torch.arange(2), num_workers=1, multiprocessing_context="fork")]) == 2
+    assert called.get() != os.getpid()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_par.private.process_groups import (
+    closed_by_peer,
     default_store,
     has_gloo,
     host_of_store,
@@ -20,6 +21,7 @@ from lightning_par.private.process_groups import (
     start_receive,
     start_send,
     tells_of_a_lost_peer,
+    timed_out,
 )
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
@@ -93,6 +95,10 @@ def test_errors_of_lost_peers_are_known() -> None:
         with pytest.raises(RuntimeError) as caught:
             groups[0].recv([torch.ones(1)], 1, 0).wait(timedelta(milliseconds=10))
         assert tells_of_a_lost_peer(caught.value)
+        assert timed_out(caught.value) and not closed_by_peer(caught.value)
+    with pytest.raises(RuntimeError) as caught:  # whose process has not ended
+        groups[1].recv([torch.ones(1)], 0, 0).wait(timedelta(seconds=10))
+    assert closed_by_peer(caught.value) and not timed_out(caught.value)
     with pytest.raises(dist.DistStoreError) as caught:
         dist.HashStore().wait(["nothing"], timedelta(milliseconds=10))
     assert tells_of_a_lost_peer(caught.value)

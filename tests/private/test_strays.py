@@ -26,8 +26,18 @@ from tests.private.strays import PACKAGES, Known, attributes_of, defined, is_pri
 
 HERE, ROOT = Path(__file__).parent, Path(lightning_par.__file__).parent
 RANKS = "lightning_par.strategies.ranks"
-SOURCES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-OUTSIDE = {path: tree for path, tree in SOURCES.items() if ROOT / "private" not in path.parents}
+FILES = sorted(ROOT.rglob("*.py"))
+PARTS = [path.stem for path in FILES if ROOT / "private" in path.parents and path.stem != "__init__"]
+
+
+@functools.cache
+def _sources() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@functools.cache
+def _outside() -> dict[Path, ast.Module]:
+    return {path: tree for path, tree in _sources().items() if ROOT / "private" not in path.parents}
 
 
 def _module(path: Path) -> str:
@@ -60,7 +70,7 @@ def _objects() -> list[Any]:
 @functools.cache
 def _known() -> Known:
     """What is known of our sources and of the libraries that are installed."""
-    for path in OUTSIDE:
+    for path in _outside():
         if path.stem != "__main__":
             import_module(_module(path))
     for home in (lightning_par, lightning_par.pl):  # strategies are made when they are asked for
@@ -69,7 +79,7 @@ def _known() -> Known:
     kept = {name for x in _objects() for name in (*getattr(x, "__dict__", ()), *attributes_of(type(x)))}
     of_tensors = attributes_of(torch.Tensor) | attributes_of(type(nn.Parameter))
     theirs = {*kept, *of_tensors, *(name for module in modules for name in dir(module))}
-    ours = set().union(*map(defined, OUTSIDE.values()))
+    ours = set().union(*map(defined, _outside().values()))
     return Known(ours, *(set(filter(is_private, names)) for names in (theirs, kept)), _inherited())
 
 
@@ -87,15 +97,15 @@ def _inherited() -> dict[str, set[str]]:
 
 
 def test_no_file_outside_uses_a_private_name() -> None:
-    found = {path: strays(tree, _known(), _module(path)) for path, tree in OUTSIDE.items()}
+    found = {path: strays(tree, _known(), _module(path)) for path, tree in _outside().items()}
     lines = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, names in found.items() for line, name in names]
     assert not lines, "write these in lightning_par/private, and import them from there:\n" + "\n".join(lines)
 
 
-@pytest.mark.parametrize("part", [path.stem for path in SOURCES if path not in OUTSIDE and path.stem != "__init__"])
+@pytest.mark.parametrize("part", PARTS)
 def test_each_name_of_a_part_is_in_its_test(part: str) -> None:
     module, text = import_module(f"lightning_par.private.{part}"), (HERE / f"test_{part}.py").read_text()
-    made = {getattr(node, "name", None) or getattr(_target(node), "id", "_") for node in SOURCES[_file(part)].body}
+    made = {getattr(node, "name", None) or getattr(_target(node), "id", "_") for node in _sources()[_file(part)].body}
     names = {name for name in (*made, *getattr(module, "__all__", ())) if not name.startswith("_")}
     assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
 

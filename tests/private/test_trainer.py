@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_par.private.trainer import about_to_begin_batch, dummy_experiment, resumes, throughputs
+from lightning_par.private.trainer import (
+    about_to_begin_batch,
+    dummy_experiment,
+    is_entry_point,
+    restores_a_run,
+    resumes,
+    throughputs,
+)
 from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 
 both = pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
@@ -33,6 +40,26 @@ def test_a_resumed_run_is_recognised(namespace: Namespace, tmp_path: Path) -> No
         trainer.fit(Telling(), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert told == [False, True]
+
+
+@both
+def test_the_load_of_what_an_entry_point_was_given_is_recognised(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    told: list[bool] = []
+
+    class Telling(namespace.from_pytorch("strategies", "SingleDeviceStrategy")):  # type: ignore[misc]
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            told.append(restores_a_run(sys._getframe()))
+            return super().load_checkpoint(*args, **kwargs)
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = trainer_class(strategy=Telling("cpu"), fast_dev_run=1, **options)
+    trainer.fit(model := boring())
+    trainer.save_checkpoint(path := tmp_path / "last.ckpt")
+    trainer.validate(model, ckpt_path=path)
+    trainer.strategy.load_checkpoint(path)
+    assert told == [True, False]
 
 
 @both
@@ -81,3 +108,23 @@ def test_the_training_loop_asks_how_many_ranks_there_are_before_each_batch(names
     finally:
         torch.distributed.destroy_process_group()
     assert sum(asked) >= 3 and not about_to_begin_batch(None)
+
+
+@both
+def test_all_code_of_a_run_is_called_within_one_function(namespace: Namespace) -> None:
+    seen: list[int] = []
+
+    class Looks(namespace.from_pytorch("demos.boring_classes", "BoringModel")):  # type: ignore[misc]
+        def training_step(self, *args: Any) -> Any:
+            frame: Any = sys._getframe()
+            frames = []
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+            seen.append(sum(map(is_entry_point, frames)))
+            return super().training_step(*args)
+
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = namespace.from_pytorch("trainer", "Trainer")(accelerator="cpu", devices=1, max_steps=1, **options)
+    trainer.fit(Looks())
+    assert seen == [1]

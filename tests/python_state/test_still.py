@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_par.python_state.mutable_objects import BodyCell, Cell, MappingCell, NamesCell, SequenceCell
+from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.mappings import BodyCell, MappingCell
+from lightning_par.python_state.cells.names import NamesCell
+from lightning_par.python_state.cells.sequences import SequenceCell
 from lightning_par.python_state.still import Still
 from lightning_par.python_state.training_modes import ModesCell
 

@@ -11,7 +11,7 @@ from lightning_par.sharded import functions
 from lightning_par.sharded.functions import writes
 from tests.fact_trials import TRIALS
 from tests.fact_trials.calls import calls_of, functions_told
-from tests.fact_trials.draws import moves_the_generator, writes_into_first
+from tests.fact_trials.draws import moves_the_generator, places_of_the_generator, writes_into_first
 from tests.fact_trials.operators import operator
 from tests.fact_trials.trial import memory
 
@@ -54,7 +54,12 @@ def test_what_writes_is_told_by_its_name() -> None:
 
 def test_what_is_not_said_to_draw_does_not() -> None:
     drawing = {name for name in NAMES if any(map(moves_the_generator, calls_of(name)))}
-    assert drawing == functions.DRAWS | {"rand", "randn"}
+    assert drawing == functions.DRAWS | functions.DRAWS_ANEW
+
+
+def test_no_other_function_draws_as_many_numbers_as_entries_say() -> None:
+    others = functions.DRAWS - functions.DRAWS_BY_VALUE
+    assert [name for name in others if any(len(places_of_the_generator(call)) > 1 for call in calls_of(name))] == []
 
 
 def test_what_takes_another_for_its_shape_alone_can_be_written_without_it() -> None:

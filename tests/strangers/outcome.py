@@ -103,4 +103,4 @@ def _told(error: RanksFailedError) -> str:
     return min(reports, key=lambda report: bool(_OTHERS.search(report)))
 
 
-_OTHERS = re.compile("has ended, or the connection|Connection closed by peer|Connection reset by peer|no answer after")
+_OTHERS = re.compile("closed the connection|Connection closed by peer|Connection reset by peer|no answer after")

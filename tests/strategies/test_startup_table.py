@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_par.mesh.hosts import Host, HostGrid
 from lightning_par.mesh.layout import Layout
 from lightning_par.strategies import startup_table
 from lightning_par.tensor.plan import TensorPlan, make_plan
@@ -59,3 +60,31 @@ def test_where_nothing_is_split_it_says_so() -> None:
     module.training_step = lambda batch: module(batch).sum()
     empty = make_plan(record_step(module, "training_step", torch.randn(2, 4)), 2)
     assert any("Nothing could be split" in line for line in startup_table.plan_footer(empty, module))
+
+
+def test_it_shows_the_grid_by_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(startup_table, "find_spec", lambda name: None)
+    one, other = Host("host0"), Host("host1")
+    startup_table.show_hosts(HostGrid.arranged(Layout(pipeline=2, tensor=2), [one, other, one, other]))
+    assert capsys.readouterr().out.splitlines() == [
+        "4 ranks on 2 hosts (pipeline 2 x tensor 2)",
+        "host   ranks  launcher's ranks  pipeline  tensor",
+        "host0  0-1    0, 2              0         0-1",
+        "host1  2-3    1, 3              1         0-1",
+        "The tensor axis is within hosts.",
+        "The pipeline goes across hosts in 2 of 2 groups.",
+    ]
+
+
+def test_it_says_what_goes_across_hosts_though_it_talks_in_each_layer() -> None:
+    one, other = Host("host0"), Host("host1")
+    (line,) = startup_table.host_footer(HostGrid.arranged(Layout(tensor=2, data=2), [one, one, one, other]))
+    assert "in 1 of 2 groups of 2; hosts have 1 or 3 ranks." in line
+    (_, line) = startup_table.host_footer(HostGrid.arranged(Layout(tensor=2, sequence=2), [one, other, one, other]))
+    assert "let sequence_parallel_size * tensor_parallel_size divide the ranks of each host" in line
+
+
+def test_many_hosts_are_counted() -> None:
+    grid = HostGrid.arranged(Layout(data=40), [Host(f"{rank}") for rank in range(40)])
+    header, rows = startup_table.host_rows(grid)
+    assert header == ["host", "ranks", "data"] and len(rows) == 17 and rows[-1] == ["24 more", "", ""]

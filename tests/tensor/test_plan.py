@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from lightning_par.tensor.plan import Split, TensorPlan, make_plan, styles_for
 from lightning_par.trial.trial_run import record_step
 from tests.helpers.models import MODELS
+from tests.helpers.slow import slow
 
 C, T = 24, 6
 
@@ -325,6 +326,7 @@ def test_experts_that_all_compute_are_split_one_by_one() -> None:
     assert splits(plan)["down"].positions.owner.tolist() == [0, 0, 1, 1] and not plan.gathers
 
 
+@slow("hf_gpt_oss", "hf_deepseek")
 @pytest.mark.parametrize("name", ["hf_mixtral", "hf_gpt_oss", "hf_deepseek"])
 def test_a_rank_holds_little_more_than_half_of_a_mixture_of_experts(name: str) -> None:
     module = MODELS[name].module()

@@ -21,6 +21,7 @@ from lightning_par.tensor.plan import styles_for
 from lightning_par.trial.recording import Recording
 from lightning_par.trial.trial_run import record_step, tensors_of
 from tests.helpers.models import MODELS
+from tests.helpers.slow import slow
 
 NAMES = ("hf_llama", "hf_bert", "hf_gpt2", "hf_t5", "hf_whisper", "hf_mixtral")
 C, TOKENS = 8, 6
@@ -103,6 +104,7 @@ def test_a_split_run_tells_what_a_whole_one_would(kind: Any) -> None:
     _assert_alike(kind(), _ids())
 
 
+@slow(but=["hf_whisper", "hf_mixtral"])
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_users_model_too(name: str) -> None:
     case = MODELS[name]

@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 
 import lightning_par
 from lightning_par import PipelineParallelStrategy, pl
+from lightning_par import __main__ as command
 from lightning_par.strategies.namespace import LIGHTNING
-from lightning_par.verdict import Finding, LayoutVerdict, Verdict, command, processes, read_layouts
+from lightning_par.verdict import Finding, LayoutVerdict, Verdict, processes, read_layouts
 from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
@@ -190,11 +191,13 @@ def test_layers_made_in_configure_model_are_checked_and_their_dropout_is_off(poo
 
 
 @slow()
-def test_dropout_that_stays_on_differs_on_shards_and_the_verdict_says_why(pool: Pool) -> None:
-    (verdict,) = pool.run(1, _check, "gpt_residual_dropout", ["pipeline_parallel"], dropout=True)
-    assert _states(verdict) == ["differs"]
+def test_dropout_that_stays_on_is_equal_where_one_devices_is_drawn_and_else_the_verdict_says_why(pool: Pool) -> None:
+    layouts = [PipelineParallelStrategy(microbatches=2), "pipeline_parallel", "tensor_parallel"]
+    (verdict,) = pool.run(1, _check, "gpt_residual_dropout", layouts, dropout=True)
+    assert _states(verdict) == ["differs", "equal", "equal"]
     assert verdict.notes == (
-        "The step draws random numbers. On shards they are not one device's, nor then are the results.",
+        "The step draws random numbers. On shards they are not one device's, nor then are the results. With "
+        "draws='one_device' they are.",
     )
 
 

@@ -74,8 +74,3 @@ class ScratchDraws:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
         storage: Any = self._memory.untyped_storage()
         return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, x.stride())
-
-
-def draws(func: Any) -> bool:
-    """Whether ``func`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags

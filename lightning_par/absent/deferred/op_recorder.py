@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred, UndeferrableError
-from lightning_par.absent.deferred.generator_draws import Draw, ScratchDraws, draws
+from lightning_par.absent.deferred.generator_draws import Draw, ScratchDraws
 from lightning_par.absent.deferred.history import History, Op
 from lightning_par.absent.deferred.replay import values
 from lightning_par.absent.deferred.results import deferred_in, follow_meta, kept, metas, on_meta, results, written_by
@@ -18,6 +18,7 @@ from lightning_par.private.operators import schema_of
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import FILLS, OVERWRITES, operator_of
+from lightning_par.sharded.whole_draws import draws
 
 if TYPE_CHECKING:
     from lightning_par.absent.deferred.adoption import Adoption

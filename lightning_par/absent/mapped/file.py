@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import weakref
 from math import prod
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.geometry import Geometry
+from lightning_par.mesh.hosts import this_host
 from lightning_par.mesh.raw_bytes import bytes_of
 
 _GAP = 512  # bytes between two parts from which on they are read by calls of their own
@@ -49,7 +49,7 @@ class File:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Where it is equal, so is the content, without a look at it."""
-        return socket.gethostname(), self.device, self.inode, self.size, self.written
+        return this_host(), self.device, self.inode, self.size, self.written
 
     def sample(self) -> str:
         """A hash of the file's size and of blocks of it, 1 MB at most: for files of different hosts."""

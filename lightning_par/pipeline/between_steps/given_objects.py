@@ -18,9 +18,9 @@ from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.changes import Change
-from lightning_par.python_state.mutable_objects import overwrite, version_of
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.tensor_writes import overwrite, version_of
 from lightning_par.sharded.tensor import ShardedTensor
 
 _ATOMS = (Tensor, str, bytes, int, float, complex, type(None), type, enum.Enum, np.generic, slice, range)

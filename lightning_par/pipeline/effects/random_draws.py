@@ -1,5 +1,8 @@
 """Random numbers of a stage: torch's keyed by (seed, step, microbatch, event), whatever the other stages drew.
 
+Under ``draws="one_device"`` they are that device's: the generators stand before each event where they stand there, as
+the step's dry run has found out, and what an event draws for a microbatch is its part of what it draws for the batch.
+
 Those of numpy and `random` are one device's, since the step draws them alike in all its runs. A module that is called
 as a whole runs on one rank alone, so it must not draw from them.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +56,39 @@ def is_standing(state: tuple[Any, Any]) -> bool:
     (kind, words, *place), python = standing()
     of_numpy, of_python = state
     return python == of_python and np.array_equal(words, of_numpy[1]) and (kind, *place) == (of_numpy[0], *of_numpy[2:])
+
+
+class StageDraws(Protocol):
+    """What a run of a stage draws."""
+
+    def of(self, event: int, what: Any, kwargs: Any = None) -> contextlib.AbstractContextManager[Any]:
+        """Around an event: the torch function or module ``what``, which is given ``kwargs``."""
+
+    def at(self, event: int) -> None:
+        """A region begins with ``event`` that backward is to run again as one, from where generators stand now."""
+
+    def several(self) -> contextlib.AbstractContextManager[Draws | None]:
+        """Around modules that run one after the other, all of which may draw; gives what is quicker than `of`."""
+
+
+class KeyedDraws:
+    """Draws from streams of their own.
+
+    Args:
+        key: what they are keyed by, up to the event.
+    """
+
+    def __init__(self, key: Sequence[int]) -> None:
+        self.key = tuple(key)
+
+    def of(self, event: int, what: Any, kwargs: Any = None) -> contextlib.AbstractContextManager[Any]:
+        return drawing((*self.key, event), what)
+
+    def at(self, event: int) -> None:
+        pass
+
+    def several(self) -> contextlib.AbstractContextManager[Draws | None]:
+        return Draws(self.key)
 
 
 def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from lightning_par.trial.guesses import EndlessError
 if TYPE_CHECKING:
     from lightning_par.pipeline.plan.stage_ranges import Cut
     from lightning_par.pipeline.trial.analysis import Analysis
-    from lightning_par.python_state.mutable_objects import Cell
+    from lightning_par.python_state.cells.cell import Cell
 
 
 @dataclass(frozen=True, eq=False)

@@ -243,7 +243,7 @@ class InnerState:
         try:
             sent: Told = broadcast_batch(told, self.axis, self.device, source, True, purpose, known)
         except RuntimeError as error:
-            raise lost(f"Hearing what layers keep from pipeline rank {source}") from error
+            raise lost(f"Hearing what layers keep from pipeline rank {source}", error) from error
         return sent
 
     def leave_what_cannot_travel(self, told: Told, known: Known) -> None:

@@ -21,10 +21,10 @@ from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
+from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
-from lightning_par.python_state.mutable_objects import Cell
+from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.python_state.reachable import ATOMS
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.snapshot import Snapshot, kept, reading, too_large
 from lightning_par.python_state.spare_tensors import Spares

@@ -13,6 +13,7 @@ from typing import Literal
 
 Op = Literal["F", "B", "I", "W"]
 """Forward, whole backward, backward of inputs only, backward of weights only."""
+_WORDS = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.op}{self.stage}.{self.microbatch}"
+
+    @property
+    def what(self) -> str:
+        """The same in words."""
+        return f"the {_WORDS[self.op]} of stage {self.stage}, microbatch {self.microbatch}"
 
 
 def gpipe(rank: int, ranks: int, stages: int, microbatches: int) -> list[Action]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_par.pipeline.program.event_draws import Drawn, OfBatch, States, draw_again, standing
 from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
-from lightning_par.python_state.mutable_objects import note_write
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.tensor_writes import note_write
 
 
 class Memo:
@@ -31,11 +32,25 @@ class Memo:
         """Events that run every time, and the generators that they draw from, as they stood before."""
         self.standing: tuple[Any, Any] | None = None
         """Where numpy's and Python's global generators stand all through the step, None where it draws from them."""
+        self.stood: dict[int, tuple[States, States]] = {}
+        """Where torch's generators stand before and after an event that draws, as on one device, where ranks know."""
+        self.regions: dict[int, States] = {}
+        """Where they stand as a region begins that backward is to run again."""
+        self.own_generators: dict[tuple[int, int], Tensor] = {}
+        """Where generators of the user's stood that events of the model draw from, by event and draw."""
+        self.of_functions: dict[tuple[int, int], OfBatch] = {}
+        """What functions within units drew for the batch, by event and draw."""
         self._drawn: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # by other events: generators, after them
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}  # what was in an array when it was made
         self._views: dict[int, Any] = {}  # of the module's tensors, by id
         self._bases: dict[int, list[Tensor]] = {}  # what they are views of
         self._copies: dict[int, Tensor] = {}
+
+    def draw(self, event: int, drawn: Sequence[Drawn]) -> None:
+        """The generators move on as by an event of the model, which is not run."""
+        before = standing()
+        draw_again(drawn)
+        self.stood[event] = before, standing()
 
     def compute(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
         """The first run's result."""

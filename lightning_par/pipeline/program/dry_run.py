@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.program.batch_values import Memo
+from lightning_par.pipeline.program.event_draws import standing
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located
@@ -78,6 +79,10 @@ class DryRun(RecordedRun):
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
         if self.tape is not None:
             self.tape.note(index, record, func, args, kwargs)
+        if index in self.program.regions:
+            self.memo.regions[index] = standing()
+        if record.drawn:
+            self.memo.draw(index, record.drawn)
         if record.kind == "located" and record.itself is None:
             for n, x in enumerate(returned_tensors(record.result)):
                 (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par.python_state.code_names import names_of
-from lightning_par.python_state.reachable import ATOMS
+from lightning_par.python_state.found import ATOMS
 from lightning_par.trial.memo import Memo
 
 _Places = list[tuple[Mapping[str, Any], str]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
+from lightning_par.pipeline.program.event_draws import Drawn, PartDrawn
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Patterns
@@ -47,6 +48,8 @@ class StepEvent:
         by_numbers: whether a unit decides by floats that it is given.
         by_content: whether a unit decides by values of tensors.
         handed: how many of its last inputs it takes by another way than its arguments.
+        drawn: the random numbers that it draws on one device, if ranks are to know.
+        parts: of what functions within a unit draw for the samples of microbatches.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
 
@@ -70,6 +73,8 @@ class StepEvent:
     by_numbers: bool = True
     by_content: bool = False
     handed: int = 0
+    drawn: tuple[Drawn, ...] = ()
+    parts: tuple[PartDrawn, ...] = ()
 
 
 def is_metric_call(event: StepEvent) -> bool:

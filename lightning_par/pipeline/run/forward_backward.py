@@ -70,7 +70,9 @@ class ForwardBackward:
     def run(self) -> Effects:
         """Run the step; returns what it did, in plain tensors, on the rank that knows."""
         order, trace, finals = self._begin(), self.engine.trace, self.finals
+        progress = self.engine.axis.progress
         for event in order:
+            progress.event = event
             if isinstance(event, Exchange):
                 self.crossing.exchange(event)
                 if finals is not None:
@@ -90,6 +92,7 @@ class ForwardBackward:
             if trace is not None:
                 start = began + self.messenger.waited  # what it waited for messages is no part of the span
                 trace.append(Span(self.engine.axis.rank, event, start, self.messenger.clock()))
+        progress.event = None
         effects = self._end_forwards() if self._effects is None else self._effects
         if self.meets and not self.rehearses:
             self.in_backward.end()

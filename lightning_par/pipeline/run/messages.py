@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis, Kind, PeerOp
-from lightning_par.private.process_groups import has_gloo
+from lightning_par.mesh.waits import wait_for
+from lightning_par.private.process_groups import closed_by_peer, has_gloo, timed_out
 from lightning_par.trial.fake_functions import is_fake
 
 MOST_UNDER_WAY = 8
@@ -100,10 +101,10 @@ class Messenger:
 
         Returns:
             For each of ``received`` a callable that waits for the tensor and returns it; it raises RuntimeError where
-            the sender has ended.
+            it can't come, or has not in time.
 
         Raises:
-            RuntimeError: one of these or an earlier message can't arrive, since a process has ended.
+            RuntimeError: one of these or an earlier message can't arrive, or has not in time.
         """
         self._sending.check()
         leaving = [(one, x) for one in sent if (x := self._outward(one.x)).numel()]
@@ -115,7 +116,7 @@ class Messenger:
             works = self._axis.start_exchange(ops)
         except RuntimeError as error:
             whats = [*(one.what for one, _ in leaving), *(one.what for one, _ in coming)]
-            raise lost(" and ".join(dict.fromkeys(whats))) from error
+            raise lost(" and ".join(dict.fromkeys(whats)), error) from error
         for (one, x), work in zip(leaving, works):
             self._sending.add(_Sent(work, x, one, self._batches))
         self._batches += 1
@@ -162,7 +163,7 @@ class Messenger:
         """Wait until everything has left; to be called at the end of a step.
 
         Raises:
-            RuntimeError: a message can't arrive, since its receiver's process has ended.
+            RuntimeError: a message can't arrive, or has not in time.
         """
         self._sending.finish()
 
@@ -171,9 +172,13 @@ def _tag(kind: Kind, tag: int) -> int:
     return 2 * tag + (kind == "backward")  # gloo tells messages apart by it alone, in both directions of the step
 
 
-def lost(what: str) -> RuntimeError:
-    """What to raise where the rank that ``what`` names is gone."""
-    return RuntimeError(f"{what} failed: the process there has ended, or the connection to it.")
+def lost(what: str, error: BaseException) -> RuntimeError:
+    """What to raise where ``what``, which names a rank, has raised ``error``."""
+    if timed_out(error):
+        return RuntimeError(f"{what} failed: it did not come within the timeout; the process there may still run.")
+    if closed_by_peer(error):
+        return RuntimeError(f"{what} failed: the process there has closed the connection, as it ended or gave up.")
+    return RuntimeError(f"{what} failed: {error}")
 
 
 class _Received:
@@ -186,9 +191,9 @@ class _Received:
     def __call__(self) -> Tensor:
         if self._work is not None:
             try:
-                self._work.wait()
+                wait_for(self._work, self._message)
             except RuntimeError as error:
-                raise lost(self._message.what) from error
+                raise lost(self._message.what, error) from error
             self._work, self._x = None, self._x.to(self._device)
         return self._x.to(self._device)
 
@@ -245,6 +250,6 @@ class _Departures:
 
 def _wait_for(sent: _Sent) -> None:
     try:
-        sent.work.wait()
+        wait_for(sent.work, sent.message)
     except RuntimeError as error:
-        raise lost(sent.message.what) from error
+        raise lost(sent.message.what, error) from error

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.effects import Effects
-from lightning_par.pipeline.effects.random_draws import Draws, stand_at
+from lightning_par.pipeline.effects.random_draws import stand_at
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.prepare import Part, Prepared
 from lightning_par.pipeline.program.program import Program
@@ -122,7 +122,7 @@ class Replays:
         try:
             with torch.set_grad_enabled(part.step.grad), part.step.context():
                 values = ReplayedValues(run, stage)
-                with Draws(run.draws) if stage.trains else _NOTHING as draws:
+                with run.draws.several() if stage.trains else _NOTHING as draws:
                     for index, record, call in stage.calls:
                         if call.original is None:
                             values.event(index, record, call)

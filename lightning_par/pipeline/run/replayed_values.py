@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.effects.random_draws import Draws, drawing
+from lightning_par.pipeline.effects.random_draws import Draws
 from lightning_par.pipeline.program.microbatch_values import local_shape, own_samples
 from lightning_par.pipeline.program.program import Key, StepEvent
 from lightning_par.pipeline.program.tape import Absent, Call, filled
@@ -132,7 +132,7 @@ class ReplayedValues:
             draws.stand_at(index)
             result = call.original(*args, **kwargs)
         else:
-            with drawing((*run.draws, index), call.module):
+            with run.draws.of(index, call.module):
                 result = call.original(*args, **kwargs)
         model = record.result
         if self.alone and not record.viewed and type(model) is ShardedTensor and type(result) is Tensor:

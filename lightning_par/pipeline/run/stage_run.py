@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.console import hushed, speaking
-from lightning_par.pipeline.effects.random_draws import GlobalDrawError, drawing, is_standing, standing
+from lightning_par.pipeline.effects.one_device_draws import stage_draws
+from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_functions import is_setting, writes_into
@@ -62,7 +63,7 @@ class StageRun(StageValues):
     ) -> None:
         super().__init__(program, memo, stage, axis, receive)
         self.tells = tells
-        self.draws = tuple(key)
+        self.draws = stage_draws(key, program, memo, axis)
         tail = stage == program.stages
         self.first = program.tail if tail else program.starts[stage]
         self.end = len(program.events) + 1 if tail else program.end(stage)
@@ -137,7 +138,7 @@ class StageRun(StageValues):
         if record.kind == "read" and self.axis is not None:
             return record.result  # no one knows the whole batch's number here; the tail will
         # draws go by the place in the step, so that they are the same whatever runs on this rank
-        with drawing((*self.draws, index), func):
+        with self.draws.of(index, func, kwargs):
             given, kwargs = self.scaled(self.inputs(args, record.cuts), record), self.inputs(kwargs, record.cuts)
             if record.writes:
                 given = (given[0].clone(), *given[1:])  # the batch's own tensor serves the other microbatches, too
@@ -168,7 +169,7 @@ class StageRun(StageValues):
         args, kwargs = self.all_taken(args, record.viewed), self.all_taken(kwargs, record.viewed)
         self.ran.append(path)
         with (
-            drawing((*self.draws, index), module), self.aside(), as_compiled(),
+            self.draws.of(index, module), self.aside(), as_compiled(),
             self._heard(), self._keeping(index, path),
         ):  # fmt: skip
             call = partial(original, *args, **kwargs)
@@ -191,6 +192,7 @@ class StageRun(StageValues):
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
         end = self.program.regions.get(self.count)
+        self.draws.at(self.count)
         inside = end is None or self.first <= self.count and end <= self.end
         if inside and not self._cuts_in(self.count, end or self.count):
             yield True

@@ -14,8 +14,8 @@ from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_l
 from lightning_par.pipeline.run.errors import OtherStageError
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
-from lightning_par.python_state.mutable_objects import set_to
 from lightning_par.python_state.nested_tensors import map_returned, map_tensors, returned_tensors, twin
+from lightning_par.python_state.tensor_writes import set_to
 from lightning_par.sequence.staged_tokens import Tokens
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor

@@ -14,6 +14,7 @@ from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.host_values import on_device
 from lightning_par.mesh.layout import Groups
+from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.world_groups import process_group
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.private.modules import ModuleTree
@@ -136,7 +137,7 @@ class _Message:
 
     def land(self) -> dict[str, Tensor | None]:
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work)
         sizes = [x.numel() for x in self._like.values()]
         *parts, flags = self._flat.split([*sizes, len(sizes)])
         # Reading the flags waits for the device, so they are read only where something is missing here.

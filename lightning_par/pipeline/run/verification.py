@@ -7,8 +7,8 @@ Two runs of the whole that differ show state that moves unseen with every run; w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.functions import DRAWING_OPERATORS, operator_of
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import leaf
 from lightning_par.trial.step import Step
 
@@ -94,7 +95,7 @@ def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str
         engine.foretold = (told,)  # the same of the step itself, which comes next
     if not any(axis.all_gather_object(told is None and not engine.inner, "expected")):
         return None
-    expected = real_gradients(step, axis, engine.programs.holds, _without_draws)
+    expected = real_gradients(step, axis, engine.programs.holds, _drawing())
     generators.set_global_state(before)
     mine = {name: bool(x.count_nonzero()) for name, x in whole.items() if name != "the loss"}
     others = axis.all_gather_object(mine, "expected")  # one may have none on one of several ranks
@@ -129,7 +130,7 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
     batch = map_tensors(cloned, step.batch)
     try:
         with _kept(engine.module, engine.overwritten, engine.programs.watch):
-            return engine.rehearse(replace(step, batch=batch), count, named, key, _without_draws)
+            return engine.rehearse(replace(step, batch=batch), count, named, key, _drawing())
     finally:
         generators.set_global_state(before)
 
@@ -152,6 +153,11 @@ def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iter
         with torch.no_grad():
             for x, copy in zip(tensors, copies, strict=True):
                 x.detach().copy_(copy)  # not what it was made of before: the step may have set its `.data`
+
+
+def _drawing() -> Callable[[], AbstractContextManager[None]]:
+    """What is entered around runs that are compared: they draw the same whole and cut only where that is wanted."""
+    return uncompiled if RunState.current.streams.whole else _without_draws
 
 
 @contextmanager

@@ -223,6 +223,7 @@ class Analysis(FakeRun):
         if name == "__set__" and is_located(args[0]):
             return self._set_data(func, args, inputs)
         target = self._write_target(name, args)
+        self.draws.begin()
         for x in located:
             self._use_parameter(x)
         sums = self.axis.sums if self.axis is not None else 0
@@ -316,6 +317,7 @@ class Analysis(FakeRun):
             except SamplesMixError:
                 if self.axis.sums > sums:  # with whole tensors it came to a sum already
                     raise
+                self.draws.drawn = []
         return run(self._with_samples(args), self._with_samples(kwargs)), True
 
     def _located(self, x: Tensor) -> Tensor:
@@ -395,6 +397,7 @@ class Analysis(FakeRun):
         index = len(self.events)
         self.lent.about_to_take(x for x in inputs if id(x) in self.batch_keys)
         event = StepEvent(func, kind, self._keys_of(inputs), twin(result), user_line())  # user code may write into it
+        self.draws.end(event)
         event.given = tuple(tuple(x.shape) for x in inputs if id(x) in self.batch_keys)
         self.events.append(event)
         written = self.memory.settle(index)
@@ -467,6 +470,7 @@ class Analysis(FakeRun):
 
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._about_to_call()
+        self.draws.begin(path)
         self.cutter.meet(path, len(self.events))
         self.handed.check_outside((args, kwargs))
         inputs = tensors_in((args, kwargs))
@@ -498,6 +502,7 @@ class Analysis(FakeRun):
             error.unit = path
             raise
         finally:
+            self.draws.leave()
             if not is_standing(stood):
                 raise GlobalDrawError(path)
         if self.axis is not None:
@@ -587,6 +592,7 @@ class Analysis(FakeRun):
 
     def inside(self, func: Any, given: Any, result: Any) -> None:
         self.handed.note(given, result)
+        self.draws.ran(func, given, result, lambda x: is_located(x) or id(x) in self.batch_keys)
         if self.packages is not None:
             with unset_fake_temporarily():
                 self.called.append((len(self.events), func, words_of(given, is_located)))

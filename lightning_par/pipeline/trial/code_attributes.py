@@ -14,8 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.private.tensors import write_count
-from lightning_par.python_state.mutable_objects import BodyCell, Cell, SetCell, TupleCell
-from lightning_par.python_state.reachable import ATOMS, Reach
+from lightning_par.python_state.cells.cell import Cell
+from lightning_par.python_state.cells.mappings import BodyCell
+from lightning_par.python_state.cells.sequences import SetCell, TupleCell
+from lightning_par.python_state.found import ATOMS
+from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -14,6 +14,7 @@ from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.located import Run
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_costs import CallTree
+from lightning_par.pipeline.trial.drawn_numbers import DrawnNumbers
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.pytree import tree_leaves
@@ -60,6 +61,7 @@ class FakeRun(CallTree, Run):
         self.met_by_hooks: set[int] = set()  # ids of the objects that these reach
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
+        self.draws = DrawnNumbers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
@@ -70,11 +72,12 @@ class FakeRun(CallTree, Run):
             )
         if self.depth:
             kwargs = kwargs or {}
+            self.draws.about_to_run(func, args)
             result = self._run(func, args, kwargs)
             if not is_metadata(func, getattr(func, "__name__", "")):
                 self.inside(func, (args, kwargs), result)
                 if self.trace is not None:
-                    self.trace.note(func, args, kwargs, result)
+                    self.trace.note(func, args, kwargs, result, self.draws.places)
             return result
         if self.training and sets_requires_grad(func, args, kwargs):
             raise NotImplementedError(
@@ -107,7 +110,8 @@ class FakeRun(CallTree, Run):
             if self.axis is not None:
                 self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
-            result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
+            with self.draws.noting(func):
+                result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
         except UNRUN:
             if sizing(func, args) is not None:
                 self.sized += 1

@@ -171,11 +171,9 @@ class Tape(TorchFunctionMode, Listener):
 
     @staticmethod
     def _draws(name: str, args: Any, kwargs: Any) -> bool:
-        if name == "scaled_dot_product_attention":
-            return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-        from lightning_par.sharded.rules.draws import draws_nothing
+        from lightning_par.sharded.rules.draws import tells_no_draw
 
-        return not draws_nothing(name, args[1:], kwargs)
+        return not tells_no_draw(name, args, kwargs)
 
     def _aside(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``run``, of which nothing is noted."""

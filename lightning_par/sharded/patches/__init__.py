@@ -15,6 +15,7 @@ them: `lightning_par.sharded.patches.installed`.
     kept_weights: ``nn.Module.register_parameter``
     dummy_experiments: what Lightning gives ranks that log nothing
     sync_advice: a warning of Lightning's
+    worker_signals: what workers of a ``DataLoader`` do about SIGTERM
     module_attributes: assignments to attributes of modules, while a trial of a step runs
     thread_pools: ``ThreadPoolExecutor.submit``, while a module is built
     float_casts: ``x.float()``, while `lightning_par.check` compares
@@ -76,6 +77,12 @@ def _for_sync_advice() -> Iterable[Patch]:
     return (SyncAdvice(),)
 
 
+def _for_workers() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import worker_signals
+
+    return (worker_signals.patch(),)
+
+
 SHARDED = Patches(_for_sharded_tensors)
 """What would pass tensors by of which this rank has a part or nothing."""
 
@@ -88,6 +95,9 @@ SHARES = Patches(_for_gradient_shares)
 SYNC_ADVICE = Patches(_for_sync_advice)
 """For runs with one replica."""
 
+WORKER_SIGNALS = Patches(_for_workers)
+"""For runs that end in good order when all processes of a job are told to."""
+
 
 @functools.cache
 def experiments(namespace: Namespace) -> Patches:
@@ -99,4 +109,4 @@ def experiments(namespace: Namespace) -> Patches:
 
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
-    return SHARDED, STORED, SHARES, SYNC_ADVICE, experiments(namespace)
+    return SHARDED, STORED, SHARES, SYNC_ADVICE, WORKER_SIGNALS, experiments(namespace)

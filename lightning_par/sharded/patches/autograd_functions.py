@@ -17,7 +17,7 @@ from lightning_par.private.graph import KEEPS_ARGUMENTS, node_of
 from lightning_par.private.module_hooks import marks_module_ends
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.transforms import in_functorch
-from lightning_par.python_state.mutable_objects import version_of
+from lightning_par.python_state.tensor_writes import version_of
 from lightning_par.sharded import aliases, backward_reach, gradient_shares
 from lightning_par.sharded.patches.checkpointing import replaying
 from lightning_par.sharded.patches.module_hooks import on_parts

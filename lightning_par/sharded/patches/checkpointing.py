@@ -5,6 +5,7 @@ In a pipeline's step it is run again as one, or each call in it by itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -85,8 +86,10 @@ def replaying(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         after = dataclasses.replace(streams)
         vars(streams).update(vars(first))
+        elsewhere = streams.unit is not None and streams.unit is not after.unit
         try:
-            return fn(*args, **kwargs)
+            with streams.unit.again() if elsewhere else contextlib.nullcontext():
+                return fn(*args, **kwargs)
         finally:
             vars(streams).update(vars(after))  # what comes after is to draw what it would have drawn
 

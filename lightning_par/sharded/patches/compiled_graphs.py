@@ -18,11 +18,15 @@ from lightning_par.private import compiler
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.tensors import is_view
 from lightning_par.sequence.batch_tensor import BatchTensor
+from lightning_par.sharded.functions import DRAWS, DRAWS_ANEW
 from lightning_par.sharded.gradient_shares import unshared
 from lightning_par.sharded.local_calls.compiled_graph import CompiledGraph, may_be_split
 from lightning_par.sharded.patches.replacement import Replacement, Use
+from lightning_par.sharded.rules.draws import tells_no_draw
+from lightning_par.sharded.rules.gather_report import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.whole_draws import InexactDrawError
 
 
 class CompiledGraphs:
@@ -113,9 +117,20 @@ _PROTOCOL: dict[str, Any] = {
 }
 
 
+def _refuse_draws(graph: fx.GraphModule) -> None:
+    """The user's backend has numbers of its own, which go by the graphs that it makes."""
+    for node in graph.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op in ("call_function", "call_method") and name in DRAWS | DRAWS_ANEW:
+            if not tells_no_draw(name, node.args, node.kwargs):
+                raise InexactDrawError(name, user_line(), "it is compiled, and compiled code draws numbers of its own")
+
+
 def _on_parts(plain: Callable[..., Any], use: Use) -> Callable[..., Any]:
     def call_user_compiler(self: Any, graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
         sharded = any(isinstance(x, ShardedTensor) for x in example_inputs)
+        if use.on and RunState.current.streams.whole:
+            _refuse_draws(graph)
         if not use.on or not (sharded or RunState.current.shared):
             return plain(self, graph, example_inputs)
         if not may_be_split(graph):

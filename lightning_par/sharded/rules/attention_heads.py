@@ -58,11 +58,14 @@ def scaled_dot_product_attention(
         attn_mask = aligned(attn_mask, dim, heads, axis)
         if attn_mask is None:
             return NotImplemented
-    stream = RunState.current.streams.draw(axis.rank, query.device) if dropout_p > 0.0 else contextlib.nullcontext()
+    streams = RunState.current.streams
+    draws = streams.drawn(query._dim, heads, axis.rank, query.device) if dropout_p > 0.0 else contextlib.nullcontext()
     if query._local.numel() == 0:
         out = _of_nothing(local[0], local[1], local[2], attn_mask)
+        if streams.whole and dropout_p > 0.0:  # the generator moves on as those of the other ranks do
+            F.dropout(out.new_ones((*query.shape[:-1], key.shape[-2])), dropout_p)
     else:
-        with stream:
+        with draws:
             out = func(*local, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return view(out, out.ndim + dim, heads, axis)
 

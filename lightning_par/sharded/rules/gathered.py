@@ -171,7 +171,10 @@ def _cut_like(x: Tensor, lead: ShardedTensor) -> Tensor:
     part = collectives.scatter(x, dim, positions, lead.axis)
     # What lies in one piece is cut as a view, which nobody could write into.
     shares = memory_of(aliases.innermost(part)) == memory_of(aliases.innermost(x))
-    return ShardedTensor(part.clone() if shares else part, dim, positions, lead.axis)
+    again = ShardedTensor(part.clone() if shares else part, dim, positions, lead.axis)
+    if not isinstance(x, ShardedTensor) and not x.is_contiguous():  # as a recurrent layer's result may lie
+        again._strides = tuple(x.stride())
+    return again
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:

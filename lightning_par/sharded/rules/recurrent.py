@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.sharded.functions import RECURRENT
+from lightning_par.sharded.rules.draws import drawn_for
 from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
 from lightning_par.sharded.rules.reduce import every_rank_has_some
 from lightning_par.sharded.run_state import RunState
@@ -42,7 +43,8 @@ def recurrent(
         return NotImplemented
     given = tuple(local[1:]) if isinstance(hx, (tuple, list)) else local[1]
     weights = [enter(w, axis) for w in weights]
-    with RunState.current.streams.draw(axis.rank, x.device) if draws else contextlib.nullcontext():
+    # of what one layer hands to the next, (T, B, ...) inside
+    with RunState.current.streams.drawn(1, positions, axis.rank, x.device) if draws else contextlib.nullcontext():
         out, *states = func(
             local[0], given, weights, has_biases, layers, dropout, training, bidirectional, batch_first
         )  # fmt: skip
@@ -51,19 +53,19 @@ def recurrent(
 
 @rule("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "multinomial", "gumbel_softmax")
 def draw_by_row(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Draws of whole channels, or of a whole row, from this shard's own stream."""
+    """Draws of whole channels, or of a whole row."""
     if not isinstance(x, ShardedTensor) or x._dim >= _rows_drawn(func.__name__, x, args, kwargs):
         return NotImplemented
     given = args[1] if len(args) > 1 else kwargs.get("training", func.__name__ != "feature_alpha_dropout")
     draws = "dropout" not in func.__name__ or given
     if (
-        kwargs.get("generator") is not None
+        (kwargs.get("generator") is not None and not RunState.current.streams.whole)
         or kwargs.get("inplace")
         or len(args) > 2
         or (draws and not RunState.current.streams.in_step)
     ):
         return NotImplemented
-    with RunState.current.streams.draw(x._axis.rank, x.device) if draws else contextlib.nullcontext():
+    with drawn_for(x, func, args, kwargs) if draws else contextlib.nullcontext():
         local = func(x._local, *args, **kwargs)
     return view(local, x._dim, x._positions, x._axis)
 

@@ -12,7 +12,9 @@ from lightning_par.pipeline.plan.settings import ScheduleName
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.sequence.plan import check_sequence_dim
 from lightning_par.sequence.scheme import check_asked, ulysses_size
+from lightning_par.sharded.random_streams import Draws, check_draws
 from lightning_par.strategies.base import StrategyMixin
+from lightning_par.strategies.grace import GracePeriod
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.parts import Wanted
 from lightning_par.strategies.presets.settings import check_reshard, settings_of
@@ -47,9 +49,15 @@ class HybridParallelMixin(StrategyMixin):
         sequence_dim: As for `SequenceParallelStrategy`.
         plan: As for `TensorParallelStrategy`.
         shard_residual: As for `TensorParallelStrategy`; not beside a sequence axis.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: As for `TensorParallelStrategy`.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        hang_report_after: How long a rank waits for others until a report says which rank holds up the run, and where:
+            seconds or a timedelta shorter than ``timeout``. ``"auto"`` takes 5 minutes, or half of ``timeout`` where
+            that is shorter; ``None`` reports nothing.
+        grace_period: How long a job has to save and end after SIGTERM, Ctrl-C, or SLURM's signal to be queued again,
+            in seconds. ``"auto"``: what SLURM says, where it is known, and 30 seconds.
         start_method: How processes are started where no launcher (torchrun, SLURM) did.
 
     Raises:
@@ -85,9 +93,12 @@ class HybridParallelMixin(StrategyMixin):
         sequence_dim: int | dict[str, int] | None = None,
         plan: dict[str, str] | None = None,
         shard_residual: bool = False,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        hang_report_after: timedelta | float | Literal["auto"] | None = "auto",
+        grace_period: GracePeriod = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         check_styles(plan)
@@ -99,9 +110,10 @@ class HybridParallelMixin(StrategyMixin):
         if data_parallel not in ("ddp", "fsdp"):
             raise ValueError(f"data_parallel must be 'ddp' or 'fsdp', got {data_parallel!r}.")
         check_reshard(reshard_after_forward, data_parallel)
-        super().__init__(process_group_backend, timeout, start_method)
+        super().__init__(process_group_backend, timeout, hang_report_after, grace_period, start_method)
         self.data_parallel = data_parallel
         self.verify = verify
+        self.draws = check_draws(draws)
         self.reshard_after_forward = reshard_after_forward
         self.save_distributed_checkpoint = check_distributed(save_distributed_checkpoint)
         self.data_parallel_size: Size = data_parallel_size
@@ -134,6 +146,7 @@ class HybridParallelMixin(StrategyMixin):
             self.data_parallel,
             self.reshard_after_forward,
             self.verify,
+            self.draws,
             self.timeout,
             type(self).__name__,
             self.namespace,

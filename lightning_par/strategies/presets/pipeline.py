@@ -7,6 +7,8 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.pipeline.plan.settings import ScheduleName
+from lightning_par.sharded.random_streams import Draws
+from lightning_par.strategies.grace import GracePeriod
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -29,11 +31,17 @@ class PipelineParallelMixin(HybridParallelMixin):
             which is not what one device does: BatchNorm then sees a microbatch, an in-batch loss its samples alone.
         verify: Before the first optimizer step, run a few samples of the first batch whole twice and cut once, with all
             effects undone, and compare; what differs is refused, or the batch is left whole, with a warning.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        hang_report_after: How long a rank waits for others until a report says which rank holds up the run, and where:
+            seconds or a timedelta shorter than ``timeout``. ``"auto"`` takes 5 minutes, or half of ``timeout`` where
+            that is shorter; ``None`` reports nothing.
+        grace_period: How long a job has to save and end after SIGTERM, Ctrl-C, or SLURM's signal to be queued again,
+            in seconds. ``"auto"``: what SLURM says, where it is known, and 30 seconds.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
             again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
@@ -59,9 +67,12 @@ class PipelineParallelMixin(HybridParallelMixin):
         stages: dict[str, int] | list[str] | None = None,
         allow_batch_coupling: bool = False,
         verify: bool = True,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        hang_report_after: timedelta | float | Literal["auto"] | None = "auto",
+        grace_period: GracePeriod = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         super().__init__(
@@ -72,8 +83,11 @@ class PipelineParallelMixin(HybridParallelMixin):
             stages=stages,
             allow_batch_coupling=allow_batch_coupling,
             verify=verify,
+            draws=draws,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            hang_report_after=hang_report_after,
+            grace_period=grace_period,
             start_method=start_method,
         )

@@ -7,6 +7,8 @@ from typing import Literal
 
 from lightning_par.mesh.layout import AxisName
 from lightning_par.pipeline.placement.settings import Chooser
+from lightning_par.sharded.random_streams import Draws
+from lightning_par.strategies.grace import GracePeriod
 from lightning_par.strategies.launch import StartMethod
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 
@@ -30,11 +32,17 @@ class LayerPlacementMixin(HybridParallelMixin):
         allow_batch_coupling: Where samples need one another, as in BatchNorm, train each of ``microbatches`` as a batch
             of its own, which is not what one device does.
         verify: As for `PipelineParallelStrategy`.
+        draws: As for `TensorParallelStrategy`.
         save_distributed_checkpoint: Save checkpoints as directories to which each rank writes what it holds, which any
             layout loads. ``"async"`` writes them while training goes on, from a copy in the host's memory. Otherwise
             they are single files, as one device writes them.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one for the accelerator.
         timeout: How long a rank waits for another before it gives up. ``None`` takes torch's own default.
+        hang_report_after: How long a rank waits for others until a report says which rank holds up the run, and where:
+            seconds or a timedelta shorter than ``timeout``. ``"auto"`` takes 5 minutes, or half of ``timeout`` where
+            that is shorter; ``None`` reports nothing.
+        grace_period: How long a job has to save and end after SIGTERM, Ctrl-C, or SLURM's signal to be queued again,
+            in seconds. ``"auto"``: what SLURM says, where it is known, and 30 seconds.
         start_method: How processes are started where no launcher (torchrun, SLURM) did: ``"popen"`` runs the script
             again, ``"spawn"``, ``"fork"`` and ``"forkserver"`` go through ``multiprocessing``. ``"auto"`` is
             ``"popen"`` for scripts and ``"fork"`` in notebooks.
@@ -60,9 +68,12 @@ class LayerPlacementMixin(HybridParallelMixin):
         max_memory: dict[int, int | str] | None = None,
         allow_batch_coupling: bool = False,
         verify: bool = True,
+        draws: Draws = "per_shard",
         save_distributed_checkpoint: bool | Literal["async"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        hang_report_after: timedelta | float | Literal["auto"] | None = "auto",
+        grace_period: GracePeriod = "auto",
         start_method: StartMethod = "auto",
     ) -> None:
         super().__init__(
@@ -73,8 +84,11 @@ class LayerPlacementMixin(HybridParallelMixin):
             max_memory=max_memory,
             allow_batch_coupling=allow_batch_coupling,
             verify=verify,
+            draws=draws,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            hang_report_after=hang_report_after,
+            grace_period=grace_period,
             start_method=start_method,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.helpers.models import (
     convolutional,
     dense,
+    drawing,
     experts,
     gpt,
     hugging_face,
@@ -20,3 +21,6 @@ from tests.helpers.models.case import Case
 
 _FAMILIES = (gpt, dense, steps, experts, transformers, recurrent, convolutional, hugging_face)
 MODELS: dict[str, Case] = {name: case for family in _FAMILIES for name, case in family.ROWS.items()}
+
+DRAWING: dict[str, Case] = drawing.ROWS
+"""Those whose steps draw, so that they are one device's under ``draws="one_device"`` alone."""

@@ -171,7 +171,7 @@ def _cases(kinds: Sequence[str], ranks: int, counts: Sequence[int] = COUNTS) -> 
             yield from (_traffic(schedule, kind) for kind in kinds)
 
 
-@slow("6", "7", "8")
+@slow("5", "6", "7", "8")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks):
@@ -179,7 +179,7 @@ def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
-@slow("8-*")
+@slow("8-*", "5-0")
 @pytest.mark.parametrize("latency", [0, 8])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:
@@ -194,6 +194,7 @@ def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:
         assert took <= ideal(traffic, latency) * (1.05 if traffic.schedule.name == "1f1b" else 1.002)
 
 
+@slow("*-7", "*-8")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("told", [(True, False), (False, True), (True, True)])
 def test_what_is_told_between_stages_stands_in_the_same_line(ranks: int, told: tuple[bool, bool]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.constants import constants_of
+from lightning_par.pipeline.program.event_draws import DRAWING, PartDrawn
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
+from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import tensors_in
@@ -28,11 +31,13 @@ class Called:
         func: the function.
         given: its arguments: numbers and words as they are, tensors by where they came from.
         made: of each tensor that it returned, the shape, and whether that is of a part of the samples.
+        parts: of what it drew for a part of the samples: along which dim, and by which positions.
     """
 
     func: Any
     given: tuple[Any, ...]
     made: tuple[tuple[tuple[int, ...], bool], ...]
+    parts: tuple[tuple[int, Positions], ...] = ()
 
     @property
     def name(self) -> str:
@@ -64,13 +69,13 @@ class Trace:
         self._known: dict[int, Any] = {id(x): ("given", n) for n, x in enumerate(inputs)}
         self._kept: list[Any] = [inputs]  # ids stay valid as long as the objects live
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """``func`` was called."""
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any, parts: Iterable[tuple[int, Positions]] = ()) -> None:
+        """``func`` was called; it drew ``parts``."""
         given = tuple(self._name(x) for x in tree_leaves((args, kwargs)))
         results = tensors_in(result)
-        parts = [of_microbatch(x) for x in results]
-        made = tuple((tuple(part.shape), part is not x) for part, x in zip(parts, results))
-        self.calls.append(Called(func, given, made))
+        own = [of_microbatch(x) for x in results]
+        made = tuple((tuple(part.shape), part is not x) for part, x in zip(own, results))
+        self.calls.append(Called(func, given, made, tuple(parts)))
         self._known.update((id(x), ("made", len(self.calls), n)) for n, x in enumerate(results))
         self._kept.append((args, kwargs, result))
 
@@ -83,6 +88,27 @@ class Trace:
             unknown = isinstance(value, (FakeTensor, ShardedTensor))
             self._known[id(value)] = ("other", id(value)) if unknown else constants_of(value, lambda _: False)
         return self._known[id(value)]
+
+    def parts_drawn(self, plain: Trace, samples: int, own: int, positions: Positions) -> tuple[PartDrawn, ...]:
+        """What the functions draw that draw, of which ``plain`` sees ``own`` of the ``samples``.
+
+        Raises:
+            SamplesMixError: it can't be told which part is whose.
+        """
+        found = []
+        for call, other in zip(self.calls, plain.calls, strict=True):
+            if call.name not in DRAWING:
+                continue
+            places = {*call.parts}
+            for (shape, _), (part, _) in zip(call.made, other.made) if not places else ():
+                differ = [d for d, (a, b) in enumerate(zip(shape, part)) if a != b]
+                if differ and ((shape[differ[0]], part[differ[0]]) != (samples, own) or len(differ) > 1):
+                    raise SamplesMixError(f"`{call.name}` draws {shape} for a batch, of which no dim is its samples")
+                places.update((d, positions) for d in differ)
+            if len(places) > 1:
+                raise SamplesMixError(f"`{call.name}` draws several times for the samples of a batch")
+            found.append(PartDrawn(call.name, *(places.pop() if places else (None, None))))
+        return tuple(found)
 
     def agrees(self, plain: Trace, samples: int, own: int) -> bool:
         """Whether ``plain``, which sees ``own`` of the ``samples``, computed the same but for sizes that follow."""

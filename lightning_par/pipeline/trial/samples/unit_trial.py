@@ -54,10 +54,12 @@ def acts_plainly(
             result = call(*args, **kwargs)
     except SamplesMixError:
         before.restore()
+        run.draws.drawn, run.draws.owned = [], False
         result = by_sample(run, module, call, *twin(given))
-        if result is NotImplemented:
+        if result is NotImplemented or run.draws.drawn or run.draws.owned:  # nobody knows for which samples that is
             raise
         return result, True
+    drawn, owned, run.draws.drawn = run.draws.drawn, run.draws.owned, []  # what follows is no part of it
     after = Snapshot(modules, hooks=False)
     left = before.left()
     _refuse_samples(path, lead, after, left)
@@ -92,8 +94,14 @@ def acts_plainly(
                 after.restore()
                 again = _again(path, modules, as_views)
                 plain = first is not None and again is not None and again.agrees(first, samples, own)
+                viewed = viewed if again is None else again
+            if plain and first is not None and (drawn or owned):
+                run.draws.parts = viewed.parts_drawn(first, samples, own, lead.positions)
+            elif owned:  # from which each microbatch would draw anew
+                raise _mixed(path, f"{path!r} draws from a generator of its own")
     finally:
         after.restore()
+        run.draws.drawn = drawn
     return result, plain
 
 

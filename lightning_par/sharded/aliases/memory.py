@@ -1,19 +1,11 @@
-"""Memory that one device has once and a rank twice: a view that had to be a copy, and what it was taken of.
-
-A slice of a sharded dim, a token of a sharded sequence, the view that a function without a rule takes of a gathered
-tensor: one device has views there. Each such copy is noted, and right after a function wrote into it, or into what it
-was taken of, the other is written, too, so that both hold what they would on one device, and have its gradient. As
-long as nobody writes in place nothing is done and nothing is sent.
-
-What is noted hangs on the memory itself, and ends with it.
-"""
+"""What is known of the memory of a tensor: of what it is a copy, and which copies were taken of it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.mesh import collectives
-from lightning_par.mesh.axis import Axis
-from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.storage import storage_of, tensor_in
 from lightning_par.private.tensors import write_count
+from lightning_par.sharded.aliases.agreement import alike, anywhere
+from lightning_par.sharded.aliases.frames import Axes, framed, innermost
 from lightning_par.sharded.functions import name_of
 
-Axes = tuple[Axis, ...]
 _ATTRIBUTE = "_lightning_par_memory"
-_WRITES = "_lightning_par_writes"
-_CUTS = "_lightning_par_cuts"
 
 
 class Memory:
@@ -170,7 +158,7 @@ class Memory:
         held = hash(tuple(number for number, one in self._copies if one() is not None))
         storage = self._storage()
         assert storage is not None
-        return all(_alike(axis, held, storage.device) for axis in self.axes)
+        return all(alike(axis, held, storage.device) for axis in self.axes)
 
     def forget(self) -> None:
         """End here, if there is nothing to know."""
@@ -184,20 +172,6 @@ def _ended(memory: weakref.ref[Memory], _: Any) -> None:
     of = memory()
     if of is not None:
         of.forget()
-
-
-def _alike(axis: Axis, value: int, device: torch.device) -> bool:
-    """Whether all ranks along ``axis`` say the same."""
-    said = torch.tensor([value, -value], device=device)  # the largest and the smallest in one message
-    high, low = axis.all_reduce_(said, "aliases", "max").tolist()
-    return bool(high == -low)
-
-
-def _anywhere(axes: Axes, said: bool, device: torch.device) -> bool:
-    """Whether a rank along one of ``axes`` says so."""
-    for axis in axes:
-        said = bool(axis.all_reduce_(torch.tensor(int(said), device=device), "aliases", "max"))
-    return said
 
 
 @dataclass(eq=False)
@@ -256,8 +230,8 @@ class Copy:
         held, source = self.tensor(), self.source()
         if held is not None and source is not None:
             with self._mode():
-                new = innermost(self.make(_unseen(source) if quiet or self.apart else source))
-                _about_to_write(_framed(held, self.frames))
+                new = innermost(self.make(unseen(source) if quiet or self.apart else source))
+                _about_to_write(framed(held, self.frames))
                 (held.data if quiet or self.apart else held).copy_(new)
 
     def give(self, quiet: bool) -> None:
@@ -266,13 +240,13 @@ class Copy:
         if held is None or (not self._is_wanted(source is not None, held.device) if self.talks else source is None):
             return
         with self._mode():
-            local = _framed(held.data if quiet or self.apart else held, self.frames)
+            local = framed(held.data if quiet or self.apart else held, self.frames)
             _about_to_write(source)
-            self.put(_unseen(source) if quiet or self.apart else source, local)
+            self.put(unseen(source) if quiet or self.apart else source, local)
 
     def _is_wanted(self, here: bool, device: torch.device) -> bool:
         """Whether its source is still there on any rank; else it ends to be a copy."""
-        wanted = _anywhere(self.talks, here, device)
+        wanted = anywhere(self.talks, here, device)
         memory = self.memory
         if not wanted and memory is not None:
             memory.copy = None
@@ -291,7 +265,7 @@ class Copy:
         new, old = (self.make(source), held) if down else (source.part_of(held), source)
         with torch.no_grad():
             differs = not torch.equal(innermost(new).detach(), innermost(old).detach())
-        if _anywhere(axes, differs, held.device):  # all ranks write, or none
+        if anywhere(axes, differs, held.device):  # all ranks write, or none
             self.renew(True) if down else self.give(True)
             _spread(memory if down else above, self, True)
 
@@ -308,55 +282,6 @@ class Copy:
         return torch.no_grad() if self.apart else contextlib.nullcontext()
 
 
-def is_any() -> bool:
-    """Whether there is anything to look after."""
-    return Memory.count > 0
-
-
-def is_among(xs: Sequence[Tensor]) -> bool:
-    """Whether anything is known of the memory of one of the plain ``xs``."""
-    return Memory.count > 0 and any(Memory.of(x) is not None for x in xs)
-
-
-def note(
-    name: str,
-    source: Any,
-    copy: Tensor,
-    make: Callable[[Any], Tensor],
-    put: Callable[[Any, Any], None],
-    axes: Axes = (),
-    root: Tensor | None = None,
-    **how: Any,
-) -> None:
-    """``copy``, made by the function ``name``, stands for a view of ``source``.
-
-    Args:
-        name: for messages.
-        source: the sharded tensor that it was taken of, or a function that returns it.
-        copy: plain, or sharded.
-        make: given the source, what ``copy`` should hold now, of the same kind.
-        put: given the source and the copy, writes the copy into the source.
-        axes: along which ``make`` talks.
-        root: the tensor that ``make`` and ``put`` are about, of which ``copy`` is a view.
-        how: further fields of `Copy`.
-    """
-    held = innermost(copy if root is None else root)
-    # no values to keep equal
-    if held.device.type == "meta" or isinstance(held, FakeTensor) or held.layout != torch.strided:
-        return
-    memory = Memory.made(held)
-    if memory.copy is not None:
-        return
-    storage = storage_of(held)
-    assert storage is not None
-    form = _form(held)
-    of = source if not isinstance(source, Tensor) else partial(_same, source)
-    frames = () if root is not None else _frames(copy)
-    memory.copy = Copy(name, of, make, put, weakref.ref(held), weakref.ref(storage), form, frames, **how)
-    axes = (*axes, *memory.axes) if memory.copy.renewable else ()
-    Memory.made(innermost(of())).take(memory.copy, axes)
-
-
 def _about_to_write(x: Any) -> None:
     """What was gathered of a stored weight is not what it will be."""
     from lightning_par.sharded.rules import stored_weights
@@ -365,183 +290,11 @@ def _about_to_write(x: Any) -> None:
         stored_weights.gathering_of(x).about_to_write([x])
 
 
-def _unseen(source: Any) -> Any:
+def unseen(source: Any) -> Any:
     """``source``, whose versions don't show what is written into this one."""
     if hasattr(source, "positions"):
-        return source.data if hasattr(source, "_whole") else source.twin(_unseen(source.local))
+        return source.data if hasattr(source, "_whole") else source.twin(unseen(source.local))
     return None if source is None else source.data
-
-
-def link(x: Any, value: Any) -> None:
-    """The sharded ``x`` lies in memory of its own, where on one device it shares that of ``value``, by ``x.data``."""
-    if hasattr(value, "positions"):
-        make = partial(_cut_of_parts, _frames(x))
-        note("data", value.twin(), x, make, _put_parts, _axes(value), apart=True, talks=_axes(x))
-        return
-    plain = innermost(value)
-    storage = storage_of(plain)
-    if storage is None or plain.device.type == "meta" or isinstance(plain, FakeTensor):
-        return
-    # Memory of numpy's, say, is there though no tensor holds it: this one does then.
-    source = partial(_lying, weakref.ref(storage), _form(plain)) if storage.resizable() else partial(_same, plain)
-    note("data", source, x, partial(_cut, _frames(x)), _put_full, apart=True, loose=True, talks=_axes(x))
-
-
-def _lying(storage: weakref.ref[torch.UntypedStorage], form: tuple[Any, ...]) -> Tensor | None:
-    """The tensor that lies there, if anybody else still has it."""
-    memory, (dtype, *place) = storage(), form
-    if memory is None:
-        return None
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *place)  # type: ignore[call-overload,no-any-return]
-
-
-def _cut(frames: Sequence[Any], plain: Tensor) -> Tensor:
-    for _, *how in frames:
-        plain = collectives.scatter(plain, *how)
-    return plain
-
-
-def _cut_of_parts(frames: Sequence[Any], value: Any) -> Tensor:
-    return _cut(frames, gathered(value))
-
-
-def _put_parts(value: Any, other: Any) -> None:
-    """All ranks must call it, also where ``value`` is gone."""
-    whole = gathered(other)
-    if value is not None:
-        innermost(value).copy_(_cut(_frames(value), whole))
-
-
-def _put_full(plain: Tensor | None, part: Any) -> None:
-    whole = gathered(part)
-    if plain is not None:
-        plain.copy_(whole)
-
-
-def gathered(x: Any) -> Any:
-    """The whole of a sharded ``x`` as it is, without a look at what it shares memory with."""
-    while hasattr(x, "positions"):
-        if hasattr(x, "_whole"):  # of a batch
-            return innermost(x)
-        x = collectives.gather(x.local, x.sharded_dim, x.positions, x.axis)
-    return x
-
-
-def _axes(x: Any) -> Axes:
-    return (x.axis, *_axes(x.local)) if hasattr(x, "positions") else ()
-
-
-def count_write(args: Any) -> None:
-    """Called before a function writes in place into the first of ``args``."""
-    x = innermost(args[0]) if args else None
-    storage = storage_of(x) if isinstance(x, Tensor) else None
-    if storage is not None:
-        setattr(storage, _WRITES, getattr(storage, _WRITES, 0) + 1)
-
-
-def keep_cut(whole: Tensor, part: Tensor, cut: Callable[[Tensor], Tensor]) -> None:
-    """``part`` was cut of the plain ``whole`` and may be saved for backward, where one device saves ``whole`` itself.
-
-    Args:
-        whole: what `renew_cuts` is told of when something was written into it.
-        part: plain.
-        cut: makes it of what ``whole`` holds. It leads to no tensor of that memory, which keeps it, and which Python's
-            garbage collector does not see through.
-    """
-    storage, held = storage_of(whole), storage_of(part)
-    if storage is None or held is None or held is storage or part.device.type == "meta" or isinstance(part, FakeTensor):
-        return
-    cuts = [one for one in getattr(storage, _CUTS, ()) if one[0]() is not None]
-    setattr(storage, _CUTS, [*cuts, (weakref.ref(held), _form(whole), _form(part), cut)])
-
-
-def renew_cuts(x: Tensor) -> None:
-    """Something was written into ``x``: parts that were cut of its memory hold what is in it now.
-
-    Of a write that versions show a backward tells on one device; one through ``.data`` is seen by it.
-    """
-    storage = storage_of(innermost(x))
-    for held, whole, part, cut in getattr(storage, _CUTS, ()):
-        memory = held()
-        if memory is not None and storage is not None:
-            tensor_in(memory, *part).copy_(cut(tensor_in(storage, *whole)))
-
-
-def _form(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.storage_offset(), x.size(), x.stride()
-
-
-def writes_into(x: Tensor) -> int:
-    """How often functions wrote into the memory of the plain ``x``, through ``.data`` too, which no version shows."""
-    return getattr(storage_of(x), _WRITES, 0)
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def innermost(x: Any) -> Any:
-    """The plain tensor that holds what this rank has of ``x``."""
-    return getattr(x, "_innermost", x)
-
-
-def _frames(x: Any) -> tuple[Any, ...]:
-    frames = []
-    while hasattr(x, "positions"):
-        frames.append((type(x), x.sharded_dim, x.positions, x.axis))
-        x = x.local
-    return tuple(frames)
-
-
-def _framed(plain: Tensor, frames: Sequence[Any]) -> Any:
-    x: Any = plain
-    for kind, *how in reversed(frames):
-        x = kind(x, *how)
-    return x
-
-
-def lies_in(x: Tensor, other: Tensor) -> bool:
-    """Whether ``x`` shares the memory of ``other``, or is noted as a copy of what does."""
-    memory: Memory | None
-    storage, at = storage_of(innermost(x)), storage_of(innermost(other))
-    memory = getattr(storage, _ATTRIBUTE, None)
-    while storage is not at and memory is not None and memory.copy is not None:
-        source = memory.copy.source()
-        storage = None if source is None else storage_of(innermost(source))
-        memory = getattr(storage, _ATTRIBUTE, None)
-    return storage is at and at is not None
-
-
-def overlapping(xs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those of the plain ``xs`` that lie at one place on one device, and here each in memory of its own."""
-    found: dict[int, dict[int, tuple[float, float, Tensor]]] = {}
-    for x in xs:
-        memory = Memory.of(x)
-        if memory is not None:
-            found.setdefault(id(memory.top()), {}).setdefault(id(memory), (*memory.place(), x))
-    groups: list[list[Tensor]] = []
-    for members in found.values():
-        end = -1.0
-        for start, last, x in sorted(members.values(), key=lambda member: member[0]):
-            groups = [*groups[:-1], [*groups[-1], x]] if start <= end else [*groups, [x]]
-            end = max(end, last)
-    return [group for group in groups if len(group) > 1]
-
-
-def look(xs: Sequence[Tensor]) -> None:
-    """Called before something that is no torch function of the user's uses the plain ``xs``."""
-    for x in xs:
-        memory = Memory.of(x)
-        if memory is not None:
-            memory.look()
-
-
-def written(xs: Sequence[Tensor]) -> None:
-    """Called after something that is no torch function of the user's wrote into the plain ``xs``, at once."""
-    found = {id(memory): memory for x in xs if (memory := Memory.of(x)) is not None}
-    by = [copy for memory in found.values() for copy in memory.given()]
-    for top in {id(memory.top()): memory.top() for memory in found.values()}.values():
-        _renew_below(top, by)
 
 
 def _spread(memory: Memory, by: Copy | None, quiet: bool) -> None:
@@ -557,19 +310,3 @@ def _spread(memory: Memory, by: Copy | None, quiet: bool) -> None:
         if other is not by and below is not None:
             other.renew(quiet)
             _spread(below, other, quiet)
-
-
-def _renew_below(memory: Memory, but: Sequence[Copy]) -> None:
-    """All copies taken of ``memory``, and of those, hold what they should; those of ``but`` do already."""
-    for copy in memory.copies():
-        if all(copy is not other for other in but):
-            copy.renew(False)
-        if copy.memory is not None:
-            _renew_below(copy.memory, but)
-
-
-def settle(x: Tensor, user: Any) -> None:
-    """Called before ``user``, a function, uses the plain ``x``."""
-    memory = Memory.of(x)
-    if memory is not None:
-        memory.settle(user)

@@ -1,0 +1,50 @@
+"""What a sharded tensor is made of: the plain tensor of this rank, and what shards it, from the inside out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.mesh import collectives
+from lightning_par.mesh.axis import Axis
+
+Axes = tuple[Axis, ...]
+
+
+def innermost(x: Any) -> Any:
+    """The plain tensor that holds what this rank has of ``x``."""
+    return getattr(x, "_innermost", x)
+
+
+def frames_of(x: Any) -> tuple[Any, ...]:
+    frames = []
+    while hasattr(x, "positions"):
+        frames.append((type(x), x.sharded_dim, x.positions, x.axis))
+        x = x.local
+    return tuple(frames)
+
+
+def framed(plain: Tensor, frames: Sequence[Any]) -> Any:
+    x: Any = plain
+    for kind, *how in reversed(frames):
+        x = kind(x, *how)
+    return x
+
+
+def axes_of(x: Any) -> Axes:
+    return (x.axis, *axes_of(x.local)) if hasattr(x, "positions") else ()
+
+
+def gathered(x: Any) -> Any:
+    """The whole of a sharded ``x`` as it is, without a look at what it shares memory with."""
+    while hasattr(x, "positions"):
+        if hasattr(x, "_whole"):  # of a batch
+            return innermost(x)
+        x = collectives.gather(x.local, x.sharded_dim, x.positions, x.axis)
+    return x
+
+
+def form_of(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.storage_offset(), x.size(), x.stride()

@@ -1,0 +1,280 @@
+"""A run that a signal tells to end stops on all ranks at one place, and saves there, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.endurance.signal_job import STRATEGIES, Loader, Net
+from tests.endurance.signals import SENDINGS
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+
+
+class Sends(Callback):
+    """Sends this process a signal in a hook.
+
+    Args:
+        hook: its name.
+        rank: which rank's process.
+        times: how often the hook has run before.
+        number: of the signal.
+        pause: seconds until the process goes on.
+    """
+
+    def __init__(
+        self, hook: str, rank: int = 1, times: int = 0, number: int = signal.SIGTERM, pause: float = 0.0
+    ) -> None:
+        self.rank, self.left, self.number, self.pause = rank, times, number, pause
+        self.told: list[str] = []
+        setattr(self, hook, self._send)
+
+    def _send(self, *_: Any, **__: Any) -> None:
+        if os.environ["LOCAL_RANK"] == str(self.rank):
+            if self.left == 0:
+                os.kill(os.getpid(), self.number)
+                time.sleep(self.pause)
+            self.left -= 1
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.told.append(f"{type(exception).__name__} {trainer.received_sigterm}")
+
+
+def _run(folder: Path, kind: str, callbacks: list[Any], entry: str = "fit", **options: Any) -> dict[str, Any]:
+    """Run an entry point; what it ended by, and what it left."""
+    torch.set_default_dtype(torch.float64)
+    folder.mkdir(exist_ok=True)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    threads = threading.active_count()
+    tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(1))
+    defaults: dict[str, Any] = dict(max_epochs=2, val_check_interval=4, num_sanity_val_steps=0)
+    trainer = L.Trainer(
+        strategy=STRATEGIES[kind][1](),
+        accelerator="cpu",
+        devices=STRATEGIES[kind][0],
+        callbacks=callbacks,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**defaults, **options},
+    )
+
+    class Model(Net):
+        test_step = predict_step = Net.validation_step
+
+    code: Any = "none"
+    loaders = [Loader(tokens, batch_size=4), DataLoader(tokens[:16], batch_size=4)]
+    try:
+        getattr(trainer, entry)(Model(folder, 0.0), *(loaders if entry == "fit" else loaders[1:]))
+    except (SystemExit, KeyboardInterrupt) as ended:
+        code = ended.code if isinstance(ended, SystemExit) else "interrupted"
+    torch.distributed.barrier()
+    found = sorted(path.name for path in folder.rglob("*.ckpt"))
+    batches = [torch.load(path, weights_only=True)["loops"] for path in folder.rglob("*.ckpt")]
+    return dict(
+        code=code,
+        told=[told for callback in callbacks if isinstance(callback, Sends) for told in callback.told],
+        saved=found,
+        batches=[loops["fit_loop"]["epoch_loop.batch_progress"]["total"]["completed"] for loops in batches],
+        validated=[loops["fit_loop"]["epoch_loop.val_loop.batch_progress"]["current"] for loops in batches],
+        restored=[signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers,
+        threads=threading.active_count() - threads,
+    )
+
+
+def _fit(folder: Path, kind: str, hook: str, times: int, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    number = options.pop("number", signal.SIGTERM)
+    saving = ModelCheckpoint(folder, save_top_k=0)
+    return _run(folder, kind, [Sends(hook, times=times, number=number), saving, *callbacks], **options)
+
+
+WINDOW = dict(accumulate_grad_batches=4)
+
+
+def _common(folder: Path) -> dict[str, dict[str, Any]]:
+    saves = ModelCheckpoint(folder / "own", filename="own", save_on_exception=True, every_n_epochs=9)
+    return {
+        "training": _fit(folder / "training", "tensor", "on_train_batch_start", 2),
+        "ctrl-c": _fit(folder / "ctrl-c", "tensor", "on_train_batch_start", 2, number=signal.SIGINT),
+        "validation": _fit(folder / "validation", "tensor", "on_validation_batch_start", 2),
+        "planning": _fit(folder / "planning", "tensor", "setup", 0),
+        "window": _fit(folder / "window", "tensor", "on_train_batch_start", 1, **WINDOW),
+        "within": _fit(folder / "within", "tensor", "on_validation_batch_start", 0, **WINDOW, val_check_interval=2),
+        "own": _run(folder / "own", "tensor", [Sends("on_train_batch_start", times=2), saves]),
+        "test": _run(folder / "test", "tensor", [Sends("on_test_batch_start", times=1)], "test"),
+    }
+
+
+def _rare(folder: Path) -> dict[str, dict[str, Any]]:
+    saves, finder = OnExceptionCheckpoint(folder / "callback"), LearningRateFinder(num_training_steps=8)
+    return {
+        "sanity": _fit(folder / "sanity", "tensor", "on_validation_batch_start", 0, num_sanity_val_steps=4),
+        "first": _fit(folder / "first", "pipeline", "on_train_start", 0),
+        "finder": _run(folder / "finder", "tensor", [Sends("on_train_batch_end", times=3), finder]),
+        "last": _fit(folder / "last", "pipeline", "on_train_batch_start", 15),
+        "end": _fit(folder / "end", "tensor", "on_train_end", 0),
+        "after": _fit(folder / "after", "tensor", "on_validation_end", 3, max_epochs=1, val_check_interval=2),
+        "callback": _fit(folder / "callback", "sequence", "on_train_batch_start", 2, saves),
+        "too late": _run(folder / "late", "tensor", [Sends("on_validation_end", pause=1.0)], "validate"),
+        "predict": _run(folder / "predict", "placement", [Sends("on_predict_batch_start", times=1)], "predict"),
+        "again": _fit(folder / "again", "fsdp", "on_fit_end", 99),
+    }
+
+
+def _differ(ranks: list[dict[str, dict[str, Any]]]) -> list[str]:
+    """Cases in which the ranks ended apart, or left something behind."""
+    first, second = ranks
+    left = [name for name, case in first.items() if not case["restored"] or case["threads"] > 0]
+    return left + [name for name in first if first[name] != second[name]]
+
+
+def _shown(case: dict[str, Any]) -> list[Any]:
+    return [case["code"], *case["told"], *case["saved"], *case["batches"]]
+
+
+SIGTERM = [143, "SIGTERMException True"]
+
+
+def test_where_a_run_stops_and_what_it_saves(pool: Pool, tmp_path: Path) -> None:
+    ranks = pool.run(2, _common, tmp_path)
+    assert not _differ(ranks)
+    assert {name: _shown(case) for name, case in ranks[0].items()} == {
+        "training": [*SIGTERM, "last-preempted-epoch=0-step=3.ckpt", 3],
+        "ctrl-c": [1, "KeyboardInterrupt False", "last-preempted-epoch=0-step=3.ckpt", 3],
+        "validation": [*SIGTERM, "last-preempted-epoch=0-step=4.ckpt", 4],
+        "planning": SIGTERM,
+        "window": [*SIGTERM, "last-preempted-epoch=0-step=1.ckpt", 4],
+        "within": [*SIGTERM, "last-preempted-epoch=0-step=1.ckpt", 4],
+        "own": [*SIGTERM, "own.ckpt", 3],
+        "test": SIGTERM,
+    }
+    assert ranks[0]["validation"]["validated"] == [dict(ready=1, started=1, processed=0, completed=0)]
+
+
+@slow()
+def test_where_a_run_stops_at_rarer_moments(pool: Pool, tmp_path: Path) -> None:
+    ranks = pool.run(2, _rare, tmp_path)
+    assert not _differ(ranks)
+    assert {name: _shown(case) for name, case in ranks[0].items()} == {
+        "sanity": SIGTERM,
+        "first": SIGTERM,
+        "finder": SIGTERM,
+        "last": [*SIGTERM, "last-preempted-epoch=2-step=16.ckpt", 16],
+        "end": [*SIGTERM, "last-preempted-epoch=2-step=16.ckpt", 16],
+        "after": [*SIGTERM, "last-preempted-epoch=1-step=8.ckpt", 8],
+        "callback": [*SIGTERM, "on_exception.ckpt", 3],
+        "too late": SIGTERM,
+        "predict": SIGTERM,
+        "again": ["none"],
+    }
+
+
+def _with_a_users_handler(folder: Path) -> list[int]:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    case = _run(folder, "tensor", [Sends("on_train_batch_start", rank=0, times=1)])
+    signal.signal(signal.SIGTERM, before)
+    return [*called, case["code"]]
+
+
+def test_a_users_handler_is_called_besides(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _with_a_users_handler, tmp_path) == [[signal.SIGTERM, 143], [143]]
+
+
+@slow(but=["tensor-SIGUSR1"])
+@pytest.mark.parametrize("sending", [*SENDINGS])
+@pytest.mark.parametrize("strategy", [*STRATEGIES])
+def test_a_job_resumes_from_a_random_moment(strategy: str, sending: str) -> None:
+    command = [sys.executable, "-m", "tests.endurance.signals", "--moments", "1"]
+    command += ["--strategies", strategy, "--sendings", sending]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+SCRIPT = Path(__file__).parents[1] / "endurance" / "signal_script.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@slow()
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+@pytest.mark.parametrize("to", ["parent", "rank 1", "group"])
+@pytest.mark.parametrize("start", ["popen", "fork", "spawn", "torchrun", "workers"])
+def test_launchers(start: str, to: str, number: int, code: int, tmp_path: Path) -> None:
+    """A signal to who started the ranks, to one of them, or to all processes: all end, and one checkpoint is there."""
+    command = [*(TORCHRUN if start == "torchrun" else []), str(SCRIPT), str(tmp_path)]
+    method = "popen" if start in ("torchrun", "workers") else start
+    process = _start([*command, method, str(2 if start == "workers" else 0)])
+    try:
+        _wait_for(tmp_path / "trained")
+        time.sleep(0.5)
+        if to == "group":
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid if to == "parent" else int((tmp_path / "pid-1").read_text()), number)
+        ended = process.wait(60)
+    finally:
+        left = _end(process)
+    assert not left
+    assert [path.name[:15] for path in (tmp_path / "checkpoints").glob("last*")] == ["last-preempted-"]
+    # A fork that ends by itself ends its parent by another exception; torchrun's code is its own.
+    assert ended == (1 if start == "torchrun" or to == "rank 1" and start in ("fork", "spawn") else code)
+
+
+@slow()
+@pytest.mark.parametrize("how", ["hang", "twice", "early"])
+def test_a_job_that_cannot_save_ends(how: str, tmp_path: Path) -> None:
+    grace = "5" if how == "hang" else "100"
+    process = _start([str(SCRIPT), str(tmp_path), "popen", "0", grace, "" if how == "early" else "hang"])
+    try:
+        _wait_for(tmp_path / ("started" if how == "early" else "hangs"))
+        since = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        if how == "twice":
+            time.sleep(1.5)
+            os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60) in (143, -signal.SIGTERM)
+        assert time.monotonic() - since < 10.0
+        time.sleep(1.0)
+    finally:
+        left = _end(process)
+    assert not left
+    assert not [*(tmp_path / "checkpoints").glob("last*")]
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    folder = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 (a shell may ignore it)
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, env=environment, cwd=folder, start_new_session=True, preexec_fn=restore)
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 100.0
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+
+
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """End what is left; whether there was anything."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        process.wait()
+    return True
