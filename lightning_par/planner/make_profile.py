@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from lightning_par.planner.notes import Kept, memory_of
@@ -24,9 +22,8 @@ from lightning_par.planner.operations import (
 from lightning_par.planner.profile import Parameter, Profile, Unit
 from lightning_par.planner.recorded import RecordedStep, Run
 from lightning_par.sharded.functions import DRAWS
-from lightning_par.tensor.plan import _owners, _searched
+from lightning_par.tensor.plan import Dealt, deal
 from lightning_par.tensor.search import Search
-from lightning_par.tensor.symbolic_ranks import count_units
 from lightning_par.trial.recording import Event
 
 
@@ -37,9 +34,9 @@ def make_profile(step: RecordedStep, ranks: int) -> Profile:
         step: as recorded.
         ranks: along the tensor axis.
     """
-    search, units = _searched(step.folded, ranks, {}, {})
-    counts, groups = _counts(search, units, ranks)
-    reader = _Reader(step, search, counts, ranks)
+    dealt = deal(step.folded, ranks)
+    groups = min(map(dealt.groups, dealt.positions), default=0)
+    reader = _Reader(step, dealt.search, _counts(dealt, ranks), ranks)
     firsts = {number: run for number, run in enumerate(step.runs) if run.kind == number}
     numbers = {number: place for place, number in enumerate(firsts)}
     kinds = tuple(reader.unit(number, run) for number, run in firsts.items())
@@ -48,21 +45,14 @@ def make_profile(step: RecordedStep, ranks: int) -> Profile:
     return Profile(ranks, kinds, order, parameters, groups, step.samples)
 
 
-def _counts(search: Search, units: Any, ranks: int) -> tuple[dict[int, tuple[int, ...]], int]:
-    """What each rank holds of the split parameters, by their fakes' ids, as `lightning_par.tensor.plan` deals it."""
-    found: dict[int, tuple[int, ...]] = {}
-    least = 0
-    owner_of_unit: dict[int, int] = {}
-    for key in search.parameters:
-        if key not in search.found:
-            continue
-        one = search.found[key]
-        owners = np.bincount(_owners(one, units, ranks, owner_of_unit), minlength=ranks)
-        rest = search.parameters[key].numel() // search.parameters[key].shape[one.dim]
-        found[key] = tuple(int(count) * rest for count in owners)
-        groups = count_units(units, one.labels.owner)
-        least = min(least or groups, groups)
-    return found, least
+def _counts(dealt: Dealt, ranks: int) -> dict[int, tuple[int, ...]]:
+    """What each rank holds of the split parameters, by their fakes' ids."""
+    found = {}
+    for key, positions in dealt.positions.items():
+        x = dealt.search.parameters[key]
+        rest = x.numel() // x.shape[dealt.search.found[key].dim]
+        found[key] = tuple(positions.count(rank) * rest for rank in range(ranks))
+    return found
 
 
 class _Reader:

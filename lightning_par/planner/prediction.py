@@ -1,0 +1,92 @@
+"""What is predicted of a layout's step: seconds, bytes of each rank, bytes sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.local_work import Recompute
+from lightning_par.planner.machines import Machine
+from lightning_par.planner.optimizer_state import OptimizerState
+from lightning_par.planner.precisions import Precision
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank of the pipeline: what it always holds, and its peak."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout costs.
+
+    Attributes:
+        candidate: the layout.
+        seconds: of one step of the optimizer.
+        parts: the seconds of its parts, by name.
+        bubble: the share of the pipeline's time in which ranks wait.
+        stages: memory of each rank along the pipeline.
+        sent: bytes that the rank that sends most sends in a step, by axis.
+        memory: that a device has for a run.
+        flops: of the model in one step, forward and backward once, over all replicas.
+        tokens: in one step.
+        peak_flops: of all devices.
+    """
+
+    candidate: Candidate
+    seconds: float
+    parts: dict[str, float]
+    bubble: float
+    stages: tuple[RankMemory, ...]
+    sent: dict[str, float]
+    memory: float
+    flops: float
+    tokens: float
+    peak_flops: float
+
+    @property
+    def peak(self) -> float:
+        return max(one.peak for one in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.memory
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Of what the devices could do in that time, the share that the model's own FLOPs are."""
+        return self.flops / (self.seconds * self.peak_flops)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is the same for all layouts of one run.
+
+    Attributes:
+        machine: that it runs on.
+        devices: over all hosts.
+        precision: of the Trainer.
+        optimizer: what it keeps.
+        recompute: what backward computes again.
+        fused: whether functions that walk over memory are fused.
+        tokens: in one sample.
+    """
+
+    machine: Machine
+    devices: int
+    precision: Precision
+    optimizer: OptimizerState
+    recompute: Recompute
+    fused: bool
+    tokens: float
