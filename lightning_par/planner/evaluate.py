@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.build import build_module
 from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
@@ -19,8 +20,9 @@ from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import Prediction, Run, predict
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.recorded import record
-from lightning_par.planner.stages import Stages, make_stages
+from lightning_par.planner.stages import StageCut, cut_stages
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.tensor.plan import Dealt, deal
 
 
 class Planner:
@@ -56,8 +58,9 @@ class Planner:
         self.step = record(built, batch)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
-        self._profiles: dict[int, Profile] = {}
-        self._stages: dict[Any, Stages] = {}
+        self._profiles: dict[Any, Profile] = {}
+        self._dealt: dict[int, Dealt] = {}
+        self._cuts: dict[Any, StageCut] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -71,11 +74,21 @@ class Planner:
         other.recompute = recompute
         return other
 
-    def profile(self, ranks: int) -> Profile:
-        """Over ``ranks`` ranks of the tensor axis."""
-        if ranks not in self._profiles:
-            self._profiles[ranks] = make_profile(self.step, ranks)
-        return self._profiles[ranks]
+    def profile(self, ranks: int, count: int = 1, asked: Any = None) -> Profile:
+        """Over ``ranks`` ranks of the tensor axis, in ``count`` stages, which begin where ``asked`` says.
+
+        Raises:
+            ValueError: the step can't be cut so.
+        """
+        key = count, str(asked)
+        if key not in self._cuts:
+            self._cuts[key] = cut_stages(self.step, count, asked)
+        if ranks not in self._dealt:
+            self._dealt[ranks] = deal(self.step.folded, ranks)
+        if (ranks, key) not in self._profiles:
+            made = make_profile(self.step, self._dealt[ranks], ranks, self._cuts[key])
+            self._profiles[ranks, key] = made
+        return self._profiles[ranks, key]
 
     def evaluate(self, layout: Mapping[str, Any], devices: int, samples: int | None = None) -> Prediction:
         """What a layout costs, given as `HybridParallelStrategy`'s arguments.
@@ -104,7 +117,8 @@ class Planner:
     @cached_property
     def layers(self) -> int:
         """What can be placed on stages of its own."""
-        return sum(bool(parameters) for parameters in self.profile(1).parameters)
+        root = self.step.root
+        return 0 if root is None else sum(not any(x.numel for x in call.children) for call in walk(root) if call.numel)
 
     def price(self, one: Candidate, devices: int, stages: Any = None, rough: bool = False) -> Prediction:
         """What ``one`` costs; a ``rough`` price goes by formulas for the schedule.
@@ -112,12 +126,9 @@ class Planner:
         Raises:
             ValueError: it can't be; the message says why.
         """
-        profile = self.profile(one.layout.tensor)
-        key = one.stages, one.layout.tensor, str(stages)
-        if key not in self._stages:
-            self._stages[key] = make_stages(profile, one.stages, stages)
+        profile = self.profile(one.layout.tensor, one.stages, stages)
         run = Run(self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens)
-        return predict(profile, one, run, self._stages[key], rough)
+        return predict(profile, one, run, rough)
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

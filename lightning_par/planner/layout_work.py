@@ -12,7 +12,6 @@ from lightning_par.planner.local_work import Setting
 from lightning_par.planner.pipeline_time import StageTime
 from lightning_par.planner.prediction import Run
 from lightning_par.planner.profile import Profile
-from lightning_par.planner.stages import Stages
 from lightning_par.planner.unit_cost import UnitCost, unit_cost
 
 
@@ -23,7 +22,6 @@ class LayoutWork:
     profile: Profile
     one: Candidate
     run: Run
-    stages: Stages
 
     @cached_property
     def setting(self) -> Setting:
@@ -87,11 +85,15 @@ class LayoutWork:
             forward, inputs, waits = forward + extra_forward, inputs + extra_backward, extra_forward + extra_backward
         return StageTime(forward, inputs, weights), waits
 
+    def crossing(self, stage: int) -> float:
+        """Bytes of one microbatch that a rank of ``stage`` takes from the stage before it."""
+        return sum(self.setting.nbytes(x) for x in self.profile.stages.crossing[stage])
+
     def hop(self) -> float:
         """Seconds to send what crosses a stage's border."""
         if self.one.layout.pipeline == 1:
             return 0.0
-        size = max((c.crossing for c in self.units[:-1]), default=0.0)
+        size = max(map(self.crossing, range(1, len(self.profile.stages.units))))
         near = self.one.layout.sequence * self.one.layout.tensor * 2 <= self.run.machine.devices
         return message_time("send", size, Group(2, 2 if near else 1), self.run.machine)
 

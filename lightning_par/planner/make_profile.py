@@ -19,45 +19,43 @@ from lightning_par.planner.operations import (
     product_of,
     split_of,
 )
-from lightning_par.planner.profile import Parameter, Profile, Unit
+from lightning_par.planner.profile import Parameter, Profile, Stages, Unit
 from lightning_par.planner.recorded import RecordedStep, Run
+from lightning_par.planner.stages import StageCut
 from lightning_par.sharded.functions import DRAWS
-from lightning_par.tensor.plan import Dealt, deal
-from lightning_par.tensor.search import Search
+from lightning_par.tensor.plan import Dealt
 from lightning_par.trial.recording import Event
 
 
-def make_profile(step: RecordedStep, ranks: int) -> Profile:
-    """The profile of ``step`` over ``ranks`` ranks of the tensor axis; pure.
+def make_profile(step: RecordedStep, dealt: Dealt, ranks: int, cut: StageCut) -> Profile:
+    """The profile of ``step`` over ``ranks`` ranks of the tensor axis, in the stages of ``cut``; pure.
 
     Args:
         step: as recorded.
+        dealt: its islands.
         ranks: along the tensor axis.
+        cut: into stages.
     """
-    dealt = deal(step.folded, ranks)
     groups = min(map(dealt.groups, dealt.positions), default=0)
-    reader = _Reader(step, dealt.search, _counts(dealt, ranks), ranks)
-    firsts = {number: run for number, run in enumerate(step.runs) if run.kind == number}
+    pieces = step.cut(cut.starts)
+    reader = _Reader(step, dealt, ranks)
+    firsts = {number: run for number, run in enumerate(pieces.runs) if run.kind == number}
     numbers = {number: place for place, number in enumerate(firsts)}
-    kinds = tuple(reader.unit(number, run) for number, run in firsts.items())
-    order = tuple(numbers[run.kind] for run in step.runs)
-    parameters = tuple(reader.parameters(step.runs[run.kind], run) for run in step.runs)
-    return Profile(ranks, kinds, order, parameters, groups, step.samples)
-
-
-def _counts(dealt: Dealt, ranks: int) -> dict[int, tuple[int, ...]]:
-    """What each rank holds of the split parameters, by their fakes' ids."""
-    found = {}
-    for key, positions in dealt.positions.items():
-        x = dealt.search.parameters[key]
-        rest = x.numel() // x.shape[dealt.search.found[key].dim]
-        found[key] = tuple(positions.count(rank) * rest for rank in range(ranks))
-    return found
+    kinds = tuple(reader.unit(run) for run in firsts.values())
+    order = tuple(numbers[run.kind] for run in pieces.runs)
+    parameters = tuple(reader.parameters(run) for run in pieces.runs)
+    stages = Stages(
+        cut.units([run.first for run in pieces.runs]),
+        tuple(tuple(reader.named(name) for name in names) for names in cut.held),
+        tuple(tuple(map(reader.use, values)) for values in cut.crossing),
+    )
+    return Profile(ranks, kinds, order, parameters, groups, step.samples, stages)
 
 
 class _Reader:
-    def __init__(self, step: RecordedStep, search: Search, counts: dict[int, tuple[int, ...]], ranks: int) -> None:
-        self.step, self.counts, self.ranks = step, counts, ranks
+    def __init__(self, step: RecordedStep, dealt: Dealt, ranks: int) -> None:
+        search = dealt.search
+        self.step, self.dealt, self.ranks = step, dealt, ranks
         self.dims = {id_: value._dim for id_, value in search.values.items()}
         for key, found in search.found.items():
             self.dims[key] = found.dim
@@ -65,6 +63,9 @@ class _Reader:
             root = search.made[key][0]
             if root in search.found:
                 self.dims.setdefault(key, search.found[root].dim)
+        self.dims |= {key: self.dims[id(x)] for key, x in step.stands.items() if id(x) in self.dims}
+        self.fakes = {names[0]: x for names, x in step.recording.parameters.items()}
+        self.known: dict[str, Parameter] = {}
         self.names = step.names
         self.held = {memory_of(x) for x in step.recording.parameters.values()}
         self.last_use: dict[int, int] = {}  # of a memory: the last event that reads it
@@ -78,18 +79,23 @@ class _Reader:
                 if id(x) in self.dims:
                     self.split_memory.add(memory_of(x))
 
-    def parameters(self, like: Run, run: Run) -> tuple[Parameter, ...]:
-        found: dict[str, Parameter] = {}
-        events = self.step.events
-        for a, b in zip(events[like.first : like.end], events[run.first : run.end], strict=True):
-            for x, y in zip(a.inputs, b.inputs):
-                if id(y) in self.names:
-                    name = self.names[id(y)][0]
-                    counts = self.counts.get(id(x), (y.numel(),) * self.ranks)
-                    found[name] = Parameter(name, y.numel(), counts, y.requires_grad, y.itemsize)
-        return tuple(found.values())
+    def named(self, name: str) -> Parameter:
+        """The parameter of that first name."""
+        if name not in self.known:
+            x = self.fakes[name]
+            key = id(self.step.stands.get(id(x), x))
+            positions = self.dealt.positions.get(key)
+            dim = None if positions is None else self.dealt.search.found[key].dim
+            counts = () if positions is None else tuple(map(positions.count, range(self.ranks)))
+            self.known[name] = Parameter(name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize)
+        return self.known[name]
 
-    def unit(self, number: int, run: Run) -> Unit:
+    def parameters(self, run: Run) -> tuple[Parameter, ...]:
+        inputs = (x for event in self.step.events[run.first : run.end] for x in event.inputs)
+        found = dict.fromkeys(self.names[id(x)][0] for x in inputs if id(x) in self.names)
+        return tuple(map(self.named, found))
+
+    def unit(self, run: Run) -> Unit:
         events = self.step.events[run.first : run.end]
         operations, entered = [], set[int]()
         for offset, event in enumerate(events):
@@ -100,26 +106,13 @@ class _Reader:
                 operations.append(operation)
         made = {memory_of(x) for event in events for x in event.outputs}
         later = frozenset(m for m in made if self.last_use.get(m, -1) >= run.end)
-        crossing = self._crossing(run.end)
         given = frozenset(
             memory_of(x)
             for event in events
             for x in event.inputs
             if id(x) in self.step.of_batch and memory_of(x) not in made
         )
-        numels = sum(x.untyped_storage().nbytes() // x.itemsize for x in crossing)
-        sizes = sum(x.untyped_storage().nbytes() for x in crossing)
-        return Unit(run.path, tuple(operations), self.parameters(run, run), given, sizes, numels, later)
-
-    def _crossing(self, end: int) -> list[Tensor]:
-        """What was made of the batch and the model before ``end`` and is read from there on."""
-        found: dict[int, Tensor] = {}
-        for event in self.step.events[:end]:
-            for x in event.outputs:
-                memory = memory_of(x)
-                if id(x) in self.step.of_batch and x.requires_grad and self.last_use.get(memory, -1) >= end:
-                    found[memory] = x
-        return list(found.values())
+        return Unit(run.path, tuple(operations), self.parameters(run), given, later)
 
     def _operation(self, event: Event, kept: Sequence[Kept], entered: set[int]) -> Operation | None:
         kind = kind_of(event)
@@ -133,8 +126,8 @@ class _Reader:
             product = replace(product, split=split_of(event, product, self.dims), weight=weight)
         elif kind == "product":
             kind = "entrywise"
-        inputs = tuple(self._use(x) for x in _distinct(event.inputs))
-        outputs = tuple(self._use(x) for x in _distinct(event.outputs))
+        inputs = tuple(self.use(x) for x in _distinct(event.inputs))
+        outputs = tuple(self.use(x) for x in _distinct(event.outputs))
         split_in = any(x.split for x in inputs)
         split_out = any(x.split for x in outputs)
         enters = 0
@@ -154,7 +147,7 @@ class _Reader:
         self, event: Event, kept: Sequence[Kept], inputs: tuple[Use, ...], outputs: tuple[Use, ...]
     ) -> tuple[KeptUse, ...]:
         if event.name == ATTENTION:
-            found = [KeptUse(u.memory, u.nbytes, u.of_batch, u.split) for u in map(self._use, attention_keeps(event))]
+            found = [KeptUse(u.memory, u.nbytes, u.of_batch, u.split) for u in map(self.use, attention_keeps(event))]
             out = event.outputs[0]
             sums = out.numel() // out.shape[-1] * 4
             return (*found, KeptUse(-id(out), sums, True, id(out) in self.dims))
@@ -182,7 +175,7 @@ class _Reader:
             return True
         return any(id(x) in self.step.of_batch for x in self.step.events[made].outputs)
 
-    def _use(self, x: Tensor) -> Use:
+    def use(self, x: Tensor) -> Use:
         memory = memory_of(x)
         return Use(
             memory, x.numel(), x.itemsize, id(x) in self.step.of_batch, id(x) in self.dims, x.requires_grad,

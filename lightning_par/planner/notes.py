@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.plan.units import ModuleCall
+from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.trial.fake_functions import is_fake
 
@@ -39,62 +41,78 @@ class Kept:
 
 @dataclass(frozen=True)
 class Note:
-    """Of one function: the module it ran in, by name, and what autograd keeps of it."""
+    """Of one function: the call of a module that it ran in, by its number, and what autograd keeps of it."""
 
-    path: str
+    call: int
     kept: tuple[Kept, ...]
-    checkpointed: bool = False
 
 
-@dataclass
-class StepNotes:
-    """Listens to one trial run; see `lightning_par.trial.listener.Listener`.
+@dataclass(frozen=True)
+class Call:
+    """The call of a module.
 
     Attributes:
-        notes: of each function in order, by the ids of the tensors that it made, which the recording keeps alive.
+        path: the module's name.
+        outer: the number of the call that it lies in.
     """
 
-    notes: dict[int, list[Note]] = field(default_factory=lambda: defaultdict(list))
-    path: list[str] = field(default_factory=lambda: [""])
-    calls: list[str] = field(default_factory=list)
+    path: str
+    outer: int
 
-    def __post_init__(self) -> None:
-        self._names: dict[int, str] = {}
+
+@dataclass(frozen=True)
+class Heard:
+    """What `StepNotes` heard.
+
+    Attributes:
+        calls: of modules, in the order in which they began; the first is the step itself.
+        notes: of each function in order, by the ids of the tensors that it made, which the recording keeps alive.
+        root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
+    """
+
+    calls: tuple[Call, ...]
+    notes: Mapping[int, Sequence[Note]]
+    root: ModuleCall | None
+
+
+class StepNotes(Surveyor):
+    """Listens to one trial run; see `lightning_par.trial.listener.Listener`.
+
+    Args:
+        samples: of the batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.notes: dict[int, list[Note]] = defaultdict(list)
+        self.calls_made = [Call("", 0)]
+        self._running = [0]
         self._pending: list[Kept] = []
 
-    def begin(self, copy: nn.Module) -> None:
-        self._names = {id(m): name for name, m in copy.named_modules()}
+    def enter_module(self, path: str, numel: int) -> None:
+        super().enter_module(path, numel)
+        self.calls_made.append(Call(path, self._running[-1]))
+        self._running.append(len(self.calls_made) - 1)
+
+    def leave_module(self) -> None:
+        super().leave_module()
+        self._running.pop()
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, of_model: bool, unsized: bool = False) -> None:
+        super().note(func, args, kwargs, result, of_model, unsized)
         kept, self._pending = tuple(self._pending), []
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
-                self.notes[id(x)].append(Note(self.path[-1], kept))
+                self.notes[id(x)].append(Note(self._running[-1], kept))
                 kept = ()
 
-    def end(self) -> StepNotes:
-        return self
+    def end(self) -> Any:
+        survey = super().end()
+        return Heard(tuple(self.calls_made), self.notes, None if survey is None else survey.root)
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Around the step: calls of modules and tensors that autograd keeps are heard."""
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._entered),
-            nn.modules.module.register_module_forward_hook(self._left, always_call=True),
-        ]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entered(self, module: nn.Module, args: Any) -> None:
-        self.path.append(self._names.get(id(module), self.path[-1]))
-        self.calls.append(self.path[-1])
-
-    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
-        self.path.pop()
+    def keeps(self) -> AbstractContextManager[Any]:
+        """Around the step: tensors that autograd keeps are heard."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:
         if is_fake(x) and not isinstance(x, nn.Parameter):

@@ -11,20 +11,18 @@ from lightning_par.planner.prediction import Prediction, Run
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.rank_memory import rank_memory
 from lightning_par.planner.sent_bytes import sent_bytes
-from lightning_par.planner.stages import Stages
 
 
-def predict(profile: Profile, one: Candidate, run: Run, stages: Stages, rough: bool = False) -> Prediction:
+def predict(profile: Profile, one: Candidate, run: Run, rough: bool = False) -> Prediction:
     """What ``one`` costs.
 
     Args:
         profile: of the step over as many ranks of the tensor axis as the candidate has.
         one: the layout.
         run: what is the same for all layouts.
-        stages: which units each stage has.
         rough: go by formulas for the schedule, in place of running it on paper.
     """
-    work = LayoutWork(profile, one, run, stages)
+    work, stages = LayoutWork(profile, one, run), profile.stages
     found = [work.stage_time(units) for units in stages.units]
     times, hop = [time for time, _ in found], work.hop()
     if one.layout.pipeline == 1:
@@ -40,20 +38,20 @@ def predict(profile: Profile, one: Candidate, run: Run, stages: Stages, rough: b
     sync = max(work.sync([u for s in own for u in stages.units[s]], backward) for own in ranks)
     update = max(work.optimizer_time([u for s in own for u in stages.units[s]]) for own in ranks)
     seconds = pipeline.seconds * one.accumulated + sync + update
-    parts = _parts(work, stages, ranks, pipeline, sync, update, sum(w for _, w in found))
+    parts = _parts(work, ranks, pipeline, sync, update, sum(w for _, w in found))
     layout = one.layout
     model = sum(profile.kinds[k].flops for k in profile.order) * 3 * one.samples / profile.samples
     peak = run.machine.peak.get(run.precision.compute, run.machine.peak["float32"])
     if run.precision.compute == "float8":
         peak = run.machine.peak["bfloat16"]
     return Prediction(
-        one, seconds, parts, pipeline.bubble, rank_memory(work, stages, ranks, rough), sent_bytes(work, stages, ranks),
+        one, seconds, parts, pipeline.bubble, rank_memory(work, ranks, rough), sent_bytes(work, ranks),
         run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 
 
 def _parts(
-    work: LayoutWork, stages: Stages, ranks: Sequence[Sequence[int]], pipeline: PipelineTime, sync: float,
+    work: LayoutWork, ranks: Sequence[Sequence[int]], pipeline: PipelineTime, sync: float,
     update: float, waits: float,
 ) -> dict[str, float]:  # fmt: skip
     one = work.one

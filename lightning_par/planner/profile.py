@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
-from lightning_par.planner.operations import Operation
+from lightning_par.pipeline.plan.schedule import SCHEDULES, place_stages
+from lightning_par.planner.operations import Operation, Use
 
 
 @dataclass(frozen=True)
@@ -15,22 +17,62 @@ class Parameter:
 
     Attributes:
         name: its first name.
-        numel: of the whole.
-        counts: elements of it that each rank of the tensor axis holds.
+        shape: of the whole.
+        dim: that the tensor axis splits, or None.
+        counts: indices along it that each rank of the tensor axis holds; of a whole one empty.
         trained: whether it has a gradient.
         itemsize: bytes of an element where the module holds it.
     """
 
     name: str
-    numel: int
+    shape: tuple[int, ...]
+    dim: int | None
     counts: tuple[int, ...]
     trained: bool
     itemsize: int
 
     @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.shape)
+
+    @cached_property
     def local(self) -> int:
         """Elements that a rank holds, at most."""
-        return max(self.counts)
+        return self.numel if self.dim is None else self.numel // self.shape[self.dim] * max(self.counts)
+
+    def part(self, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank of the tensor axis holds."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.counts[rank], *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The stages of a pipeline, or the one stage that there is.
+
+    Attributes:
+        units: the units of each stage, by their numbers in the step.
+        parameters: that each holds, in the order of the module.
+        crossing: the values that each takes from the one before it.
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    parameters: tuple[tuple[Parameter, ...], ...]
+    crossing: tuple[tuple[Use, ...], ...]
+
+    def by_rank(self, schedule: str, ranks: int) -> list[list[int]]:
+        """The stages of each rank along the pipeline."""
+        if ranks == 1:
+            return [list(range(len(self.units)))]
+        count = len(self.units)
+        places = place_stages(schedule, ranks, count) if schedule in SCHEDULES else tuple(range(ranks))
+        return [[stage for stage, place in enumerate(places) if place == rank] for rank in range(ranks)]
+
+    def held(self, own: Sequence[int]) -> tuple[Parameter, ...]:
+        """The parameters of the stages ``own`` of a rank, each once."""
+        return tuple({p.name: p for stage in own for p in self.parameters[stage]}.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +84,6 @@ class Unit:
         operations: in order.
         parameters: that it uses.
         given: memory that comes from units before it, of the batch.
-        crossing: bytes that the units behind it need of what there is when it ends, of the batch.
         used_later: memory of its own that other units use.
     """
 
@@ -50,8 +91,6 @@ class Unit:
     operations: tuple[Operation, ...]
     parameters: tuple[Parameter, ...]
     given: frozenset[int]
-    crossing: int
-    crossing_numel: int
     used_later: frozenset[int]
 
     @cached_property
@@ -71,6 +110,7 @@ class Profile:
         parameters: the parameters of each unit of the step, in order; one that two units use is in both.
         groups: into how many groups that can't be taken apart the least divisible split parameter falls; 0: none is.
         samples: in the recorded batch.
+        stages: which units each stage has.
     """
 
     ranks: int
@@ -79,6 +119,7 @@ class Profile:
     parameters: tuple[tuple[Parameter, ...], ...]
     groups: int
     samples: int
+    stages: Stages
 
     @cached_property
     def _sums(self) -> tuple[tuple[int, int], ...]:

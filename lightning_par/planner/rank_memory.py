@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.pipeline_time import in_flight, rough_flight
 from lightning_par.planner.prediction import RankMemory
-from lightning_par.planner.stages import Stages
 
 
-def rank_memory(
-    work: LayoutWork, stages: Stages, ranks: Sequence[Sequence[int]], rough: bool
-) -> tuple[RankMemory, ...]:
+def rank_memory(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -> tuple[RankMemory, ...]:
     """The memory of each rank along the pipeline; a ``rough`` one goes by formulas for the schedule."""
-    one, run, p = work.one, work.run, work.run.precision
+    stages, one, run, p = work.profile.stages, work.one, work.run, work.run.precision
     kept = [sum(work.units[u].kept for u in units) for units in stages.units]
     if one.layout.pipeline == 1:
         held = [sum(kept)]

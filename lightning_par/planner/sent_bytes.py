@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_par.planner.layout_work import LayoutWork
-from lightning_par.planner.stages import Stages
 
 
-def sent_bytes(work: LayoutWork, stages: Stages, ranks: Sequence[Sequence[int]]) -> dict[str, float]:
+def sent_bytes(work: LayoutWork, ranks: Sequence[Sequence[int]]) -> dict[str, float]:
     """By axis, in a step, of the rank that sends most."""
-    one, p = work.one, work.run.precision
+    stages, one, p = work.profile.stages, work.one, work.run.precision
     times = one.microbatches * one.accumulated
     size = work.replicas.size
     found: dict[str, float] = {}
@@ -23,8 +22,8 @@ def sent_bytes(work: LayoutWork, stages: Stages, ranks: Sequence[Sequence[int]])
             data = count * (p.moved * turns + p.gradients) * (size - 1) / size
         else:
             data = count * p.gradients * 2 * (size - 1) / size
-        hops = [work.units[stages.units[s][-1]].crossing for s in own if s + 1 < len(stages.units)]
-        back = [work.units[stages.units[s - 1][-1]].crossing for s in own if s]
+        hops = [work.crossing(s + 1) for s in own if s + 1 < len(stages.units) and s + 1 not in own]
+        back = [work.crossing(s) for s in own if s and s - 1 not in own]
         mine = {
             "data": data,
             "pipeline": (sum(hops) + sum(back)) * times if one.layout.pipeline > 1 else 0.0,

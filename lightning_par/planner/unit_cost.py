@@ -31,7 +31,6 @@ class UnitCost:
         ring_forward: seconds in which attention waits for keys and values of other ranks.
         ring_backward: the same in backward.
         sequence_sent: bytes that a rank sends along the sequence axis.
-        crossing: bytes that the next unit needs, on one rank.
     """
 
     forward: float
@@ -47,7 +46,6 @@ class UnitCost:
     ring_forward: float
     ring_backward: float
     sequence_sent: float
-    crossing: float
 
 
 def unit_cost(unit: Unit, s: Setting) -> UnitCost:
@@ -77,7 +75,7 @@ def unit_cost(unit: Unit, s: Setting) -> UnitCost:
     ring = ring_messages(unit, s, times)
     return UnitCost(
         forward, inputs, weights, again, kept, (plain - kept if again_ops else 0.0) + _largest(unit, s),
-        *moved, *ring, unit.crossing * s.part(True, False),
+        *moved, *ring,
     )  # fmt: skip
 
 
