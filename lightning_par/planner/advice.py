@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_par.planner.evaluate import Planner
-from lightning_par.planner.predict import Prediction
+from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.search import search
 
 _MOST = 2**20  # devices

@@ -17,7 +17,8 @@ from lightning_par.planner.machines import Machine
 from lightning_par.planner.make_profile import make_profile
 from lightning_par.planner.optimizer_state import optimizer_state
 from lightning_par.planner.precisions import read_precision
-from lightning_par.planner.predict import Prediction, Run, predict
+from lightning_par.planner.predict import predict
+from lightning_par.planner.prediction import ModuleUses, Prediction, Run
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.recorded import record
 from lightning_par.planner.stages import StageCut, cut_stages
@@ -58,6 +59,7 @@ class Planner:
         self.step = record(built, batch)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
+        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed)
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
@@ -127,7 +129,9 @@ class Planner:
             ValueError: it can't be; the message says why.
         """
         profile = self.profile(one.layout.tensor, one.stages, stages)
-        run = Run(self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens)
+        run = Run(
+            self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree
+        )
         return predict(profile, one, run, rough)
 
     def _cast(self, x: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.trial.surveyor import Surveyor
@@ -115,7 +115,7 @@ class StepNotes(Surveyor):
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:
-        if is_fake(x) and not isinstance(x, nn.Parameter):
+        if is_fake(x):
             self._pending.append(kept_of(x))
         return x
 

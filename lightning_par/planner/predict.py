@@ -9,8 +9,8 @@ from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
 from lightning_par.planner.prediction import Prediction, Run
 from lightning_par.planner.profile import Profile
+from lightning_par.planner.rank_bytes import ByRank
 from lightning_par.planner.rank_memory import rank_memory
-from lightning_par.planner.sent_bytes import sent_bytes
 
 
 def predict(profile: Profile, one: Candidate, run: Run, rough: bool = False) -> Prediction:
@@ -39,13 +39,14 @@ def predict(profile: Profile, one: Candidate, run: Run, rough: bool = False) -> 
     update = max(work.optimizer_time([u for s in own for u in stages.units[s]]) for own in ranks)
     seconds = pipeline.seconds * one.accumulated + sync + update
     parts = _parts(work, ranks, pipeline, sync, update, sum(w for _, w in found))
-    layout = one.layout
+    layout, each = one.layout, ByRank(work)
     model = sum(profile.kinds[k].flops for k in profile.order) * 3 * one.samples / profile.samples
     peak = run.machine.peak.get(run.precision.compute, run.machine.peak["float32"])
     if run.precision.compute == "float8":
         peak = run.machine.peak["bfloat16"]
     return Prediction(
-        one, seconds, parts, pipeline.bubble, rank_memory(work, ranks, rough), sent_bytes(work, ranks),
+        one, seconds, parts, pipeline.bubble, rank_memory(work, each, ranks, rough), each,
+        {} if rough else each.most_sent(),
         run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 

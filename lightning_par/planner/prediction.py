@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
 
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.local_work import Recompute
@@ -24,6 +27,23 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class HeldBytes:
+    """That one rank always holds."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+class EachRank(Protocol):
+    """What each rank holds, and sends in a step of the optimizer by axis; see `lightning_par.planner.rank_bytes`."""
+
+    def held(self, pipeline: int, tensor: int, replica: int) -> HeldBytes: ...
+
+    def sent(self, pipeline: int, tensor: int, replica: int) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a layout costs.
 
@@ -32,7 +52,8 @@ class Prediction:
         seconds: of one step of the optimizer.
         parts: the seconds of its parts, by name.
         bubble: the share of the pipeline's time in which ranks wait.
-        stages: memory of each rank along the pipeline.
+        stages: memory of the first rank of each place along the pipeline.
+        each: what each rank holds and sends.
         sent: bytes that the rank that sends most sends in a step, by axis.
         memory: that a device has for a run.
         flops: of the model in one step, forward and backward once, over all replicas.
@@ -45,6 +66,7 @@ class Prediction:
     parts: dict[str, float]
     bubble: float
     stages: tuple[RankMemory, ...]
+    each: EachRank
     sent: dict[str, float]
     memory: float
     flops: float
@@ -69,6 +91,25 @@ class Prediction:
         return self.flops / (self.seconds * self.peak_flops)
 
 
+@dataclass(frozen=True, eq=False)
+class ModuleUses:
+    """The module that is planned, and what its step does with its modules.
+
+    Attributes:
+        module: without memory.
+        calls: the modules that the step calls, in order.
+        needed: those of whose weights backward needs one.
+    """
+
+    module: nn.Module
+    calls: tuple[str, ...]
+    needed: frozenset[str]
+
+    def last_call(self, path: str) -> int:
+        """The number of the last call of a module; -1: there is none."""
+        return max((i for i, called in enumerate(self.calls) if called == path), default=-1)
+
+
 @dataclass(frozen=True)
 class Run:
     """What is the same for all layouts of one run.
@@ -81,6 +122,7 @@ class Run:
         recompute: what backward computes again.
         fused: whether functions that walk over memory are fused.
         tokens: in one sample.
+        tree: the module and its uses.
     """
 
     machine: Machine
@@ -90,3 +132,4 @@ class Run:
     recompute: Recompute
     fused: bool
     tokens: float
+    tree: ModuleUses

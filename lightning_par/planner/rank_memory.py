@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.pipeline_time import in_flight, rough_flight
 from lightning_par.planner.prediction import RankMemory
+from lightning_par.planner.rank_bytes import ByRank
 
 
-def rank_memory(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -> tuple[RankMemory, ...]:
+def rank_memory(work: LayoutWork, each: ByRank, ranks: Sequence[Sequence[int]], rough: bool) -> tuple[RankMemory, ...]:
     """The memory of each rank along the pipeline; a ``rough`` one goes by formulas for the schedule."""
     stages, one, run, p = work.profile.stages, work.one, work.run, work.run.precision
     kept = [sum(work.units[u].kept for u in units) for units in stages.units]
@@ -22,15 +23,15 @@ def rank_memory(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -
     found = []
     for rank, own in enumerate(ranks):
         units = [u for s in own for u in stages.units[s]]
-        whole, number = work.profile.held(units)
-        count = whole / (work.replicas.size if one.stored else 1)
-        parameters, gradients = count * p.weights, count * p.gradients
-        optimizer = count * run.optimizer.by_element * p.weights / 4 + run.optimizer.by_parameter * number
+        fixed = each.held(rank, 0, 0)
+        count = fixed.parameters / p.weights
         extra = max((work.units[u].extra for u in units), default=0.0)
         buffers = _gathered(work, units) if one.stored and work.replicas.size > 1 else count * p.copy
         activations = held[rank] + extra
-        peak = (parameters + gradients + optimizer + buffers + activations) * run.machine.fragmentation
-        found.append(RankMemory(parameters, gradients, optimizer, activations, buffers, peak))
+        peak = (
+            fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
+        ) * run.machine.fragmentation
+        found.append(RankMemory(fixed.parameters, fixed.gradients, fixed.optimizer, activations, buffers, peak))
     return tuple(found)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
-from lightning_par.pipeline.plan.units import ModuleCall
-from lightning_par.planner.notes import Call, Heard, Note, StepNotes
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors
+from lightning_par.planner.notes import Call, Heard, Note, StepNotes, memory_of
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.trial.recording import Event, Recording
 from lightning_par.trial.trial_run import record_step
@@ -93,6 +93,17 @@ class RecordedStep:
             taken.update((id(x), number) for x in event.inputs)
             made.update((id(x), (x, number)) for x in event.outputs if id(x) in self.of_model and id(x) not in made)
         return tuple((x, number, taken.get(key, number)) for key, (x, number) in made.items())
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """Modules of whose weights autograd keeps one for backward."""
+        held = {memory_of(x) for x in self.recording.parameters.values()}
+        found: set[str] = set()
+        for note in self.notes:
+            if note is not None and any(kept.memory in held for kept in note.kept):
+                path = self.calls[note.call].path
+                found |= {path, *ancestors(path)}
+        return frozenset(found)
 
     @cached_property
     def outlines(self) -> tuple[Any, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from lightning_par.planner.advice import Advice
-from lightning_par.planner.predict import Prediction
+from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.search import RuledOut
 from lightning_par.strategies.startup_table import format_rows
 
@@ -92,13 +93,15 @@ def layout_dict(one: Prediction) -> dict[str, Any]:
     """One layout, as ``--json`` prints it."""
     layout = one.candidate.layout
     ranks = []
-    for rank in range(layout.world_size):
-        held = one.stages[rank // (layout.sequence * layout.tensor) % layout.pipeline]
+    for data, pipeline, sequence, tensor in product(*map(range, layout.sizes)):
+        where = pipeline, tensor, data * layout.sequence + sequence
+        held, memory = one.each.held(*where), one.stages[pipeline]
         ranks.append(
             {
                 "parameters": round(held.parameters), "gradients": round(held.gradients),
-                "optimizer": round(held.optimizer), "activations": round(held.activations),
-                "buffers": round(held.buffers), "peak": round(held.peak),
+                "optimizer": round(held.optimizer), "activations": round(memory.activations),
+                "buffers": round(memory.buffers), "peak": round(memory.peak),
+                "sent": {axis: round(size) for axis, size in one.each.sent(*where).items()},
             }
         )  # fmt: skip
     return {

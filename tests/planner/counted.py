@@ -1,7 +1,7 @@
 """Real runs, counted, against what the planner says of them: ``python -m tests.planner.counted``.
 
-Of each rank: bytes of parameters, gradients and the optimizer's state, and bytes that it sends in a step by axis, without
-what is no matter of a layout (`APART`).
+Of each rank: bytes of parameters, gradients and the optimizer's state, and bytes that it sends in a step by axis,
+without what is no matter of a layout (`APART`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = TWO | FOUR
 
-AXES = {"gradients": "data", "data": "data", "tensor": "tensor", "sequence": "sequence", "pipeline": "pipeline"}
+AXES = {
+    "gradients": "data", "data": "data", "stage": "data",
+    "tensor": "tensor", "sequence": "sequence", "pipeline": "pipeline",
+}  # fmt: skip
 """Axes of the ledger, as a plan names them."""
 APART = frozenset(
     {
@@ -166,10 +169,7 @@ def planned(case: str, layout: dict[str, Any]) -> list[Counted]:
 
     ranks = prod(size for name, size in layout.items() if name.endswith("_size"))
     found = layout_dict(planner(case).evaluate(layout, ranks))
-    return [
-        Counted(rank["parameters"], rank["gradients"], rank["optimizer"], rank.get("sent", found["sent"]))
-        for rank in found["ranks"]
-    ]
+    return [Counted(rank["parameters"], rank["gradients"], rank["optimizer"], rank["sent"]) for rank in found["ranks"]]
 
 
 def differences(counted: list[Counted], said: list[Counted]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
-from lightning_par.planner.predict import Prediction
+from lightning_par.planner.prediction import Prediction
 from tests.planner.models import GPT, Llama
 
 ROWS = Path(__file__).with_name("measured.json")
