@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, Prediction, Run
 from lightning_par.planner.profile import Profile
-from lightning_par.planner.recorded import record
+from lightning_par.planner.recorded import RecordedStep, record
+from lightning_par.planner.replay import Place, replay
 from lightning_par.planner.stages import StageCut, cut_stages
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.tensor.plan import Dealt, deal
@@ -56,6 +57,7 @@ class Planner:
         self.optimizer = optimizer_state(built)
         built = built.to(self.precision.dtype)
         batch = tree_map(self._cast, batch)
+        self.batch = batch
         self.step = record(built, batch)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
@@ -63,6 +65,8 @@ class Planner:
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
+        self._steps: dict[int, RecordedStep] = {}
+        self._sent: dict[Any, tuple[dict[str, float], ...]] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -75,6 +79,27 @@ class Planner:
         other = copy(self)
         other.recompute = recompute
         return other
+
+    def step_of(self, micro: float) -> RecordedStep:
+        """The step on the first ``micro`` samples of the batch."""
+        count = round(micro)
+        if count >= self.step.samples or count < 1:
+            return self.step
+        if count not in self._steps:
+            self._steps[count] = record(
+                self.tree.module, tree_map(lambda x: _first(x, count, self.step.samples), self.batch)
+            )
+        return self._steps[count]
+
+    def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[dict[str, float], ...]:
+        """What a rank sends along the tensor and sequence axes for each stage in one microbatch, run by the rules."""
+        layout, step = one.layout, self.step_of(one.micro)
+        place = Place((layout.tensor, tensor), (layout.sequence, sequence), one.shard_residual, one.attention)
+        key = place, step.samples, count, str(asked)
+        if key not in self._sent:
+            dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)
+            self._sent[key] = replay(step, dealt, cut_stages(step, count, asked), place)
+        return self._sent[key]
 
     def profile(self, ranks: int, count: int = 1, asked: Any = None) -> Profile:
         """Over ``ranks`` ranks of the tensor axis, in ``count`` stages, which begin where ``asked`` says.
@@ -132,10 +157,14 @@ class Planner:
         run = Run(
             self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree
         )
-        return predict(profile, one, run, rough)
+        return predict(profile, one, run, partial(self.sent, one, one.stages, stages), rough)
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _first(x: Any, count: int, samples: int) -> Any:
+    return x[:count] if isinstance(x, Tensor) and x.ndim and x.shape[0] == samples else x
 
 
 def _tokens(batch: Any) -> float:

@@ -85,10 +85,9 @@ class LayoutWork:
             forward, inputs, waits = forward + extra_forward, inputs + extra_backward, extra_forward + extra_backward
         return StageTime(forward, inputs, weights), waits
 
-    def crossing(self, stage: int, gradients: bool = False) -> float:
-        """Bytes of one microbatch that a rank of ``stage`` takes from the stage before it, or that go back."""
-        values = self.profile.stages.crossing[stage]
-        return sum(self.setting.nbytes(x) for x in values if x.wants_grad or not gradients)
+    def crossing(self, stage: int) -> float:
+        """Bytes of one microbatch that a rank of ``stage`` takes from the stage before it, about."""
+        return sum(map(self.setting.nbytes, self.profile.stages.crossing[stage]))
 
     def hop(self) -> float:
         """Seconds to send what crosses a stage's border."""

@@ -9,17 +9,18 @@ from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
 from lightning_par.planner.prediction import Prediction, Run
 from lightning_par.planner.profile import Profile
-from lightning_par.planner.rank_bytes import ByRank
+from lightning_par.planner.rank_bytes import ByRank, Sender
 from lightning_par.planner.rank_memory import rank_memory
 
 
-def predict(profile: Profile, one: Candidate, run: Run, rough: bool = False) -> Prediction:
+def predict(profile: Profile, one: Candidate, run: Run, sent: Sender, rough: bool = False) -> Prediction:
     """What ``one`` costs.
 
     Args:
         profile: of the step over as many ranks of the tensor axis as the candidate has.
         one: the layout.
         run: what is the same for all layouts.
+        sent: what a rank sends along the tensor and sequence axes; see `lightning_par.planner.rank_bytes.Sender`.
         rough: go by formulas for the schedule, in place of running it on paper.
     """
     work, stages = LayoutWork(profile, one, run), profile.stages
@@ -39,7 +40,7 @@ def predict(profile: Profile, one: Candidate, run: Run, rough: bool = False) -> 
     update = max(work.optimizer_time([u for s in own for u in stages.units[s]]) for own in ranks)
     seconds = pipeline.seconds * one.accumulated + sync + update
     parts = _parts(work, ranks, pipeline, sync, update, sum(w for _, w in found))
-    layout, each = one.layout, ByRank(work)
+    layout, each = one.layout, ByRank(work, sent)
     model = sum(profile.kinds[k].flops for k in profile.order) * 3 * one.samples / profile.samples
     peak = run.machine.peak.get(run.precision.compute, run.machine.peak["float32"])
     if run.precision.compute == "float8":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
+from lightning_par.planner.replay import RETURNED, TAKEN
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part
+
+LOSS_BYTES = 4
+
+Sender = Callable[[int, int], tuple[dict[str, float], ...]]
+"""What a rank sends along the tensor and sequence axes for each stage in one microbatch, by its indices on the two."""
 
 
 @dataclass(eq=False)
@@ -16,6 +22,7 @@ class ByRank:
 
     Args:
         work: of the layout.
+        sender: what ranks send along the tensor and sequence axes.
 
     Example::
 
@@ -23,6 +30,7 @@ class ByRank:
     """
 
     work: LayoutWork
+    sender: Sender
     _held: dict[tuple[int, int, int], HeldBytes] = field(default_factory=dict)
     _sent: dict[tuple[int, int, int], dict[str, float]] = field(default_factory=dict)
 
@@ -46,8 +54,8 @@ class ByRank:
             crosses = self.work.one.layout.pipeline > 1
             self._sent[key] = {
                 "data": self._data(own, self._parts(*key)),
-                "pipeline": self._pipeline(own) if crosses else 0.0,
-                **self._activations(own),
+                "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
+                **self._activations(own, tensor, replica),
             }
         return self._sent[key]
 
@@ -64,21 +72,30 @@ class ByRank:
         held = self.work.profile.stages.held(self._own(pipeline))
         return [stored_part(x, tensor, self.work.replicas.size, replica, self.work.one.stored) for x in held]
 
-    def _activations(self, own: Sequence[int]) -> dict[str, float]:
-        units = [self.work.units[u] for stage in own for u in self.work.profile.stages.units[stage]]
-        times = self.work.one.microbatches * self.work.one.accumulated
-        return {
-            "sequence": sum(c.sequence_sent for c in units) * times,
-            "tensor": sum(c.tensor_sent for c in units) * times,
-        }
+    def _activations(self, own: Sequence[int], tensor: int, replica: int) -> dict[str, float]:
+        one = self.work.one
+        if one.layout.tensor * one.layout.sequence == 1:
+            return {"sequence": 0.0, "tensor": 0.0}
+        stages = self.sender(tensor, replica % one.layout.sequence)
+        times = one.microbatches * one.accumulated
+        found = {axis: sum(stages[s][axis] for s in own) * times for axis in ("sequence", "tensor")}
+        if one.layout.pipeline > 1:
+            # Each rank begins backward with its share of the loss's gradient, of which a hook is told the sum.
+            for axis, size, shares in (
+                ("sequence", one.layout.sequence, True),
+                ("tensor", one.layout.tensor, one.shard_residual),
+            ):
+                found[axis] += 2 * LOSS_BYTES * (size - 1) / size * one.accumulated * shares
+        return found
 
-    def _pipeline(self, own: Sequence[int]) -> float:
+    def _pipeline(self, own: Sequence[int], tensor: int, replica: int) -> float:
         """Values to the stages behind, gradients to those before, on other ranks; and gradients of tied weights."""
         work, one = self.work, self.work.one
         stages = work.profile.stages
         times = one.microbatches * one.accumulated
-        there = sum(work.crossing(s + 1) for s in own if s + 1 < len(stages.units) and s + 1 not in own)
-        back = sum(work.crossing(s, gradients=True) for s in own if s and s - 1 not in own)
+        crossing = self.sender(tensor, replica % one.layout.sequence)
+        there = sum(crossing[s + 1][TAKEN] for s in own if s + 1 < len(stages.units) and s + 1 not in own)
+        back = sum(crossing[s][RETURNED] for s in own if s and s - 1 not in own)
         return (there + back) * times + self._tied(own) * one.accumulated
 
     def _tied(self, own: Sequence[int]) -> float:
