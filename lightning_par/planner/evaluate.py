@@ -94,6 +94,9 @@ class Planner:
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[dict[str, float], ...]:
         """What a rank sends along the tensor and sequence axes for each stage in one microbatch, run by the rules."""
         layout, step = one.layout, self.step_of(one.micro)
+        tensor = self.profile(layout.tensor, count, asked).alike[tensor]
+        if self.sequences and all(length % (2 * layout.sequence) == 0 for length in self.sequences):
+            sequence = 0  # all have as many tokens
         place = Place((layout.tensor, tensor), (layout.sequence, sequence), one.shard_residual, one.attention)
         key = place, step.samples, count, str(asked)
         if key not in self._sent:

@@ -47,7 +47,6 @@ def predict(profile: Profile, one: Candidate, run: Run, sent: Sender, rough: boo
         peak = run.machine.peak["bfloat16"]
     return Prediction(
         one, seconds, parts, pipeline.bubble, rank_memory(work, each, ranks, rough), each,
-        {} if rough else each.most_sent(),
         run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 

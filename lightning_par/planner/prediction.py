@@ -42,6 +42,8 @@ class EachRank(Protocol):
 
     def sent(self, pipeline: int, tensor: int, replica: int) -> dict[str, float]: ...
 
+    def most_sent(self) -> dict[str, float]: ...
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -54,7 +56,6 @@ class Prediction:
         bubble: the share of the pipeline's time in which ranks wait.
         stages: memory of the first rank of each place along the pipeline.
         each: what each rank holds and sends.
-        sent: bytes that the rank that sends most sends in a step, by axis.
         memory: that a device has for a run.
         flops: of the model in one step, forward and backward once, over all replicas.
         tokens: in one step.
@@ -67,11 +68,15 @@ class Prediction:
     bubble: float
     stages: tuple[RankMemory, ...]
     each: EachRank
-    sent: dict[str, float]
     memory: float
     flops: float
     tokens: float
     peak_flops: float
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that the rank that sends most sends in a step, by axis; counted when it is asked for."""
+        return self.each.most_sent()
 
     @property
     def peak(self) -> float:

@@ -145,6 +145,12 @@ class Profile:
         return numel, count
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each rank of the tensor axis the first one that holds as much of every parameter."""
+        held = [tuple(p.counts[rank] for p in self.all_parameters.values() if p.counts) for rank in range(self.ranks)]
+        return tuple(map(held.index, held))
+
+    @cached_property
     def all_parameters(self) -> dict[str, Parameter]:
         return {p.name: p for unit in self.parameters for p in unit}
 

@@ -27,11 +27,13 @@ def planned(layout: dict[str, Any], mlp: str = "swiglu", devices: int = 2) -> di
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_tensor_axis_sends_four_all_reduces_a_layer(mlp: str, sharded: bool) -> None:
     sent = planned({"tensor_parallel_size": 2, "shard_residual": sharded}, mlp)["sent"]
-    assert sent["tensor"] == 73_728 * 4 + 192 * 4
+    labels = b * s * 8 / 2 if sharded else 0  # each rank has half of the tokens, and gathers their targets
+    assert sent["tensor"] == 73_728 * 4 + 192 * 4 + labels
 
 
 def test_a_ring_sends_keys_and_values_three_times() -> None:
-    assert planned({"sequence_parallel_size": 2, "attention": "ring"})["sent"]["sequence"] == 12_288 * 4
+    # and the loss is a mean over ranks: one number forward, one backward
+    assert planned({"sequence_parallel_size": 2, "attention": "ring"})["sent"]["sequence"] == 12_288 * 4 + 2 * 4
 
 
 def test_a_pipeline_sends_the_residual_stream_there_and_its_gradient_back() -> None:
