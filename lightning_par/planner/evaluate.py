@@ -61,7 +61,7 @@ class Planner:
         self.step = record(built, batch)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
-        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed)
+        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed, self.step.uses)
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}

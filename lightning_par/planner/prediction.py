@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,11 +105,13 @@ class ModuleUses:
         module: without memory.
         calls: the modules that the step calls, in order.
         needed: those of whose weights backward needs one.
+        uses: of each parameter, how many calls of modules use it, and how many of these need it for backward.
     """
 
     module: nn.Module
     calls: tuple[str, ...]
     needed: frozenset[str]
+    uses: Mapping[str, tuple[int, int]]
 
     def last_call(self, path: str) -> int:
         """The number of the last call of a module; -1: there is none."""

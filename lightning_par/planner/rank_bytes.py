@@ -139,5 +139,6 @@ class ByRank:
             sent += calls * block.numel * p.moved * (1 + again)
             sent += calls * (block.trained + block.flags) * p.gradients
         for part in alone:
-            sent += part.message * (p.moved * (1 + reshard) + p.gradients * part.parameter.trained)
+            calls, needed = tree.uses.get(part.parameter.name, (1, 1)) if reshard else (1, 0)
+            sent += part.message * (p.moved * (calls + needed) + calls * p.gradients * part.parameter.trained)
         return sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -104,6 +105,20 @@ class RecordedStep:
                 path = self.calls[note.call].path
                 found |= {path, *ancestors(path)}
         return frozenset(found)
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter, by its first name, how many calls of modules use it, and how many need it for backward."""
+        used: dict[str, set[int]] = defaultdict(set)
+        needed: dict[str, set[int]] = defaultdict(set)
+        for event, note in zip(self.events, self.notes):
+            for x in event.inputs:
+                if id(x) in self.names and note is not None:
+                    name = self.names[id(x)][0]
+                    used[name].add(note.call)
+                    if any(kept.memory == memory_of(x) for kept in note.kept):
+                        needed[name].add(note.call)
+        return {name: (len(calls), len(needed[name])) for name, calls in used.items()}
 
     @cached_property
     def outlines(self) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ class BlockMessage:
         paths: of the block's modules.
         numel: elements of a rank's part.
         trained: of those with gradients.
-        flags: of parameters with gradients, each an element of the sum's message.
+        flags: of several parameters with gradients, each an element of the sum's message.
     """
 
     paths: tuple[str, ...]
@@ -108,5 +108,5 @@ def _message(block: Block, known: Mapping[str, StoredPart]) -> BlockMessage:
     parts = [known[name] for name in block.weights]
     trained = [part for part in parts if part.parameter.trained]
     return BlockMessage(
-        block.paths, sum(p.message for p in parts), sum(p.message for p in trained), len(trained)
+        block.paths, sum(p.message for p in parts), sum(p.message for p in trained), len(trained) * (len(trained) > 1)
     )  # fmt: skip

@@ -125,8 +125,13 @@ class _Count(Callback):
             if axis in AXES and purpose not in APART:
                 sent[AXES[axis]] += size
         self.found.sent = sent
-        states = [x for one in trainer.optimizers for state in one.state.values() for x in state.values()]
+        states = [x for one in trainer.optimizers for state in _own_state(one).values() for x in state.values()]
         self.found.optimizer = sum(_bytes(x) for x in states if isinstance(x, Tensor) and not is_elsewhere(x))
+
+
+def _own_state(optimizer: Any) -> Any:
+    """Without asking other stages, which would ask back."""
+    return getattr(optimizer.state, "own", optimizer.state)
 
 
 def _held(module: Any) -> list[Tensor]:
@@ -142,7 +147,7 @@ def run(case: str, layout: dict[str, Any]) -> Counted:
     """Train ``case`` two steps on this rank; what the second one had."""
     torch.manual_seed(0)
     model, count = MODELS[case], _Count()
-    ranks = prod(size for name, size in layout.items() if name.endswith("_size"))
+    ranks = ranks_of(layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -152,6 +157,11 @@ def run(case: str, layout: dict[str, Any]) -> Counted:
         )  # fmt: skip
         trainer.fit(model.module(), DataLoader(model.data(0), batch_size=model.batch_size))  # type: ignore[arg-type]
     return count.found
+
+
+def ranks_of(layout: dict[str, Any]) -> int:
+    """How many ranks a layout has."""
+    return prod(size for name, size in layout.items() if name.endswith("_size"))
 
 
 @lru_cache
@@ -167,7 +177,7 @@ def planned(case: str, layout: dict[str, Any]) -> list[Counted]:
     """What the planner says of each rank."""
     from lightning_par.planner.report import layout_dict
 
-    ranks = prod(size for name, size in layout.items() if name.endswith("_size"))
+    ranks = ranks_of(layout)
     found = layout_dict(planner(case).evaluate(layout, ranks))
     return [Counted(rank["parameters"], rank["gradients"], rank["optimizer"], rank["sent"]) for rank in found["ranks"]]
 
@@ -197,7 +207,7 @@ def main() -> None:
     for case in asked.model or CASES:
         for name in asked.layout or LAYOUTS:
             layout = LAYOUTS[name]
-            ranks = prod(size for key, size in layout.items() if key.endswith("_size"))
+            ranks = ranks_of(layout)
             try:
                 counted = pool.run(ranks, run, case, layout)
             except RuntimeError as error:
