@@ -28,7 +28,7 @@ class LayoutWork:
         one, run = self.one, self.run
         return Setting(
             one.layout.tensor, one.layout.sequence, one.micro / self.profile.samples, one.shard_residual,
-            run.recompute, run.fused, run.machine, run.precision,
+            run.recompute, run.fused, run.machine, run.precision, one.attention, one.contiguous,
         )  # fmt: skip
 
     @cached_property

@@ -12,7 +12,7 @@ from lightning_par.pipeline.plan.schedule import SCHEDULES, stages_per_rank
 _SIZES = ("data", "pipeline", "sequence", "tensor")
 _PUBLISHED = {"interleaved": "interleaved_1f1b", "zb_1p": "zb1p", "zb_h1": "zb1p", "zb_v": "zbv", "zb_2p": "zb2p",
               "zb_h2": "zb2p"}  # fmt: skip
-EXTRA = ("micro_batch_size", "stages_per_rank")
+EXTRA = ("micro_batch_size", "stages_per_rank", "token_order")
 """Keys of a layout that the strategies don't have: what a published run did."""
 
 
@@ -31,6 +31,7 @@ class Candidate:
         accumulated: training steps for each step of the optimizer.
         shard_residual: whether the residual stream is sharded over the tensor axis.
         attention: the scheme of the sequence axis.
+        contiguous: whether its ranks have tokens that follow one another, as some published runs had.
     """
 
     layout: Layout
@@ -42,7 +43,8 @@ class Candidate:
     micro: float = 1
     accumulated: int = 1
     shard_residual: bool = False
-    attention: str = "ring"
+    attention: Any = "ring"
+    contiguous: bool = False
 
     @property
     def stages(self) -> int:
@@ -105,7 +107,7 @@ def read_candidate(asked: Mapping[str, Any], devices: int, batch: int, samples: 
     return Candidate(
         layout, stored, layout.pipeline == 1 if reshard == "auto" else bool(reshard), schedule, chunks, count, micro,
         accumulated, bool(asked.get("shard_residual", False)) and layout.tensor > 1,
-        str(asked.get("attention", "ring")).replace("auto", "ring"),
+        asked.get("attention", "auto"), asked.get("token_order", "zigzag") == "contiguous",
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_par.planner.machines import Machine
 from lightning_par.planner.operations import KeptUse, Operation, Product, Use
@@ -26,6 +26,7 @@ class Setting:
         machine: that runs it.
         precision: of the run.
         attention: the scheme of the sequence axis.
+        contiguous: whether its ranks have tokens that follow one another, in place of equally many pairs each.
     """
 
     tensor: int
@@ -36,7 +37,8 @@ class Setting:
     fused: bool
     machine: Machine
     precision: Precision
-    attention: str = "ring"
+    attention: Any = "ring"
+    contiguous: bool = False
 
     def part(self, of_batch: bool, split: bool, gathered: bool = False) -> float:
         """The share of a tensor's elements that a rank has."""
@@ -54,8 +56,10 @@ class Setting:
         assert found is not None
         batch, m, n, k = found.batch, float(found.m), float(found.n), float(found.k)
         if op.kind == "attention":
-            # Each rank has as many pairs as any other: its queries times all keys.
+            # In zigzag order each rank has as many pairs as any other: its queries times all keys.
             batch, m = _scaled(batch, self.samples), m / self.sequence
+            if self.contiguous and found.causal:
+                m *= (2 * self.sequence - 1) / self.sequence  # of the last rank, for which the others wait
         elif found.batch > 1:
             batch, m = _scaled(batch, self.samples), m / self.sequence
         elif any(x.of_batch for x in op.inputs):

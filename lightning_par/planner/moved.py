@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
-from lightning_par.planner.kernels import attention_time
+from lightning_par.planner.kernels import attention_time, memory_time
 from lightning_par.planner.links import group_of, message_time
 from lightning_par.planner.local_work import Setting
 from lightning_par.planner.operations import LOSSES, Operation
@@ -59,29 +60,62 @@ def tensor_messages(
     return forward, backward + max(0.0, hidden - weights) + s.machine.contention * min(hidden, weights), more, sent
 
 
-def ring_messages(unit: Unit, s: Setting, times: Mapping[int, float]) -> tuple[float, float, float]:
-    """Seconds that attention waits for other ranks' keys and values, forward and backward, and the bytes sent."""
+def sequence_messages(unit: Unit, s: Setting, times: Mapping[int, float]) -> tuple[float, float, float]:
+    """Seconds that attention waits for other ranks and merges what it has of their keys, forward and backward, and the
+    bytes sent.
+
+    A ring's hop is hidden by the block before it; a gather, and an exchange of heads, hide behind nothing.
+
+    Args:
+        unit: the unit.
+        s: under what it runs.
+        times: seconds of its operations forward, by their ids.
+    """
     if s.sequence == 1:
         return 0.0, 0.0, 0.0
-    group = group_of(s.sequence, s.tensor, s.machine.devices)
-    hops = s.sequence - 1
-    forward = backward = sent = 0.0
-    for op in unit.operations:
-        if op.kind != "attention":
-            continue
-        keys = _keys(op, s)
-        hop = message_time("send", keys, group, s.machine)
-        work = times.get(id(op), 0.0) / s.sequence
-        back = attention_time(s.product(op), s.machine, _dtype(s), True) / s.sequence
-        forward += hops * max(0.0, hop - work)
-        backward += hops * max(0.0, 2 * hop - back)
-        sent += 3 * hops * keys
+    found = [_attention_messages(op, s, times) for op in unit.operations if op.kind == "attention"]
+    forward, backward, sent = (sum(one[i] for one in found) for i in range(3))
     return forward, backward, sent
 
 
-def _keys(op: Operation, s: Setting) -> float:
-    """Bytes of keys and values on a rank."""
-    return sum(s.nbytes(x, True) for x in op.inputs[1:3])
+def _attention_messages(op: Operation, s: Setting, times: Mapping[int, float]) -> tuple[float, float, float]:
+    query, keys = s.nbytes(op.inputs[0], True), sum(s.nbytes(x, True) for x in op.inputs[1:3])
+    product = s.product(op)
+    scheme = _scheme(s, query, keys)
+    group = group_of(s.sequence, s.tensor, s.machine.devices)
+    if scheme == "all_gather":
+        gather = message_time("all_gather", keys * s.sequence, group, s.machine)
+        back = message_time("reduce_scatter", keys * s.sequence, group, s.machine)
+        return gather, gather + back, 3 * (s.sequence - 1) * keys
+    heads = s.sequence if scheme == "ulysses" else scheme if isinstance(scheme, int) else 1
+    turned = exchange = 0.0
+    if heads > 1:
+        moved = 2 * query + keys  # queries, keys and values there, the result back
+        turned = 2 * moved * (heads - 1) / heads
+        near = group_of(heads, s.tensor, s.machine.devices)
+        exchange = message_time("all_to_all", moved, near, s.machine)
+    ring = s.sequence // heads
+    if ring == 1:
+        return exchange, exchange, turned
+    hop = message_time("send", keys, group_of(ring, s.tensor * heads, s.machine.devices), s.machine)
+    work = times.get(id(op), 0.0) / ring
+    back = attention_time(product, s.machine, _dtype(s), True) / ring
+    # Results so far are read, merged and written in single precision; so are gradients of queries.
+    merged = memory_time(query / op.inputs[0].itemsize * (4 + 4 + op.inputs[0].itemsize), s.machine)
+    hops = ring - 1
+    forward = hops * (max(0.0, hop - work) + merged)
+    return exchange + forward, exchange + hops * (max(0.0, 2 * hop - back) + merged), turned + 3 * hops * keys
+
+
+def _scheme(s: Setting, query: float, keys: float) -> Any:
+    """The scheme by its name, or of a product how many ranks share heads out; "auto" takes what sends least."""
+    asked = s.attention
+    if isinstance(asked, Mapping):
+        return int(asked.get("ulysses", 1))
+    if asked != "auto":
+        return asked
+    turned = 2 * (2 * query + keys) * (s.sequence - 1) / s.sequence
+    return "ulysses" if turned < 3 * (s.sequence - 1) * keys else "ring"
 
 
 def _dtype(s: Setting) -> str:

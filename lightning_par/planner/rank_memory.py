@@ -40,5 +40,6 @@ def _gathered(work: LayoutWork, units: Sequence[int]) -> float:
     p = work.run.precision
     sizes = sorted((work.profile.held((u,))[0] for u in units), reverse=True)
     if not work.one.reshard:
-        return sum(sizes) * (p.moved + p.gradients)
+        # and one message of each kind, laid out in one piece
+        return (sum(sizes) + sizes[0]) * (p.moved + p.gradients)
     return sum(sizes[:2]) * p.moved + sum(sizes[:1]) * (p.moved + p.gradients)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_par.planner.kept_memory import kept_bytes, recomputed
 from lightning_par.planner.kernels import attention_time, backward_products, memory_time, product_time
 from lightning_par.planner.local_work import Setting
-from lightning_par.planner.moved import ring_messages, tensor_messages
+from lightning_par.planner.moved import sequence_messages, tensor_messages
 from lightning_par.planner.operations import LOSSES, Operation, Use
 from lightning_par.planner.profile import Unit
 
@@ -72,7 +72,7 @@ def unit_cost(unit: Unit, s: Setting) -> UnitCost:
     kept = kept_bytes(unit, s, s.recompute if unit.path else "none")
     again_ids = {id(op) for op in again_ops}
     moved = tensor_messages(unit, s, again_ids, weights)
-    ring = ring_messages(unit, s, times)
+    ring = sequence_messages(unit, s, times)
     return UnitCost(
         forward, inputs, weights, again, kept, (plain - kept if again_ops else 0.0) + _largest(unit, s),
         *moved, *ring,

@@ -25,6 +25,8 @@ from lightning_par.planner.prediction import Prediction
 from tests.planner.models import GPT, Llama
 
 ROWS = Path(__file__).with_name("measured.json")
+ORDER = "zigzag"
+"""Of tokens over the sequence axis, which the rows don't say; see `--contiguous`."""
 _RECOMPUTE = {"selective (per-op)": "selective"}
 
 
@@ -52,6 +54,8 @@ def layout_of(row: dict[str, Any]) -> dict[str, Any]:
         "data_parallel_size": at["dp"], "pipeline_parallel_size": at["pp"], "sequence_parallel_size": at["cp"],
         "tensor_parallel_size": at["tp"],
     }  # fmt: skip
+    if at["cp"] > 1:
+        found |= {"attention": "ring", "token_order": ORDER}
     if at["fsdp"]:
         found["data_parallel"] = "fsdp"
     if at["tp_sequence"]:
@@ -121,7 +125,10 @@ def main() -> None:
     parser.add_argument("--set", default="")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--contiguous", action="store_true", help="tokens of a sequence axis follow one another")
     asked = parser.parse_args()
+    global ORDER
+    ORDER = "contiguous" if asked.contiguous else ORDER
     found, times, peaks = [], [], []
     for number, row in enumerate(rows(asked.rows)):
         if asked.set not in row["set"]:
