@@ -7,6 +7,7 @@ run sends, whatever the functions: those that gather, and losses over shards, in
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
+from lightning_par.planner.live_bytes import LiveBytes
 from lightning_par.planner.recorded import RecordedStep
 from lightning_par.planner.stages import StageCut
 from lightning_par.private.pytree import tree_leaves, tree_map
@@ -36,6 +38,9 @@ from lightning_par.trial.recording import Event, returned
 
 TAKEN, RETURNED = "taken", "returned"
 """Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
+
+KEPT, PEAK = "kept", "peak"
+"""Of a stage and one microbatch: bytes of live tensors between forward and backward, and the most at any time."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,11 @@ class _Replay:
         self.axes: tuple[Axis, ...] = tuple(x for x in (self.tokens, self.tensor) if x is not None and x.size > 1)
         self.mix = Mix(self.axes) if len(self.axes) > 1 else None
         self.values: dict[int, Any] = {}
+        self.last: dict[int, list[int]] = defaultdict(list)
+        ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+        for x, _, last in step.lives:
+            if id(x) not in ends:
+                self.last[last].append(id(x))
         self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
         for x in step.recording.parameters.values():
             self.values[id(x)] = self._parameter(x, dealt)
@@ -126,10 +136,14 @@ class _Replay:
     def stage(self, first: int, end: int) -> dict[str, float]:
         """Bytes by axis of the events from ``first`` to ``end``, forward and backward."""
         made: set[int] = set()
+        for x in self.step.recording.parameters.values():  # what backward makes of it is added to what is there
+            leaf = _inner(self.values[id(x)])
+            leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
         sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
-        with ledger() as moved:
-            for event in self.step.events[first:end]:
+        arrived = float(sum(size for size, _ in sizes))
+        with ledger() as moved, LiveBytes() as live:
+            for number, event in enumerate(self.step.events[first:end], first):
                 # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
                 if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
                     continue
@@ -142,12 +156,20 @@ class _Replay:
                 for old, value in zip(event.outputs, new, strict=False):
                     self.values[id(old)] = value
                     made.add(id(old))
+                del args, kwargs, result, new
+                self._let_go(number)
+            kept = live.now + arrived
             self._backward(made, end)
-        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(size for size, _ in sizes))}
+        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: arrived, KEPT: kept, PEAK: live.peak + arrived}
         found[RETURNED] = float(sum(size for size, wanted in sizes if wanted))
         for transfer in moved.transfers:
             found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer.sent
         return found
+
+    def _let_go(self, number: int) -> None:
+        """Of what the event ``number`` was the last to take, all but the loss."""
+        for key in self.last.pop(number, ()):
+            self.values.pop(key, None)
 
     def _run(self, event: Event, args: Any, kwargs: Any) -> Any:
         leaves = tree_leaves((args, kwargs))

@@ -88,10 +88,14 @@ def _planner(text: str, fused: bool) -> Planner:
     return Planner(module_of(row), batch, machine, row["precision"], recompute, fused)
 
 
-def predicted(row: dict[str, Any], fused: bool = True) -> Prediction:
+def planner_of(row: dict[str, Any], fused: bool = True) -> Planner:
+    """Of the row's module, batch and machine; alike rows have the same one."""
     keys = ("micro_batch", "model", "gpu", "precision", "recompute", "attention")
-    planner = _planner(json.dumps({k: row[k] for k in keys}, sort_keys=True), fused)
-    return planner.evaluate(layout_of(row), row["gpus"], row["global_batch"])
+    return _planner(json.dumps({k: row[k] for k in keys}, sort_keys=True), fused)
+
+
+def predicted(row: dict[str, Any], fused: bool = True) -> Prediction:
+    return planner_of(row, fused).evaluate(layout_of(row), row["gpus"], row["global_batch"])
 
 
 def measured_time(row: dict[str, Any]) -> float:
