@@ -97,7 +97,7 @@ _A100 = Machine(
     link=_NVLINK3,
     network=_HDR,
     product_share=0.80,
-    attention_share=(0.64, 0.56),
+    attention_share=(0.45, 0.39),
     aliases=("A100", "A100-80GB", "DGX-A100", "A100-SXM"),
 )
 _H100 = Machine(

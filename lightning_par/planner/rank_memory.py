@@ -8,12 +8,20 @@ from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.pipeline_time import in_flight, rough_flight
 from lightning_par.planner.prediction import RankMemory
 from lightning_par.planner.rank_bytes import ByRank
+from lightning_par.planner.replay import KEPT, PEAK
 
 
 def rank_memory(work: LayoutWork, each: ByRank, ranks: Sequence[Sequence[int]], rough: bool) -> tuple[RankMemory, ...]:
     """The memory of each rank along the pipeline; a ``rough`` one goes by formulas for the schedule."""
     stages, one, run, p = work.profile.stages, work.one, work.run, work.run.precision
-    kept = [sum(work.units[u].kept for u in units) for units in stages.units]
+    # Functions that run one by one keep what a run of them keeps; what a compiler fuses is reckoned.
+    counted = each.sender(0, 0) if not (rough or run.fused or run.recompute != "none") else None
+    if counted is None:
+        kept = [sum(work.units[u].kept for u in units) for units in stages.units]
+        extras = [max((work.units[u].extra for u in units), default=0.0) for units in stages.units]
+    else:
+        kept = [stage[KEPT] for stage in counted]
+        extras = [stage[PEAK] - stage[KEPT] for stage in counted]
     if one.layout.pipeline == 1:
         held = [sum(kept)]
     else:
@@ -25,9 +33,8 @@ def rank_memory(work: LayoutWork, each: ByRank, ranks: Sequence[Sequence[int]], 
         units = [u for s in own for u in stages.units[s]]
         fixed = each.held(rank, 0, 0)
         count = fixed.parameters / p.weights
-        extra = max((work.units[u].extra for u in units), default=0.0)
         buffers = _gathered(work, units) if one.stored and work.replicas.size > 1 else count * p.copy
-        activations = held[rank] + extra
+        activations = held[rank] + max(extras[s] for s in own)
         peak = (
             fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
         ) * run.machine.fragmentation
