@@ -251,9 +251,9 @@ class HangWatch:
         else:
             try:
                 states = self._states({"ask": "stack"})
-                line.say([states[rank].to_json() for rank in sorted(states)])
-            finally:
+            finally:  # before the answer, upon which it may be asked again
                 self._stranger.release()
+            line.say([states[rank].to_json() for rank in sorted(states)])
 
     def _state(self, with_stack: bool) -> RankState:
         moved = self._progress.last is not self._seen

@@ -185,10 +185,27 @@ def handler_of(number: int) -> Any:
     return handler
 
 
+_masks = threading.local()  # of a thread that forks: the signals that it blocked before
+
+
+def _block_signals() -> None:
+    """Until a fork has left this process's file, a signal to it would count as one to this process, and be lost to it:
+    Python forgets there what came before."""
+    numbers = {number for signals in Signals.installed for number in signals.handlers_before}
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers) if numbers else None
+
+
+def _unblock_signals() -> None:
+    before, _masks.before = getattr(_masks, "before", None), None
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _leave_forks() -> None:
     for signals in Signals.installed:
         signals.leave_fork()
     Signals.installed.clear()
+    _unblock_signals()
 
 
-os.register_at_fork(after_in_child=_leave_forks)
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_leave_forks)

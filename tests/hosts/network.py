@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ PORT = 29517
 _numbers = itertools.count()
 Process = subprocess.Popen[bytes]
 ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # its command is in the environment that may not be active
 LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
 
 
@@ -179,7 +181,7 @@ def torchrun(
     options = [f"--nnodes={len(made)}", f"--master-addr={where}", f"--master-port={PORT}"]
     return [
         host.start(
-            ["torchrun", *options, f"--node-rank={host.index}", f"--nproc-per-node={count}", *command],
+            [*TORCHRUN, *options, f"--node-rank={host.index}", f"--nproc-per-node={count}", *command],
             folder / f"output-{host.index}", own_disk, **variables,
         )
         for host, count in zip(made, counts, strict=True)

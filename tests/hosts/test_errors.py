@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ PATIENCE = 20.0  # seconds, the strategies' timeout
 def _start(host: Host, rank: int, folder: Path, variables: dict[str, str]) -> Process:
     """As a launcher that serves no store starts a rank, for which the first rank does."""
     layout = json.dumps({"tensor_parallel_size": 2})
-    command = ["python", "-m", "tests.hosts.train", "long", str(folder), layout, "2", f"{PATIENCE:.0f}"]
+    command = [sys.executable, "-m", "tests.hosts.train", "long", str(folder), layout, "2", f"{PATIENCE:.0f}"]
     own = {"RANK": f"{rank}", "LOCAL_RANK": "0", "NODE_RANK": f"{rank}", "GROUP_RANK": f"{rank}", "WORLD_SIZE": "2"}
     where = {"MASTER_ADDR": "host0", "MASTER_PORT": f"{PORT}", "TEST_NODES": "2", "TORCHELASTIC_RUN_ID": "by hand"}
     return host.start(command, folder / f"output-{rank}", **{**own, "LOCAL_WORLD_SIZE": "1", **where, **variables})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from lightning_par.verdict.compare import TOLERANCE
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.hosts.network import PORT, hosts, left_behind
+from tests.hosts.network import PORT, TORCHRUN, hosts, left_behind
 from tests.hosts.train import one_device
 
 TRAIN = ["-m", "tests.hosts.train", "long"]
@@ -22,7 +23,7 @@ LAYOUTS = {1: dict(tensor_parallel_size=2), 2: dict(pipeline_parallel_size=2, te
 @pytest.mark.parametrize("each", [1, 2])
 def test_pods_of_a_pytorch_job_train(each: int, pool: Pool, tmp_path: Path) -> None:
     """With torchrun within each, and without it, one process a pod."""
-    program = ["torchrun", *TRAIN] if each == 2 else ["python", *TRAIN]
+    program = [*TORCHRUN, *TRAIN] if each == 2 else [sys.executable, *TRAIN]
     with hosts(2, named=True) as pods:
         started = [
             pod.start(

@@ -31,7 +31,7 @@ class Sends(Callback):
         rank: which rank's process.
         times: how often the hook has run before.
         number: of the signal.
-        pause: seconds until the process goes on.
+        pause: seconds until all go on; without it, some may be past the next place to stop before they know.
     """
 
     def __init__(
@@ -42,22 +42,28 @@ class Sends(Callback):
         setattr(self, hook, self._send)
 
     def _send(self, *_: Any, **__: Any) -> None:
-        if os.environ["LOCAL_RANK"] == str(self.rank):
-            if self.left == 0:
+        if self.left == 0:
+            if os.environ["LOCAL_RANK"] == str(self.rank):
                 os.kill(os.getpid(), self.number)
-                time.sleep(self.pause)
-            self.left -= 1
+            time.sleep(self.pause)
+        self.left -= 1
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.told.append(f"{type(exception).__name__} {trainer.received_sigterm}")
 
 
-def _run(folder: Path, kind: str, callbacks: list[Any], entry: str = "fit", **options: Any) -> dict[str, Any]:
+def _threads() -> int:
+    return sum(thread.name != "tqdm_monitor" for thread in threading.enumerate())
+
+
+def _run(
+    folder: Path, kind: str, callbacks: list[Any], entry: str = "fit", in_trial: Sends | None = None, **options: Any
+) -> dict[str, Any]:
     """Run an entry point; what it ended by, and what it left."""
     torch.set_default_dtype(torch.float64)
     folder.mkdir(exist_ok=True)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    threads = threading.active_count()
+    threads = _threads()
     tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(1))
     defaults: dict[str, Any] = dict(max_epochs=2, val_check_interval=4, num_sanity_val_steps=0)
     trainer = L.Trainer(
@@ -73,7 +79,13 @@ def _run(folder: Path, kind: str, callbacks: list[Any], entry: str = "fit", **op
     )
 
     class Model(Net):
-        test_step = predict_step = Net.validation_step
+        lr = 0.01  # for who looks for another one
+        test_step, predict_step = Net.validation_step, Net.forward
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            if in_trial is not None:  # which runs without the user's callbacks
+                in_trial._send()
 
     code: Any = "none"
     loaders = [Loader(tokens, batch_size=4), DataLoader(tokens[:16], batch_size=4)]
@@ -91,16 +103,17 @@ def _run(folder: Path, kind: str, callbacks: list[Any], entry: str = "fit", **op
         batches=[loops["fit_loop"]["epoch_loop.batch_progress"]["total"]["completed"] for loops in batches],
         validated=[loops["fit_loop"]["epoch_loop.val_loop.batch_progress"]["current"] for loops in batches],
         restored=[signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers,
-        threads=threading.active_count() - threads,
+        threads=_threads() - threads,
     )
 
 
 def _fit(folder: Path, kind: str, hook: str, times: int, *callbacks: Any, **options: Any) -> dict[str, Any]:
-    number = options.pop("number", signal.SIGTERM)
+    number, pause = options.pop("number", signal.SIGTERM), options.pop("pause", 0.0)
     saving = ModelCheckpoint(folder, save_top_k=0)
-    return _run(folder, kind, [Sends(hook, times=times, number=number), saving, *callbacks], **options)
+    return _run(folder, kind, [Sends(hook, times=times, number=number, pause=pause), saving, *callbacks], **options)
 
 
+HEARD = dict(pause=0.5)
 WINDOW = dict(accumulate_grad_batches=4)
 
 
@@ -122,11 +135,11 @@ def _rare(folder: Path) -> dict[str, dict[str, Any]]:
     saves, finder = OnExceptionCheckpoint(folder / "callback"), LearningRateFinder(num_training_steps=8)
     return {
         "sanity": _fit(folder / "sanity", "tensor", "on_validation_batch_start", 0, num_sanity_val_steps=4),
-        "first": _fit(folder / "first", "pipeline", "on_train_start", 0),
-        "finder": _run(folder / "finder", "tensor", [Sends("on_train_batch_end", times=3), finder]),
-        "last": _fit(folder / "last", "pipeline", "on_train_batch_start", 15),
-        "end": _fit(folder / "end", "tensor", "on_train_end", 0),
-        "after": _fit(folder / "after", "tensor", "on_validation_end", 3, max_epochs=1, val_check_interval=2),
+        "first": _fit(folder / "first", "pipeline", "on_train_start", 0, **HEARD),
+        "finder": _run(folder / "finder", "tensor", [finder], in_trial=Sends("on_exception", times=3)),
+        "last": _fit(folder / "last", "pipeline", "on_train_batch_start", 15, **HEARD),
+        "end": _fit(folder / "end", "tensor", "on_train_end", 0, **HEARD),
+        "after": _fit(folder / "after", "tensor", "on_validation_end", 3, max_epochs=1, val_check_interval=2, **HEARD),
         "callback": _fit(folder / "callback", "sequence", "on_train_batch_start", 2, saves),
         "too late": _run(folder / "late", "tensor", [Sends("on_validation_end", pause=1.0)], "validate"),
         "predict": _run(folder / "predict", "placement", [Sends("on_predict_batch_start", times=1)], "predict"),
@@ -171,8 +184,8 @@ def test_where_a_run_stops_at_rarer_moments(pool: Pool, tmp_path: Path) -> None:
     assert {name: _shown(case) for name, case in ranks[0].items()} == {
         "sanity": SIGTERM,
         "first": SIGTERM,
-        "finder": SIGTERM,
-        "last": [*SIGTERM, "last-preempted-epoch=2-step=16.ckpt", 16],
+        "finder": [143],
+        "last": [*SIGTERM, "last-preempted-epoch=1-step=16.ckpt", 16],
         "end": [*SIGTERM, "last-preempted-epoch=2-step=16.ckpt", 16],
         "after": [*SIGTERM, "last-preempted-epoch=1-step=8.ckpt", 8],
         "callback": [*SIGTERM, "on_exception.ckpt", 3],

@@ -146,18 +146,43 @@ def test_a_rank_ends_the_workers_of_its_loader(pool: Pool) -> None:
     assert pool.run(1, _ended_by_their_rank) == [[0, 0]]
 
 
-def _other_forks() -> int:
-    with _signals(queue.Queue()):
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(30)
-            os._exit(0)
-        os.kill(pid, NUMBER)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _other_forks() -> tuple[set[int], int]:
+    """How forks end that get a signal at once, and how many signals this process took for its own."""
+    got: queue.Queue[int] = queue.Queue()
+    codes = set()
+    with _signals(got):
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(5)
+                os._exit(0)
+            os.kill(pid, NUMBER)
+            codes.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        time.sleep(0.1)
+    return codes, got.qsize()
 
 
 def test_other_forks_end_by_a_signal_as_ever(pool: Pool) -> None:
-    assert pool.run(1, _other_forks) == [-NUMBER]
+    assert pool.run(1, _other_forks) == [({-NUMBER}, 0)]
+
+
+def _while_forking() -> list[int]:
+    """A process that forks gets its own signals, in whichever moment they come."""
+    got: queue.Queue[int] = queue.Queue()
+    with _signals(got):
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                os.kill(os.getppid(), NUMBER)
+                os._exit(0)
+            os.waitpid(pid, 0)
+            got.get(timeout=10)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return [*mask]
+
+
+def test_a_process_that_forks_gets_its_signals(pool: Pool) -> None:
+    assert pool.run(1, _while_forking) == [[]]
 
 
 def _expires() -> tuple[bool, bool]:
