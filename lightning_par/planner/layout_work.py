@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from lightning_par.planner.layouts import Candidate
-from lightning_par.planner.links import Group, message_time
+from lightning_par.planner.links import Group, group_of, message_time
 from lightning_par.planner.local_work import Setting
 from lightning_par.planner.pipeline_time import StageTime
 from lightning_par.planner.prediction import Run
@@ -45,6 +45,18 @@ class LayoutWork:
         ranks = (d * far + c * layout.tensor for d in range(min(layout.data, devices)) for c in range(layout.sequence))
         inside = sum(rank < devices for rank in ranks)
         return Group(size, max(1, min(inside, size)))
+
+    @cached_property
+    def outside(self) -> dict[str, float]:
+        """By axis, the share of what a rank sends that leaves its host, on average over a host's ranks."""
+        layout, devices = self.one.layout, self.run.machine.devices
+        groups = {
+            "data": self.replicas,
+            "pipeline": group_of(layout.pipeline, layout.sequence * layout.tensor, devices),
+            "sequence": group_of(layout.sequence, layout.tensor, devices),
+            "tensor": group_of(layout.tensor, 1, devices),
+        }
+        return {axis: 1 / group.inside if group.hosts > 1 else 0.0 for axis, group in groups.items()}
 
     def gather(self, unit: int) -> float:
         """Seconds to gather the weights of a unit."""

@@ -2,8 +2,8 @@
 
 A constant belongs to a machine, never to a model or to a run. `peak`, `memory`, `bandwidth` and `units` are of data
 sheets. Set by hand so that the published runs of `tests/planner/measured.json` come out are `product_share` and `ramp`
-of each machine, `contention`, and `attention_share` of the H100s in part: nothing was fitted with a set left out yet.
-Bandwidths of links and rates of attention are as recalled from the sources named, and are to be looked up.
+of each machine, `contention`, and `attention_share`; how sets of runs are predicted that had no say in them is told by
+``python -m tests.planner.left_out``. Bandwidths of links are as recalled from the sources named, to be looked up.
 """
 
 from __future__ import annotations

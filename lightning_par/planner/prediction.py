@@ -45,6 +45,8 @@ class EachRank(Protocol):
 
     def most_sent(self) -> dict[str, float]: ...
 
+    def most_sent_outside(self) -> dict[str, float]: ...
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -59,6 +59,10 @@ class ByRank:
             }
         return self._sent[key]
 
+    def most_sent_outside(self) -> dict[str, float]:
+        """Of `most_sent`, what leaves a host, on average over a host's ranks."""
+        return {axis: size * self.work.outside[axis] for axis, size in self.most_sent().items()}
+
     def most_sent(self) -> dict[str, float]:
         """Of the rank that sends most along each axis."""
         all_ = [self.sent(pipeline, 0, 0) for pipeline in range(self.work.one.layout.pipeline)]

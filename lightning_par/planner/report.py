@@ -112,6 +112,7 @@ def layout_dict(one: Prediction) -> dict[str, Any]:
         "mfu": one.mfu,
         "ranks": ranks,
         "sent": {axis: round(size) for axis, size in one.sent.items()},
+        "sent_between_hosts": {axis: round(size) for axis, size in one.each.most_sent_outside().items()},
         "bubble": one.bubble,
         "parts": one.parts,
         "micro_batch_size": one.candidate.micro,
@@ -159,5 +160,10 @@ def _named(one: Prediction) -> str:
 
 def _parts(one: Prediction) -> list[str]:
     shares = [f"{name} {seconds:.3g} s" for name, seconds in one.parts.items() if seconds > 0.001 * one.seconds]
-    sent = [f"{axis} {size / 1e9:.3g} GB" for axis, size in one.sent.items() if size]
-    return [f"a step of the marked one: {', '.join(shares)}", f"a rank sends: {', '.join(sent) or 'nothing'}"]
+    outside = one.each.most_sent_outside()
+    sent = [
+        f"{axis} {size / 1e9:.3g} GB" + f", of which {outside[axis] / 1e9:.3g} GB to other hosts" * (outside[axis] > 0)
+        for axis, size in one.sent.items()
+        if size
+    ]
+    return [f"a step of the marked one: {', '.join(shares)}", f"a rank sends: {'; '.join(sent) or 'nothing'}"]

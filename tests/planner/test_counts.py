@@ -68,3 +68,9 @@ def test_parts_of_replicas_are_half_of_all() -> None:
 
 def test_the_sizes_are_those_of_the_example() -> None:
     assert (LAYERS, h, KV, FFN, V, b, s) == (4, 64, 16, 172, 96, 2, 32)
+
+
+def test_what_leaves_a_host_is_told_apart() -> None:
+    found = planned({"data_parallel_size": 4, "tensor_parallel_size": 4}, devices=16)
+    assert found["sent_between_hosts"]["tensor"] == 0  # 4 of a host's 8
+    assert found["sent_between_hosts"]["data"] == found["sent"]["data"] / 2  # 2 of 4 replicas are on a host
