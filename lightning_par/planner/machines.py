@@ -114,7 +114,7 @@ _H100 = Machine(
     network=_NDR,
     product_share=0.66,
     ramp=800,
-    attention_share=(0.38, 0.32),
+    attention_share=(0.27, 0.22),
     aliases=("H100", "H100-SXM", "H100-80GB", "DGX-H100"),
 )  # fmt: skip
 
@@ -124,8 +124,8 @@ PRESETS: dict[str, Machine] = {
         _A100,
         replace(_A100, name="A100-40GB-SXM", memory=40 * GiB, bandwidth=1555e9, aliases=("A100-40GB",)),
         _H100,
-        replace(_H100, name="H100-96GB-HBM2e-500W", memory=95 * GiB, bandwidth=2400e9, product_share=0.57,
-                attention_share=(0.36, 0.30), aliases=("H100-96GB", "H100-HBM2e")),
+        replace(_H100, name="H100-96GB-HBM2e-500W", memory=95 * GiB, bandwidth=2400e9, product_share=0.60,
+                attention_share=(0.25, 0.21), aliases=("H100-96GB", "H100-HBM2e")),
         replace(_H100, name="H200-141GB-SXM", memory=141e9, bandwidth=4800e9, product_share=0.69,
                 aliases=("H200", "H200-SXM")),
     )
