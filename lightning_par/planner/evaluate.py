@@ -97,7 +97,9 @@ class Planner:
         tensor = self.profile(layout.tensor, count, asked).alike[tensor]
         if self.sequences and all(length % (2 * layout.sequence) == 0 for length in self.sequences):
             sequence = 0  # all have as many tokens
-        place = Place((layout.tensor, tensor), (layout.sequence, sequence), one.shard_residual, one.attention)
+        place = Place(
+            (layout.tensor, tensor), (layout.sequence, sequence), one.shard_residual, one.attention, not self.fused
+        )
         key = place, step.samples, count, str(asked)
         if key not in self._sent:
             dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from lightning_par.pipeline.plan.schedule import SCHEDULES, place_stages
@@ -64,15 +64,22 @@ class Stages:
 
     def by_rank(self, schedule: str, ranks: int) -> list[list[int]]:
         """The stages of each rank along the pipeline."""
-        if ranks == 1:
-            return [list(range(len(self.units)))]
-        count = len(self.units)
-        places = place_stages(schedule, ranks, count) if schedule in SCHEDULES else tuple(range(ranks))
-        return [[stage for stage, place in enumerate(places) if place == rank] for rank in range(ranks)]
+        return _stages_of_ranks(schedule, ranks, len(self.units))
 
     def held(self, own: Sequence[int]) -> tuple[Parameter, ...]:
         """The parameters of the stages ``own`` of a rank, each once."""
         return tuple({p.name: p for stage in own for p in self.parameters[stage]}.values())
+
+
+@lru_cache(maxsize=1024)
+def _stages_of_ranks(schedule: str, ranks: int, count: int) -> list[list[int]]:
+    if ranks == 1:
+        return [list(range(count))]
+    places = place_stages(schedule, ranks, count) if schedule in SCHEDULES else tuple(range(ranks))
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, place in enumerate(places):
+        found[place].append(stage)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

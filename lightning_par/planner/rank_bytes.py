@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.replay import RETURNED, TAKEN
-from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part
+from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
 
 LOSS_BYTES = 4
 
@@ -39,11 +39,11 @@ class ByRank:
         key = pipeline, tensor, replica
         if key not in self._held:
             p, states = self.work.run.precision, self.work.run.optimizer
-            parts = self._parts(*key)
-            trained = [part for part in parts if part.parameter.trained]
-            numel = sum(part.numel for part in trained)
-            optimizer = numel * states.by_element * p.weights / 4 + states.by_parameter * len(trained)
-            self._held[key] = HeldBytes(sum(part.numel for part in parts) * p.weights, numel * p.gradients, optimizer)
+            one, size = self.work.one, self.work.replicas.size
+            own = tuple(self._own(pipeline))
+            total = stored_sum(self.work.profile.stages, own, tensor, size, replica, one.stored)
+            optimizer = total.trained * states.by_element * p.weights / 4 + states.by_parameter * total.count
+            self._held[key] = HeldBytes(total.numel * p.weights, total.trained * p.gradients, optimizer)
         return self._held[key]
 
     def sent(self, pipeline: int, tensor: int, replica: int) -> dict[str, float]:

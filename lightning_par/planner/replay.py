@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,20 @@ class Place:
         sequence: the same of the sequence axis.
         residual: whether tokens are sharded over the tensor axis between islands.
         attention: the scheme of the sequence axis.
+        live: whether live tensors are counted, too; slower.
     """
 
     tensor: tuple[int, int]
     sequence: tuple[int, int]
     residual: bool
     attention: Any
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class _Uncounted:
+    now: int = 0
+    peak: int = 0
 
 
 def replay(step: RecordedStep, dealt: Dealt, cut: StageCut, place: Place) -> tuple[dict[str, float], ...]:
@@ -142,7 +151,8 @@ class _Replay:
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
         sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
         arrived = float(sum(size for size, _ in sizes))
-        with ledger() as moved, LiveBytes() as live:
+        counting = LiveBytes() if self.place.live else nullcontext(_Uncounted())
+        with ledger() as moved, counting as live:
             for number, event in enumerate(self.step.events[first:end], first):
                 # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
                 if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
@@ -230,10 +240,3 @@ def _anew(x: Any) -> Any:
     if isinstance(x, ShardedTensor):
         return x.with_local(_anew(x._local))
     return x.detach().requires_grad_(x.requires_grad)
-
-
-def places(tensor: int, sequence: int, residual: bool, attention: Any) -> Iterator[Place]:
-    """All ranks of the two axes."""
-    for s in range(sequence):
-        for t in range(tensor):
-            yield Place((tensor, t), (sequence, s), residual, attention)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from torch import nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
-from lightning_par.fsdp.flat import Place
 from lightning_par.fsdp.stored_parameter import dim_of_shape
-from lightning_par.mesh.positions import Positions
-from lightning_par.planner.profile import Parameter
+from lightning_par.planner.profile import Parameter, Stages
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,26 @@ def stored_part(parameter: Parameter, tensor: int, ranks: int, rank: int, stored
     size = shape[dim]
     most, own = -(-size // ranks), size // ranks + (rank < size % ranks)
     rest = prod(shape) // size if size else 0
-    place = Place.of(shape, dim, Positions.even(size, ranks), ranks, rank)
-    return StoredPart(parameter, own * rest, most * rest, place is not None)
+    # As `lightning_par.fsdp.flat.Place.of` has it: the last part alone may be shorter, and then be padded at its end.
+    even, padded = size % ranks == 0, size % ranks == ranks - 1
+    return StoredPart(parameter, own * rest, most * rest, even or padded and prod(shape[:dim]) == 1)
+
+
+@dataclass(frozen=True)
+class StoredSum:
+    """Of what a rank stores: elements, those with gradients, and the number of parameters with gradients."""
+
+    numel: int
+    trained: int
+    count: int
+
+
+@lru_cache(maxsize=2**14)
+def stored_sum(stages: Stages, own: tuple[int, ...], tensor: int, ranks: int, rank: int, stored: bool) -> StoredSum:
+    """The sum over the parameters of the stages ``own``; see `stored_part`."""
+    parts = [stored_part(x, tensor, ranks, rank, stored) for x in stages.held(own)]
+    trained = [part.numel for part in parts if part.parameter.trained]
+    return StoredSum(sum(part.numel for part in parts), sum(trained), len(trained))
 
 
 @dataclass(frozen=True)
