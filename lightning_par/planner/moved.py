@@ -15,7 +15,7 @@ from lightning_par.planner.profile import Unit
 def tensor_messages(
     unit: Unit, s: Setting, again: Collection[int], weights: float
 ) -> tuple[float, float, float, float]:
-    """Seconds in forward, in backward and for what is computed again, and the bytes that a rank sends.
+    """Seconds in forward, in backward and for what is computed again, and the bytes that a rank sends for the latter.
 
     An island begins with an identity whose backward is an all-reduce, and ends with an all-reduce (Megatron-LM's f and
     g); with ``shard_residual`` each is an all-gather one way and a reduce-scatter the other. A loss over split logits
@@ -38,7 +38,6 @@ def tensor_messages(
             tokens = min((x.numel for x in op.inputs if x.numel > 1), default=0) * share * 4
             if any(x.split for x in op.inputs):
                 forward += 3 * message_time("all_reduce", tokens, group, s.machine)
-                sent += 3 * 2 * tokens * ring
             continue
         enters, leaves = op.enters * share * item, op.leaves * share * item
         if s.shard_residual:
@@ -56,13 +55,12 @@ def tensor_messages(
             first = message_time("all_reduce", leaves, group, s.machine)
             forward += first
             more += first * (id(op) in again)
-        sent += 2 * (enters * op.backward + leaves * (1 + (id(op) in again))) * ring
+        sent += (enters + leaves if s.shard_residual else 2 * leaves) * ring * (id(op) in again)
     return forward, backward + max(0.0, hidden - weights) + s.machine.contention * min(hidden, weights), more, sent
 
 
-def sequence_messages(unit: Unit, s: Setting, times: Mapping[int, float]) -> tuple[float, float, float]:
-    """Seconds that attention waits for other ranks and merges what it has of their keys, forward and backward, and the
-    bytes sent.
+def sequence_messages(unit: Unit, s: Setting, times: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds that attention waits for other ranks, and merges what it has of their keys, forward and backward.
 
     A ring's hop is hidden by the block before it; a gather, and an exchange of heads, hide behind nothing.
 
@@ -72,13 +70,12 @@ def sequence_messages(unit: Unit, s: Setting, times: Mapping[int, float]) -> tup
         times: seconds of its operations forward, by their ids.
     """
     if s.sequence == 1:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0
     found = [_attention_messages(op, s, times) for op in unit.operations if op.kind == "attention"]
-    forward, backward, sent = (sum(one[i] for one in found) for i in range(3))
-    return forward, backward, sent
+    return sum(forward for forward, _ in found), sum(backward for _, backward in found)
 
 
-def _attention_messages(op: Operation, s: Setting, times: Mapping[int, float]) -> tuple[float, float, float]:
+def _attention_messages(op: Operation, s: Setting, times: Mapping[int, float]) -> tuple[float, float]:
     query, keys = s.nbytes(op.inputs[0], True), sum(s.nbytes(x, True) for x in op.inputs[1:3])
     product = s.product(op)
     scheme = _scheme(s, query, keys)
@@ -86,17 +83,16 @@ def _attention_messages(op: Operation, s: Setting, times: Mapping[int, float]) -
     if scheme == "all_gather":
         gather = message_time("all_gather", keys * s.sequence, group, s.machine)
         back = message_time("reduce_scatter", keys * s.sequence, group, s.machine)
-        return gather, gather + back, 3 * (s.sequence - 1) * keys
+        return gather, gather + back
     heads = s.sequence if scheme == "ulysses" else scheme if isinstance(scheme, int) else 1
-    turned = exchange = 0.0
+    exchange = 0.0
     if heads > 1:
         moved = 2 * query + keys  # queries, keys and values there, the result back
-        turned = 2 * moved * (heads - 1) / heads
         near = group_of(heads, s.tensor, s.machine.devices)
         exchange = message_time("all_to_all", moved, near, s.machine)
     ring = s.sequence // heads
     if ring == 1:
-        return exchange, exchange, turned
+        return exchange, exchange
     hop = message_time("send", keys, group_of(ring, s.tensor * heads, s.machine.devices), s.machine)
     work = times.get(id(op), 0.0) / ring
     back = attention_time(product, s.machine, _dtype(s), True) / ring
@@ -104,7 +100,7 @@ def _attention_messages(op: Operation, s: Setting, times: Mapping[int, float]) -
     merged = memory_time(query / op.inputs[0].itemsize * (4 + 4 + op.inputs[0].itemsize), s.machine)
     hops = ring - 1
     forward = hops * (max(0.0, hop - work) + merged)
-    return exchange + forward, exchange + hops * (max(0.0, 2 * hop - back) + merged), turned + 3 * hops * keys
+    return exchange + forward, exchange + hops * (max(0.0, 2 * hop - back) + merged)
 
 
 def _scheme(s: Setting, query: float, keys: float) -> Any:

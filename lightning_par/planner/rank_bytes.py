@@ -83,6 +83,8 @@ class ByRank:
         stages = self.sender(tensor, replica % one.layout.sequence)
         times = one.microbatches * one.accumulated
         found = {axis: sum(stages[s][axis] for s in own) * times for axis in ("sequence", "tensor")}
+        again = [self.work.units[u].again_sent for s in own for u in self.work.profile.stages.units[s]]
+        found["tensor"] += sum(again) * times  # what backward computes again is not in the recorded step
         if one.layout.pipeline > 1:
             # Each rank begins backward with its share of the loss's gradient, of which a hook is told the sum.
             for axis, size, shares in (

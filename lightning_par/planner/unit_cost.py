@@ -27,10 +27,9 @@ class UnitCost:
         tensor_forward: seconds in which the tensor axis moves activations in forward.
         tensor_backward: the same in backward, without what is computed again.
         tensor_again: the same for what is computed again.
-        tensor_sent: bytes that a rank sends along the tensor axis, forward and backward.
+        again_sent: bytes that a rank sends along the tensor axis for what is computed again.
         ring_forward: seconds in which attention waits for keys and values of other ranks.
         ring_backward: the same in backward.
-        sequence_sent: bytes that a rank sends along the sequence axis.
     """
 
     forward: float
@@ -42,10 +41,9 @@ class UnitCost:
     tensor_forward: float
     tensor_backward: float
     tensor_again: float
-    tensor_sent: float
+    again_sent: float
     ring_forward: float
     ring_backward: float
-    sequence_sent: float
 
 
 def unit_cost(unit: Unit, s: Setting) -> UnitCost:

@@ -74,3 +74,12 @@ def test_what_leaves_a_host_is_told_apart() -> None:
     found = planned({"data_parallel_size": 4, "tensor_parallel_size": 4}, devices=16)
     assert found["sent_between_hosts"]["tensor"] == 0  # 4 of a host's 8
     assert found["sent_between_hosts"]["data"] == found["sent"]["data"] / 2  # 2 of 4 replicas are on a host
+
+
+def test_what_is_computed_again_is_sent_again() -> None:
+    layout = {"tensor_parallel_size": 2}
+    once, twice = (
+        plan(lambda: Counted("swiglu"), BATCH, "8xH100", devices=2, layout=layout, recompute=recompute).layouts[0].sent
+        for recompute in ("none", "full")
+    )
+    assert twice["tensor"] - once["tensor"] == 2 * LAYERS * b * s * h * 4  # a layer's two all-reduces over 2 ranks
