@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.storage import memory_of
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,15 +41,14 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and self._number(x) not in before:
-                self._made(x.untyped_storage())
+                self._made(self._number(x), x.untyped_storage())
         return result
 
     @staticmethod
     def _number(x: Tensor) -> int:
-        return x.untyped_storage()._cdata
+        return memory_of(x)
 
-    def _made(self, memory: torch.UntypedStorage) -> None:
-        number = memory._cdata
+    def _made(self, number: int, memory: torch.UntypedStorage) -> None:
         if number not in self._known and memory.nbytes():
             self._known.add(number)
             self._add(memory.nbytes())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_par.planner.notes import Kept, memory_of
+from lightning_par.planner.notes import Kept
 from lightning_par.planner.operations import (
     ATTENTION,
     LOSSES,
@@ -22,6 +22,7 @@ from lightning_par.planner.operations import (
 from lightning_par.planner.profile import Parameter, Profile, Stages, Unit
 from lightning_par.planner.recorded import RecordedStep, Run
 from lightning_par.planner.stages import StageCut
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.tensor.plan import Dealt
 from lightning_par.trial.recording import Event

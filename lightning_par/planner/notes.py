@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.storage import memory_of
 from lightning_par.trial.fake_functions import is_fake
 
 MemoryKey = int
@@ -118,11 +119,6 @@ class StepNotes(Surveyor):
         if is_fake(x):
             self._pending.append(kept_of(x))
         return x
-
-
-def memory_of(x: Tensor) -> MemoryKey:
-    """Which memory a fake tensor lies in."""
-    return int(x.untyped_storage()._cdata)
 
 
 def kept_of(x: Tensor) -> Kept:

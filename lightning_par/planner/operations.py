@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_par.planner.notes import Kept, MemoryKey, memory_of
+from lightning_par.planner.notes import Kept, MemoryKey
+from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import CONVOLUTIONS, DRAWS, MATRIX_PRODUCTS, name_of
 from lightning_par.trial.recording import Event
 

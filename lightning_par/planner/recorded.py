@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors
-from lightning_par.planner.notes import Call, Heard, Note, StepNotes, memory_of
+from lightning_par.planner.notes import Call, Heard, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.storage import memory_of
 from lightning_par.trial.recording import Event, Recording
 from lightning_par.trial.trial_run import record_step
 
