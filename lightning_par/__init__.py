@@ -22,6 +22,7 @@ from lightning_par.strategies import registry
 if TYPE_CHECKING:
     from lightning_par.mesh.layout import Layout
     from lightning_par.mesh.ledger import ledger
+    from lightning_par.planner import plan
     from lightning_par.strategies.lightning import (
         HybridParallelStrategy,
         LayerPlacementStrategy,
@@ -47,6 +48,7 @@ __all__ = [
     "Throughput",
     "check",
     "ledger",
+    "plan",
 ]
 
 _HOME = {
@@ -61,6 +63,7 @@ _HOME = {
     "Throughput": "lightning_par.strategies.lightning",
     "check": "lightning_par.verdict",
     "ledger": "lightning_par.mesh.ledger",
+    "plan": "lightning_par.planner",
 }
 
 registry.install()

@@ -1,4 +1,4 @@
-"""The commands: ``python -m lightning_par check ...`` and ``python -m lightning_par stacks ...``."""
+"""The commands: ``python -m lightning_par check ...``, ``plan ...`` and ``stacks ...``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_par.hang_report.command import add_stacks
+from lightning_par.planner.command import add_plan
 from lightning_par.verdict.command import REFUSED, add_check
 
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog="python -m lightning_par")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_check, add_stacks):
+    for add in (add_check, add_plan, add_stacks):
         add(commands)
     given = sys.argv[1:] if arguments is None else [*arguments]
     try:

@@ -14,7 +14,7 @@ axis, too, must be a sharded one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -194,8 +194,26 @@ def dim_of(parameter: Tensor, ranks: int) -> int | None:
     """
     if isinstance(parameter, ShardedTensor):
         held = [parameter.positions.count(rank) for rank in range(parameter.axis.size)]
-        return parameter.sharded_dim if min(held) >= ranks else None
-    return next((dim for dim, size in enumerate(parameter.shape) if size >= ranks), None)
+        return dim_of_shape(parameter.shape, ranks, parameter.sharded_dim, held)
+    return dim_of_shape(parameter.shape, ranks)
+
+
+def dim_of_shape(shape: Sequence[int], ranks: int, split: int | None = None, held: Sequence[int] = ()) -> int | None:
+    """As `dim_of`, of a parameter of that shape.
+
+    Args:
+        shape: of the whole.
+        ranks: that use the same of it.
+        split: the dim that the tensor axis splits, if any.
+        held: the indices along it that each rank of the tensor axis holds.
+
+    Example::
+
+        assert dim_of_shape((2, 8), ranks=4) == 1
+    """
+    if split is not None:
+        return split if min(held) >= ranks else None
+    return next((dim for dim, size in enumerate(shape) if size >= ranks), None)
 
 
 def _composed(split: Positions, tensor: int, peers: int) -> Positions:

@@ -65,10 +65,12 @@ def has_own_functions(x: Any) -> bool:
 
 
 def _says_itself(kind: type) -> bool:
+    from lightning_par.sharded.rules.several_axes import InnerAxisTensor  # which is imported with all rules
+
     said: Any = kind.__torch_function__  # type: ignore[attr-defined]
     plain = (no_torch_function, Tensor.__torch_function__)
     return getattr(said, "__func__", said) not in [getattr(f, "__func__", f) for f in plain] and not issubclass(
-        kind, ShardedTensor | AbsentTensor
+        kind, ShardedTensor | AbsentTensor | InnerAxisTensor
     )
 
 

@@ -138,19 +138,63 @@ def make_plan(
     # vectors go with their layers
     wishes = {key: style for key, style in wishes.items() if style == "replicate" or _is_matrix(recording, by_id[key])}
     reasons = {key: (whole_for or {})[names[0]] for key, names in by_id.items() if names[0] in (whole_for or {})}
-    search, units = _searched(recording, ranks, wishes, reasons)
-    _check_wishes(search, wishes, by_id, ranks, units)
-    owner_of_unit: dict[int, int] = {}
+    dealt = deal(recording, ranks, wishes, reasons)
+    search = dealt.search
+    _check_wishes(dealt, wishes, by_id, ranks)
     splits, whole = [], []
     for key, names in by_id.items():
         shape = tuple(search.parameters[key].shape)
         if key in search.found:
             found = search.found[key]
-            positions = Positions.of(_owners(found, units, ranks, owner_of_unit))
-            splits.append(Split(names, shape, found.dim, found.style, positions))
+            splits.append(Split(names, shape, found.dim, found.style, dealt.positions[key]))
         else:
             whole.append((names, shape, search.whole.get(key, _default_reason(recording, shape, ranks))))
     return TensorPlan(ranks, tuple(splits), tuple(whole), dict(Counter(search.gathered.values())), recording.stopped)
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """The islands of a recording, dealt out to ranks.
+
+    Attributes:
+        search: what is split, by the ids of the recording's fakes.
+        units: which labels can't be taken apart.
+        positions: who holds what of each split parameter, by the same ids.
+    """
+
+    search: Search
+    units: Array
+    positions: dict[int, Positions]
+
+    def groups(self, key: int) -> int:
+        """Into how many groups of features that can't be taken apart a split parameter falls."""
+        return count_units(self.units, self.search.found[key].labels.owner)
+
+
+def deal(
+    recording: Recording, ranks: int, styles: Mapping[int, str] | None = None, whole: Mapping[int, str] | None = None
+) -> Dealt:
+    """Find the islands of ``recording`` and deal their features out to ``ranks``.
+
+    Args:
+        recording: of a step.
+        ranks: along the tensor axis.
+        styles: the user's, by the ids of the parameters' fakes.
+        whole: parameters that stay whole, by the same ids, and why.
+
+    Example::
+
+        dealt = deal(recording, ranks=2)
+        assert all(positions.count(0) for positions in dealt.positions.values())
+    """
+    search, units = _searched(recording, ranks, dict(styles or {}), dict(whole or {}))
+    owner_of_unit: dict[int, int] = {}
+    positions = {
+        key: Positions.of(_owners(search.found[key], units, ranks, owner_of_unit))
+        for key in search.parameters
+        if key in search.found
+    }
+    return Dealt(search, units, positions)
 
 
 def _searched(recording: Recording, ranks: int, wishes: dict[int, str], whole: dict[int, str]) -> tuple[Search, Array]:
@@ -193,9 +237,8 @@ def _default_reason(recording: Recording, shape: tuple[int, ...], ranks: int) ->
     return "not used in a product" if recording.stopped is None else "the recording ended before it was used"
 
 
-def _check_wishes(
-    search: Search, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int, units: Array
-) -> None:
+def _check_wishes(dealt: Dealt, wishes: dict[int, str], by_id: dict[int, tuple[str, ...]], ranks: int) -> None:
+    search = dealt.search
     torn = {key: reason for reasons in search.torn.values() for key, reason in reasons.items()}
     for key, style in wishes.items():
         if style == "replicate" or ranks == 1:
@@ -210,7 +253,7 @@ def _check_wishes(
                 else f"the step could not be recorded ({stopped})"
             )
             why = search.whole.get(key, unseen)
-        elif (count := count_units(units, search.found[key].labels.owner)) < ranks:
+        elif (count := dealt.groups(key)) < ranks:
             why = f"there are only {count} groups of features that can be taken apart, fewer than ranks"
         if why is not None:
             raise ValueError(

@@ -62,6 +62,7 @@ def record_step(
     listeners: Listeners | None = None,
     twin: bool = False,
     grad: bool = False,
+    device: torch.device | None = None,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -77,6 +78,7 @@ def record_step(
         listeners: what listens to the step, made for each run of it.
         twin: whether to record what the step would do on ``batch`` itself, too, and let the listener hear that.
         grad: whether the events' tensors tell which gradients the step would need; slower.
+        device: where tensors that the module has on ``meta`` are taken to lie; by default there.
 
     Example::
 
@@ -93,7 +95,19 @@ def record_step(
                 listener = listeners() if listeners is not None and not starts else None
                 kind = TwinRecorder if twin else Recorder
                 run = partial(
-                    _record, module, step, batch, shared, context, prepare, loaders, guesses, starts, listener, kind
+                    _record,
+                    module,
+                    step,
+                    batch,
+                    shared,
+                    context,
+                    prepare,
+                    loaders,
+                    guesses,
+                    starts,
+                    listener,
+                    kind,
+                    device,
                 )
                 recording = copy_context().run(run)
             turns = guesses.endless is not None  # of a loop, which come to nothing
@@ -128,10 +142,11 @@ def _record(
     starts: bool,
     listener: Listener | None,
     kind: type[Recorder],
+    device: torch.device | None,
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
-    stand = fake_stands(module, mode, fakes)
+    stand = fake_stands(module, mode, fakes, device)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(fakes[id(parameter)]), []).append(name)
@@ -174,30 +189,33 @@ def _record(
     return replace(found, plain=plain)
 
 
-def fake_stands(module: nn.Module, mode: FakeTensorMode, fakes: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+def fake_stands(
+    module: nn.Module, mode: FakeTensorMode, fakes: dict[int, Tensor], device: torch.device | None = None
+) -> Callable[[Tensor], Tensor]:
     """What stands in a trial for a tensor that ``module`` holds: for a parameter its fake, for any other a copy.
 
     Args:
         module: any module.
         mode: of the fakes.
         fakes: is filled with what stands for a tensor, by its id; with parameters' at once.
+        device: where tensors on ``meta`` are taken to lie; by default there.
     """
     for parameter in module.parameters():
-        fakes[id(parameter)] = _fake(parameter, mode)
+        fakes[id(parameter)] = _fake(parameter, mode, device)
         mark_parameter(fakes[id(parameter)])  # what `isinstance` asks
 
     def stand(x: Tensor) -> Tensor:
         if id(x) not in fakes:
             away = x.is_meta or x.numel() > _LARGE
-            fakes[id(x)] = _fake(x, mode) if away else x.value() if isinstance(x, Deferred) else _clone(x)
+            fakes[id(x)] = _fake(x, mode, device) if away else x.value() if isinstance(x, Deferred) else _clone(x)
         return fakes[id(x)]
 
     return stand
 
 
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(x: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
     """Not by the mode's own way, which keeps a weak reference: a parameter that has one can't be exchanged."""
-    return fake_of(x, mode) if x.layout is torch.strided else mode.from_tensor(x)
+    return fake_of(x, mode, device if x.is_meta else None) if x.layout is torch.strided else mode.from_tensor(x)
 
 
 def _clone(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def add_check(commands: Any) -> None:
         required=True,
         help="a strategy's name, or a dict of sizes in JSON; may be repeated",
     )
-    check.add_argument("--init", type=_json, default={}, help="keyword arguments of MODULE, a dict in JSON")
+    check.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
     check.add_argument("--devices", type=int, help="processes under each layout (default: what its sizes say)")
     check.add_argument("--steps", type=int, default=2, help="optimizer steps (default: 2)")
     check.add_argument("--gradient-clip-val", type=float, default=0.05, help="the Trainer's (default: 0.05)")
@@ -51,7 +51,7 @@ def add_check(commands: Any) -> None:
 
 
 def _check(asked: Namespace) -> int:
-    layouts = [_json(text) if text.lstrip().startswith("{") else text for text in asked.layout]
+    layouts = [json_dict(text) if text.lstrip().startswith("{") else text for text in asked.layout]
     module, batch = load(asked.module), load(asked.batch)
     # Only now, so that wrong arguments are told without waiting for torch.
     from lightning_par.verdict import draws_of, read_job, read_layouts
@@ -99,7 +99,16 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _json(text: str) -> dict[str, Any]:
+def json_dict(text: str) -> dict[str, Any]:
+    """The dict that ``text`` is in JSON.
+
+    Raises:
+        ValueError: it is none.
+
+    Example::
+
+        assert json_dict('{"width": 64}') == {"width": 64}
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

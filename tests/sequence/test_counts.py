@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_par import SequenceParallelStrategy, ledger
+from lightning_par import HybridParallelStrategy, SequenceParallelStrategy, ledger
 from lightning_par.mesh.ledger import Transfer
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.run_state import RunState
@@ -104,11 +104,14 @@ class Watch(L.Callback):
         self.books.gathered = tuple(RunState.current.gathers), planning.plan.gathers
 
 
-def fit(module: L.LightningModule, data: Any, window: int = 1, batch_size: int = b, **options: Any) -> Books:
+def fit(
+    module: L.LightningModule, data: Any, window: int = 1, batch_size: int = b, kind: Any = SequenceParallelStrategy,
+    **options: Any,
+) -> Books:  # fmt: skip
     """Two steps; the books are of the second."""
     watch = Watch(window)
     trainer = L.Trainer(
-        strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]),
+        strategy=kind(**options), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]),
         max_steps=2, accumulate_grad_batches=window, callbacks=[watch], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -155,14 +158,23 @@ def test_a_causal_ring_gives_all_ranks_as_many_pairs_and_moves_nothing_for_it(c:
         assert [t.numel for t in books.moved if t.purpose == "loss"] == [1, 1]
 
 
-def train(case: str) -> Books:
+def train(case: str, **options: Any) -> Books:
     model = MODELS[case]
-    return fit(model.module(), model.data(0), batch_size=model.batch_size, attention="ring")
+    return fit(model.module(), model.data(0), batch_size=model.batch_size, attention="ring", **options)
 
 
 @pytest.mark.parametrize("case", ["gpt", "gpt_tied", "gqa_sdpa", "gqa_repeat", "hf_llama"])
 def test_nothing_gathers_in_a_language_model(case: str, pool: Pool) -> None:
     for books in pool.run(2, train, case):
+        assert books.gathered == ((), ())
+        assert not [t for t in books.moved if t.purpose in ("gather", "scatter")]
+
+
+@slow("gqa_repeat")
+@pytest.mark.parametrize("case", ["gpt", "gqa_repeat"])
+def test_nothing_gathers_where_weights_are_split_too(case: str, pool: Pool) -> None:
+    sizes = dict(sequence_parallel_size=2, tensor_parallel_size=2)
+    for books in pool.run(4, train, case, kind=HybridParallelStrategy, **sizes):
         assert books.gathered == ((), ())
         assert not [t for t in books.moved if t.purpose in ("gather", "scatter")]
 

@@ -145,10 +145,10 @@ def holding(value: Tensor) -> Deferred:
     return made
 
 
-def fake_of(x: Tensor, mode: Any) -> Tensor:
-    """A tensor of the `FakeTensorMode` ``mode`` in the place of ``x``."""
+def fake_of(x: Tensor, mode: Any, device: torch.device | None = None) -> Tensor:
+    """A tensor of the `FakeTensorMode` ``mode`` in the place of ``x``, on ``device`` if one is given."""
     with mode:
-        fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
+        fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device or x.device)
     return fake.requires_grad_(x.requires_grad)
 
 

@@ -1,0 +1,62 @@
+"""Look before you launch: which layouts fit a module on a machine, and how fast each would be.
+
+`build` makes the module without memory; `recorded` runs its step once on fake tensors, with `notes` of what autograd
+keeps; `profile` turns that into `operations` of units for one size of the tensor axis. `unit_cost` prices a unit on a
+machine (`machines`, `kernels`, `links`, `moved`, `kept_memory`), `predict` a layout of all units (`layouts`, `stages`,
+`pipeline_time`, `optimizer_state`, `precisions`). `search` tries all layouts, `advice` says what would help where none
+fits, `report` shows it, `command` is the command line.
+
+How far predictions are from published runs: ``python -m tests.planner.published``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_par.planner.report import Plan
+
+
+def plan(
+    module: Any,
+    batch: Any,
+    machine: str,
+    *,
+    devices: int | None = None,
+    layout: Mapping[str, Any] | None = None,
+    precision: str | int = "32-true",
+    global_batch: int | None = None,
+    recompute: str = "none",
+    eager: bool = False,
+) -> Plan:
+    """Which layouts of a module fit on a machine, and how fast they are predicted to be. Nothing is computed.
+
+    Args:
+        module: a LightningModule, its class, or a function that makes one; built without memory for its weights.
+        batch: one batch as one replica's `training_step` gets it, or a function that makes one.
+        machine: a preset such as ``"H100"``, with the devices of a host ``"8xH100"``, or the path of a YAML.
+        devices: over all hosts; by default one host's.
+        layout: `HybridParallelStrategy`'s arguments: evaluates that layout alone.
+        precision: as the Trainer's.
+        global_batch: samples of one step of the optimizer over all replicas. By default a batch for each replica of
+            ``layout``; without one, a batch for each device, whatever the layout, so that results are the same.
+        recompute: what backward computes again: ``"none"``, ``"selective"`` (attention that is written out; else all
+            but fused attention and every other product), ``"full"`` (each layer).
+        eager: whether functions that walk over memory run one by one, as without ``torch.compile``.
+
+    Returns:
+        The layouts, priced, and which one to take; printable as a table.
+
+    Raises:
+        ValueError: the machine, the precision or the layout is unknown or can't be; the module can't be built, or its
+            step can't be run without values. The message says what to write instead.
+
+    Example::
+
+        plan = lightning_par.plan(MyModule, batch, "8xH100", devices=1024, precision="bf16-mixed")
+        print(plan)
+    """
+    from lightning_par.planner.make_plan import make_plan
+
+    return make_plan(module, batch, machine, devices, layout, precision, global_batch, recompute, eager)

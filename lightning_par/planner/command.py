@@ -1,0 +1,67 @@
+"""The command line of the planner: ``python -m lightning_par plan my_module.py:MyModule ...``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from functools import partial
+from typing import Any
+
+from lightning_par.verdict.command import json_dict, load
+
+FITS, NOTHING_FITS = 0, 1
+
+_EXAMPLE = """example:
+  python -m lightning_par plan my_module.py:MyModule --batch my_module.py:make_batch \\
+      --machine 8xH100 --devices 1024 --precision bf16-mixed --init '{"width": 4096}'
+
+exit code: 0 where a layout fits, 1 where none does, 2 where an argument is wrong"""
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command to the ``commands`` of a parser."""
+    plan: ArgumentParser = commands.add_parser(
+        "plan",
+        help="which layouts fit on a machine, and how fast they would be",
+        epilog=_EXAMPLE,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    plan.add_argument(
+        "module", nargs="?", help="a LightningModule's class, or a function: FILE.py:NAME or PACKAGE.MODULE:NAME"
+    )
+    plan.add_argument("--batch", help="a batch or a DataLoader, or a function that makes one: as MODULE")
+    plan.add_argument("--machine", help="e.g. H100, 8xA100-80GB, H200; or a YAML")
+    plan.add_argument("--devices", type=int, help="over all hosts (default: one host's)")
+    plan.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
+    plan.add_argument("--config", help="a LightningCLI's YAML, for the model, the precision and the devices")
+    plan.add_argument("--layout", type=json_dict, help="HybridParallelStrategy's arguments in JSON: that layout alone")
+    plan.add_argument("--precision", help="as the Trainer's (default: 32-true)")
+    plan.add_argument("--global-batch", type=int, help="samples of one step of the optimizer over all replicas")
+    plan.add_argument("--recompute", default="none", help="none, selective or full (default: none)")
+    plan.add_argument("--eager", action="store_true", help="functions run one by one, as without torch.compile")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=show_plan)
+
+
+def show_plan(asked: Namespace) -> int:
+    """Run the command; returns its exit code."""
+    module, precision, devices = asked.module, asked.precision, asked.devices
+    if asked.config:
+        from lightning_par.planner.cli_config import read_config
+
+        config = read_config(asked.config)
+        module = module or config.module
+        precision, devices = precision or config.precision, devices or config.devices
+    missing = [n for n, v in (("MODULE", module), ("--batch", asked.batch), ("--machine", asked.machine)) if not v]
+    if missing:
+        raise ValueError(f"plan needs {' and '.join(missing)}.")
+    made, batch = load(module) if isinstance(module, str) else module, load(asked.batch)
+    if asked.init:
+        made = partial(made, **asked.init)
+    from lightning_par.planner import plan
+
+    found = plan(
+        made, batch, asked.machine, devices=devices, layout=asked.layout, precision=precision or "32-true",
+        global_batch=asked.global_batch, recompute=asked.recompute, eager=asked.eager,
+    )  # fmt: skip
+    print(found.json()) if asked.json else found.show()
+    return FITS if found.chosen is not None else NOTHING_FITS

@@ -1,0 +1,116 @@
+"""Axes on which nothing moves: tensors are fake, and what would be sent is noted in the ledgers that are open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis, PeerOp
+from lightning_par.mesh.collectives import enter
+from lightning_par.mesh.ledger import note
+from lightning_par.sequence.deep_masks import DeepMasks
+from lightning_par.sequence.sequence_axis import SequenceAxis
+from lightning_par.tensor.residual_stream import ResidualAxis
+from lightning_par.trial.memo import Memo
+
+
+class _Done:
+    """The work of a message that has arrived, since none was sent."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class _Nothing(Memo[Any, Any]):
+    """Keeps nothing, so that each call runs, and is counted."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return None
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
+class _Counting(Axis):
+    _known: dict[int, tuple[Tensor, Tensor]]
+
+    def forget_calls(self) -> None:
+        """Let each call run by its rule; to be called once after it was made."""
+        self.calls, self.forms, self._known = _Nothing(), _Nothing(), {}
+
+    def entered(self, x: Tensor) -> Tensor:
+        """As `Axis.entered`, without a look at the memory, which fakes have none of."""
+        if self.size == 1 or self.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        if id(x) not in self._known:
+            self._known[id(x)] = x, enter(x, self)
+        return self._known[id(x)][1]
+
+    def start_all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> None:
+        if self.size > 1:
+            self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
+
+    def start_all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> tuple[Tensor, Any]:
+        if self.size == 1:
+            return x if shape is None else x.view(shape), None
+        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
+        return x.new_empty(x.numel() * self.size if shape is None else tuple(shape)), None
+
+    def start_reduce_scatter(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> tuple[Tensor, Any]:
+        if self.size == 1:
+            return x if shape is None else x.view(shape), None
+        self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
+        return x.new_empty(x.numel() // self.size if shape is None else tuple(shape)), None
+
+    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, Any, Any]:
+        own, most = parts[self.rank], max(part.numel() for part in parts)
+        if self.size > 1:
+            self._log("reduce_scatter", purpose, most * self.size, most * self.size * own.element_size())
+        return own.new_empty(own.shape), None, None
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
+        if self.size == 1:
+            return x
+        row = x[:1].numel() * x.element_size()
+        self._log("all_to_all", purpose, x.numel(), sum(sent) * row, stays=sent[self.rank] * row)
+        return x.new_empty((sum(received), *x.shape[1:]))
+
+    def start_exchange(self, ops: Sequence[PeerOp]) -> list[Any]:
+        for op in ops:
+            note(op.verb, self.name, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
+        return [_Done()] * len(ops)
+
+
+class _Shallow(DeepMasks):
+    """Of masks without values it is taken that none is huge throughout; no message goes by that."""
+
+    def has(self, mask: Tensor) -> bool:
+        return False
+
+
+class CountingAxis(_Counting):
+    """A tensor axis of ``size`` ranks, as ``rank`` sees it."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__("tensor", tuple(range(size)), rank, None)
+        self.forget_calls()
+
+
+class CountingSequence(_Counting, SequenceAxis):
+    """A sequence axis of ``size`` ranks, as ``rank`` sees it."""
+
+    def __init__(self, size: int, rank: int, name: str = "sequence") -> None:
+        super().__init__(name, tuple(range(size)), rank, None)
+        self.masks = _Shallow()
+        self.forget_calls()
+
+
+class CountingResidual(_Counting, ResidualAxis):
+    """The ranks of a counting tensor axis, as those among which tokens are shared out."""
+
+    def __init__(self, tensor: CountingAxis) -> None:
+        ResidualAxis.__init__(self, tensor)
+        self.masks = _Shallow()
+        self.forget_calls()

@@ -1,0 +1,179 @@
+"""A module recorded once, priced under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_par.pipeline.plan.units import walk
+from lightning_par.planner.build import build_module
+from lightning_par.planner.layouts import Candidate, read_candidate
+from lightning_par.planner.local_work import Recompute
+from lightning_par.planner.machines import Machine
+from lightning_par.planner.make_profile import make_profile
+from lightning_par.planner.optimizer_state import optimizer_state
+from lightning_par.planner.precisions import read_precision
+from lightning_par.planner.predict import predict
+from lightning_par.planner.prediction import ModuleUses, Prediction, Run
+from lightning_par.planner.profile import Profile
+from lightning_par.planner.recorded import RecordedStep, record
+from lightning_par.planner.replay import Place, replay
+from lightning_par.planner.stages import StageCut, cut_stages
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.tensor.plan import Dealt, deal
+
+
+class Planner:
+    """A module's step, recorded once without memory, and what layouts of it cost.
+
+    Args:
+        module: a LightningModule, its class, or a function that makes one.
+        batch: one batch, as one replica's training step gets it.
+        machine: that it is to run on.
+        precision: as `read_precision` takes it.
+        recompute: what backward computes again.
+        fused: whether functions that walk over memory are fused, as by torch.compile.
+
+    Raises:
+        ValueError: the module can't be built, or its step can't be run without values.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        batch: Any,
+        machine: Machine,
+        precision: str | int = "32-true",
+        recompute: Recompute = "none",
+        fused: bool = True,
+    ) -> None:
+        self.machine, self.precision = machine, read_precision(precision)
+        built: nn.Module = build_module(module)
+        self.name = type(built).__name__
+        self.optimizer = optimizer_state(built)
+        built = built.to(self.precision.dtype)
+        batch = tree_map(self._cast, batch)
+        self.batch = batch
+        self.step = record(built, batch)
+        tokens = _tokens(batch) / self.step.samples
+        self.recompute, self.fused, self.tokens = recompute, fused, tokens
+        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed, self.step.uses)
+        self._profiles: dict[Any, Profile] = {}
+        self._dealt: dict[int, Dealt] = {}
+        self._cuts: dict[Any, StageCut] = {}
+        self._steps: dict[int, RecordedStep] = {}
+        self._sent: dict[Any, tuple[dict[str, float], ...]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is assumed."""
+        found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
+        return found
+
+    def like(self, recompute: Recompute) -> Planner:
+        """As this one, but for what backward computes again."""
+        other = copy(self)
+        other.recompute = recompute
+        return other
+
+    def step_of(self, micro: float) -> RecordedStep:
+        """The step on the first ``micro`` samples of the batch."""
+        count = round(micro)
+        if count >= self.step.samples or count < 1:
+            return self.step
+        if count not in self._steps:
+            self._steps[count] = record(
+                self.tree.module, tree_map(lambda x: _first(x, count, self.step.samples), self.batch)
+            )
+        return self._steps[count]
+
+    def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[dict[str, float], ...]:
+        """What a rank sends along the tensor and sequence axes for each stage in one microbatch, run by the rules."""
+        layout, step = one.layout, self.step_of(one.micro)
+        tensor = self.profile(layout.tensor, count, asked).alike[tensor]
+        if self.sequences and all(length % (2 * layout.sequence) == 0 for length in self.sequences):
+            sequence = 0  # all have as many tokens
+        place = Place(
+            (layout.tensor, tensor), (layout.sequence, sequence), one.shard_residual, one.attention, not self.fused
+        )
+        key = place, step.samples, count, str(asked)
+        if key not in self._sent:
+            dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)
+            self._sent[key] = replay(step, dealt, cut_stages(step, count, asked), place)
+        return self._sent[key]
+
+    def profile(self, ranks: int, count: int = 1, asked: Any = None) -> Profile:
+        """Over ``ranks`` ranks of the tensor axis, in ``count`` stages, which begin where ``asked`` says.
+
+        Raises:
+            ValueError: the step can't be cut so.
+        """
+        key = count, str(asked)
+        if key not in self._cuts:
+            self._cuts[key] = cut_stages(self.step, count, asked)
+        if ranks not in self._dealt:
+            self._dealt[ranks] = deal(self.step.folded, ranks)
+        if (ranks, key) not in self._profiles:
+            made = make_profile(self.step, self._dealt[ranks], ranks, self._cuts[key])
+            self._profiles[ranks, key] = made
+        return self._profiles[ranks, key]
+
+    def evaluate(self, layout: Mapping[str, Any], devices: int, samples: int | None = None) -> Prediction:
+        """What a layout costs, given as `HybridParallelStrategy`'s arguments.
+
+        Raises:
+            ValueError: the layout can't be; the message says why.
+        """
+        asked = {key: value for key, value in layout.items() if key != "stages"}
+        one = read_candidate(asked, devices, self.step.samples, samples)
+        return self.price(one, devices, layout.get("stages"))
+
+    def no_sequence(self, ranks: int) -> str:
+        """Why the sequence axis can't have that many ranks; empty where it can."""
+        lengths = self.sequences
+        if not lengths:
+            return "the step calls no scaled_dot_product_attention"
+        short = min(lengths)
+        return "" if short % (2 * ranks) == 0 else f"{short} tokens are no multiple of {2 * ranks}"
+
+    @cached_property
+    def sequences(self) -> frozenset[int]:
+        """Tokens that attention runs over."""
+        operations = [op for unit in self.profile(1).kinds for op in unit.operations]
+        return frozenset(op.product.m for op in operations if op.kind == "attention" and op.product is not None)
+
+    @cached_property
+    def layers(self) -> int:
+        """What can be placed on stages of its own."""
+        root = self.step.root
+        return 0 if root is None else sum(not any(x.numel for x in call.children) for call in walk(root) if call.numel)
+
+    def price(self, one: Candidate, devices: int, stages: Any = None, rough: bool = False) -> Prediction:
+        """What ``one`` costs; a ``rough`` price goes by formulas for the schedule.
+
+        Raises:
+            ValueError: it can't be; the message says why.
+        """
+        profile = self.profile(one.layout.tensor, one.stages, stages)
+        run = Run(
+            self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree
+        )
+        return predict(profile, one, run, partial(self.sent, one, one.stages, stages), rough)
+
+    def _cast(self, x: Any) -> Any:
+        return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _first(x: Any, count: int, samples: int) -> Any:
+    return x[:count] if isinstance(x, Tensor) and x.ndim and x.shape[0] == samples else x
+
+
+def _tokens(batch: Any) -> float:
+    """Entries of the batch's largest tensor of whole numbers, else its samples."""
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    counts = [x.numel() for x in tensors if not x.is_floating_point() and x.ndim > 1]
+    return float(max(counts, default=0) or max((x.shape[0] for x in tensors if x.ndim), default=1))

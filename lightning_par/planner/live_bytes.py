@@ -1,0 +1,65 @@
+"""Bytes of memory that tensors hold, counted as they are made and freed: exact, unlike what a process occupies."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.private.modes import TorchDispatchMode
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.storage import memory_of
+
+
+class LiveBytes(TorchDispatchMode):
+    """What was made since it was entered, in this thread and in backward of it, as long as it lives.
+
+    Attributes:
+        now: bytes that live.
+        peak: the most that ever did.
+        steps: ``now`` after each change of at least ``least`` bytes.
+
+    Example::
+
+        with LiveBytes() as live:
+            x = torch.zeros(1000)
+            del x
+        assert (live.now, live.peak) == (0, 4000)
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.least = least
+        self.steps: list[int] = []
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {self._number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and self._number(x) not in before:
+                self._made(self._number(x), x.untyped_storage())
+        return result
+
+    @staticmethod
+    def _number(x: Tensor) -> int:
+        return memory_of(x)
+
+    def _made(self, number: int, memory: torch.UntypedStorage) -> None:
+        if number not in self._known and memory.nbytes():
+            self._known.add(number)
+            self._add(memory.nbytes())
+            weakref.finalize(memory, self._freed, number, memory.nbytes())
+
+    def _freed(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self._add(-size)
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        if abs(size) >= self.least:
+            self.steps.append(self.now)

@@ -1,0 +1,62 @@
+"""A plan from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_par.planner.advice import advise
+from lightning_par.planner.evaluate import Planner
+from lightning_par.planner.machines import read_machine
+from lightning_par.planner.report import Plan
+from lightning_par.planner.search import search
+
+RECOMPUTES = ("none", "selective", "full")
+
+
+def make_plan(
+    module: Any,
+    batch: Any,
+    machine: str,
+    devices: int | None,
+    layout: Mapping[str, Any] | None,
+    precision: str | int,
+    global_batch: int | None,
+    recompute: str,
+    eager: bool,
+) -> Plan:
+    """See `lightning_par.plan`."""
+    if recompute not in RECOMPUTES:
+        raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTES))}, got {recompute!r}.")
+    for name, value in (("devices", devices), ("global_batch", global_batch)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive int, got {value!r}.")
+    hosts, count = read_machine(machine, devices)
+    planner = Planner(module, made(batch), hosts, precision, recompute, not eager)  # type: ignore[arg-type]
+    notes = tuple(planner.notes)
+    title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
+    if layout is not None:
+        one = planner.evaluate(layout, count, global_batch)
+        return Plan((one,), (), title, count, hosts.devices, None, notes)
+    samples = global_batch or planner.step.samples * count
+    found = search(planner, count, samples)
+    title += f", {samples} samples a step"
+    advice = None
+    if found.priced and not found.priced[0].fits:
+        advice = advise(planner, found.priced[0], count, samples)
+    return Plan(found.priced, found.ruled_out, title, count, hosts.devices, advice, notes)
+
+
+def made(batch: Any) -> Any:
+    """A batch, of a function that makes one, or the first of a DataLoader.
+
+    Raises:
+        ValueError: it can't be made; the message says why.
+    """
+    from torch.utils.data import DataLoader
+
+    try:
+        given = batch() if callable(batch) else batch
+        return next(iter(given)) if isinstance(given, DataLoader) else given
+    except Exception as error:  # the user's code
+        raise ValueError(f"The batch can't be made: {type(error).__name__}: {error}.") from error

@@ -1,0 +1,126 @@
+"""What a trial run of a step tells beside its functions: the modules they ran in, and what autograd keeps of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.pipeline.plan.units import ModuleCall
+from lightning_par.pipeline.trial.surveyor import Surveyor
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.storage import memory_of
+from lightning_par.trial.fake_functions import is_fake
+
+MemoryKey = int
+"""Which memory a tensor lies in, within one trial run."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory that autograd keeps for the backward of one function.
+
+    Attributes:
+        memory: which memory it is; functions that keep the same one share it.
+        nbytes: of the whole memory.
+        numel: of the tensor.
+        itemsize: of one of its elements.
+        shape: of the tensor.
+    """
+
+    memory: MemoryKey
+    nbytes: int
+    numel: int
+    itemsize: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Of one function: the call of a module that it ran in, by its number, and what autograd keeps of it."""
+
+    call: int
+    kept: tuple[Kept, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The call of a module.
+
+    Attributes:
+        path: the module's name.
+        outer: the number of the call that it lies in.
+    """
+
+    path: str
+    outer: int
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What `StepNotes` heard.
+
+    Attributes:
+        calls: of modules, in the order in which they began; the first is the step itself.
+        notes: of each function in order, by the ids of the tensors that it made, which the recording keeps alive.
+        root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
+    """
+
+    calls: tuple[Call, ...]
+    notes: Mapping[int, Sequence[Note]]
+    root: ModuleCall | None
+
+
+class StepNotes(Surveyor):
+    """Listens to one trial run; see `lightning_par.trial.listener.Listener`.
+
+    Args:
+        samples: of the batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.notes: dict[int, list[Note]] = defaultdict(list)
+        self.calls_made = [Call("", 0)]
+        self._running = [0]
+        self._pending: list[Kept] = []
+
+    def enter_module(self, path: str, numel: int) -> None:
+        super().enter_module(path, numel)
+        self.calls_made.append(Call(path, self._running[-1]))
+        self._running.append(len(self.calls_made) - 1)
+
+    def leave_module(self) -> None:
+        super().leave_module()
+        self._running.pop()
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any, of_model: bool, unsized: bool = False) -> None:
+        super().note(func, args, kwargs, result, of_model, unsized)
+        kept, self._pending = tuple(self._pending), []
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.notes[id(x)].append(Note(self._running[-1], kept))
+                kept = ()
+
+    def end(self) -> Any:
+        survey = super().end()
+        return Heard(tuple(self.calls_made), self.notes, None if survey is None else survey.root)
+
+    def keeps(self) -> AbstractContextManager[Any]:
+        """Around the step: tensors that autograd keeps are heard."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: Tensor) -> Tensor:
+        if is_fake(x):
+            self._pending.append(kept_of(x))
+        return x
+
+
+def kept_of(x: Tensor) -> Kept:
+    """The memory of ``x``, as autograd would keep it."""
+    return Kept(memory_of(x), x.untyped_storage().nbytes(), x.numel(), x.element_size(), tuple(x.shape))

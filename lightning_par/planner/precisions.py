@@ -1,0 +1,78 @@
+"""What a Trainer's precision means for bytes and rates."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Flow = Literal["whole", "low", "autocast"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision.
+
+    Attributes:
+        name: as the user wrote it.
+        weights: bytes of an element of a parameter as the optimizer has it.
+        gradients: bytes of an element of its gradient.
+        copy: bytes of an element of the copy that products use, beside the optimizer's; 0: there is none.
+        compute: the dtype of products, by the name that a machine's `peak` has it under.
+        dtype: of the module when the step is recorded.
+        flow: whether activations are in the products' precision throughout, or as torch's autocast leaves them.
+    """
+
+    name: str
+    weights: int
+    gradients: int
+    copy: int
+    compute: str
+    dtype: torch.dtype
+    flow: Flow
+
+    @property
+    def moved(self) -> int:
+        """Bytes of an element of a weight that is gathered."""
+        return self.copy or self.weights
+
+
+def _mixed(name: str, compute: str, dtype: torch.dtype) -> Precision:
+    return Precision(name, 4, 4, 2, compute, dtype, "low")
+
+
+_HALF, _BRAIN = torch.float16, torch.bfloat16
+_KNOWN = {
+    "32-true": Precision("32-true", 4, 4, 0, "float32", torch.float32, "whole"),
+    "64-true": Precision("64-true", 8, 8, 0, "float64", torch.float64, "whole"),
+    "16-true": Precision("16-true", 2, 2, 0, "float16", _HALF, "whole"),
+    "bf16-true": Precision("bf16-true", 2, 2, 0, "bfloat16", _BRAIN, "whole"),
+    "16-mixed": _mixed("16-mixed", "float16", _HALF),
+    "bf16-mixed": _mixed("bf16-mixed", "bfloat16", _BRAIN),
+    "transformer-engine": _mixed("transformer-engine", "float8", _BRAIN),
+}
+_ALIASES = {
+    "32": "32-true", "fp32": "32-true", "64": "64-true", "16": "16-mixed", "fp16": "16-mixed", "bf16": "bf16-mixed",
+    "amp_fp16": "16-mixed", "amp_bf16": "bf16-mixed", "float8": "transformer-engine", "fp8": "transformer-engine",
+    "bf16+float8": "transformer-engine", "transformer-engine-float16": "transformer-engine",
+}  # fmt: skip
+
+
+def read_precision(name: str | int) -> Precision:
+    """The precision of that name: Lightning's, or as publications call it.
+
+    Raises:
+        ValueError: there is none; the message has the nearest.
+
+    Example::
+
+        assert read_precision("bf16") == read_precision("bf16-mixed")
+    """
+    text = str(name).lower()
+    found = _KNOWN.get(_ALIASES.get(text, text))
+    if found is None:
+        near = difflib.get_close_matches(text, [*_KNOWN, *_ALIASES], n=3, cutoff=0.3) or list(_KNOWN)
+        raise ValueError(f"There is no precision {name!r}. Write one of {', '.join(map(repr, near))}.")
+    return found

@@ -1,0 +1,150 @@
+"""What one rank holds and sends, exactly: parameters, gradients, the optimizer's state, bytes by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_par.planner.layout_work import LayoutWork
+from lightning_par.planner.prediction import HeldBytes
+from lightning_par.planner.replay import RETURNED, TAKEN
+from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
+
+LOSS_BYTES = 4
+
+Sender = Callable[[int, int], tuple[dict[str, float], ...]]
+"""What a rank sends along the tensor and sequence axes for each stage in one microbatch, by its indices on the two."""
+
+
+@dataclass(eq=False)
+class ByRank:
+    """What each rank of a layout holds, and sends in a step of the optimizer.
+
+    Args:
+        work: of the layout.
+        sender: what ranks send along the tensor and sequence axes.
+
+    Example::
+
+        by_rank.held(pipeline=0, tensor=0, replica=0).parameters
+    """
+
+    work: LayoutWork
+    sender: Sender
+    _held: dict[tuple[int, int, int], HeldBytes] = field(default_factory=dict)
+    _sent: dict[tuple[int, int, int], dict[str, float]] = field(default_factory=dict)
+
+    def held(self, pipeline: int, tensor: int, replica: int) -> HeldBytes:
+        """Of the rank with these coordinates; ``replica`` counts ranks along data and sequence."""
+        key = pipeline, tensor, replica
+        if key not in self._held:
+            p, states = self.work.run.precision, self.work.run.optimizer
+            one, size = self.work.one, self.work.replicas.size
+            own = tuple(self._own(pipeline))
+            total = stored_sum(self.work.profile.stages, own, tensor, size, replica, one.stored)
+            optimizer = total.trained * states.by_element * p.weights / 4 + states.by_parameter * total.count
+            self._held[key] = HeldBytes(total.numel * p.weights, total.trained * p.gradients, optimizer)
+        return self._held[key]
+
+    def sent(self, pipeline: int, tensor: int, replica: int) -> dict[str, float]:
+        """Bytes by axis, of the rank with these coordinates."""
+        key = pipeline, tensor, replica
+        if key not in self._sent:
+            own = self._own(pipeline)
+            crosses = self.work.one.layout.pipeline > 1
+            self._sent[key] = {
+                "data": self._data(own, self._parts(*key)),
+                "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
+                **self._activations(own, tensor, replica),
+            }
+        return self._sent[key]
+
+    def most_sent_outside(self) -> dict[str, float]:
+        """Of `most_sent`, what leaves a host, on average over a host's ranks."""
+        return {axis: size * self.work.outside[axis] for axis, size in self.most_sent().items()}
+
+    def most_sent(self) -> dict[str, float]:
+        """Of the rank that sends most along each axis."""
+        all_ = [self.sent(pipeline, 0, 0) for pipeline in range(self.work.one.layout.pipeline)]
+        return {axis: max(sent[axis] for sent in all_) for axis in all_[0]}
+
+    def _own(self, pipeline: int) -> list[int]:
+        one = self.work.one
+        return self.work.profile.stages.by_rank(one.schedule, one.layout.pipeline)[pipeline]
+
+    def _parts(self, pipeline: int, tensor: int, replica: int) -> list[StoredPart]:
+        held = self.work.profile.stages.held(self._own(pipeline))
+        return [stored_part(x, tensor, self.work.replicas.size, replica, self.work.one.stored) for x in held]
+
+    def _activations(self, own: Sequence[int], tensor: int, replica: int) -> dict[str, float]:
+        one = self.work.one
+        if one.layout.tensor * one.layout.sequence == 1:
+            return {"sequence": 0.0, "tensor": 0.0}
+        stages = self.sender(tensor, replica % one.layout.sequence)
+        times = one.microbatches * one.accumulated
+        found = {axis: sum(stages[s][axis] for s in own) * times for axis in ("sequence", "tensor")}
+        again = [self.work.units[u].again_sent for s in own for u in self.work.profile.stages.units[s]]
+        found["tensor"] += sum(again) * times  # what backward computes again is not in the recorded step
+        if one.layout.pipeline > 1:
+            # Each rank begins backward with its share of the loss's gradient, of which a hook is told the sum.
+            for axis, size, shares in (
+                ("sequence", one.layout.sequence, True),
+                ("tensor", one.layout.tensor, one.shard_residual),
+            ):
+                found[axis] += 2 * LOSS_BYTES * (size - 1) / size * one.accumulated * shares
+        return found
+
+    def _pipeline(self, own: Sequence[int], tensor: int, replica: int) -> float:
+        """Values to the stages behind, gradients to those before, on other ranks; and gradients of tied weights."""
+        work, one = self.work, self.work.one
+        stages = work.profile.stages
+        times = one.microbatches * one.accumulated
+        crossing = self.sender(tensor, replica % one.layout.sequence)
+        there = sum(crossing[s + 1][TAKEN] for s in own if s + 1 < len(stages.units) and s + 1 not in own)
+        back = sum(crossing[s][RETURNED] for s in own if s and s - 1 not in own)
+        return (there + back) * times + self._tied(own) * one.accumulated
+
+    def _tied(self, own: Sequence[int]) -> float:
+        """The sum of gradients over the ranks that hold the same parameters, and a flag for each."""
+        work, p = self.work, self.work.run.precision
+        stages = work.profile.stages
+        places = stages.by_rank(work.one.schedule, work.one.layout.pipeline)
+        found = 0.0
+        for x in stages.held(own):
+            holders = sum(any(y.name == x.name for y in stages.held(other)) for other in places)
+            if x.trained and holders > 1:
+                found += 2 * (x.local + 1) * p.gradients * (holders - 1) / holders
+        return found
+
+    def _data(self, own: Sequence[int], parts: Sequence[StoredPart]) -> float:
+        work, one, p = self.work, self.work.one, self.work.run.precision
+        size = work.replicas.size
+        whole = [part for part in parts if not part.message and part.parameter.trained]
+        sent = 0.0
+        for part in whole:
+            ranks = size * (one.layout.tensor if one.shard_residual and part.parameter.dim is None else 1)
+            sent += 2 * part.numel * p.gradients * (ranks - 1) / ranks
+        stored = [part for part in parts if part.message]
+        if not stored:
+            return sent
+        if one.layout.pipeline > 1 and not one.reshard:
+            moved = sum(x.message * (p.moved + p.gradients * x.parameter.trained) for x in stored)
+            return sent + moved * (size - 1) * one.accumulated
+        return sent + self._by_blocks(parts) * (size - 1) * one.microbatches * one.accumulated
+
+    def _by_blocks(self, parts: Sequence[StoredPart]) -> float:
+        """Bytes to each of the other ranks in one forward and backward."""
+        p, reshard, tree = self.work.run.precision, self.work.one.reshard, self.work.run.tree
+        blocks, alone = block_messages(tree.module, parts)
+        passing = [block for block in blocks if not block.stays]
+        last = max(passing, key=lambda block: tree.last_call(block.paths[0]), default=None)
+        sent = 0.0
+        for block in blocks:
+            calls = 1 if block.stays else max(1, sum(path == block.paths[0] for path in tree.calls))
+            again = reshard and not block.stays and block is not last and bool(tree.needed & {*block.paths})
+            sent += calls * block.numel * p.moved * (1 + again)
+            sent += calls * (block.trained + block.flags) * p.gradients
+        for part in alone:
+            calls, needed = tree.uses.get(part.parameter.name, (1, 1)) if reshard else (1, 0)
+            sent += part.message * (p.moved * (calls + needed) + calls * p.gradients * part.parameter.trained)
+        return sent

@@ -1,0 +1,261 @@
+"""One run of the user's step on tensors without memory, cut into units; units that are alike are looked at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.fsdp.blocks import Block, plan_blocks
+from lightning_par.pipeline.plan.units import ModuleCall, ancestors
+from lightning_par.planner.notes import Call, Heard, Note, StepNotes
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.storage import memory_of
+from lightning_par.trial.recording import Event, Recording
+from lightning_par.trial.trial_run import record_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """Functions that run one after the other in one unit.
+
+    Attributes:
+        path: of the module that a container repeats; "" for what lies between these.
+        first: the number of the first event.
+        end: the number of the one behind the last.
+        kind: which number of run is the first that is like it.
+    """
+
+    path: str
+    first: int
+    end: int
+    kind: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """A recorded step in runs.
+
+    Attributes:
+        recording: the step.
+        notes: the note of each event.
+        calls: of modules.
+        root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
+        runs: the events in order, in runs.
+        blocks: whose weights are gathered together, if stored in parts.
+        samples: in the recorded batch.
+    """
+
+    recording: Recording
+    notes: tuple[Note | None, ...]
+    calls: tuple[Call, ...]
+    root: ModuleCall | None
+    runs: tuple[Run, ...]
+    blocks: tuple[Block, ...]
+    samples: int
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        return self.recording.events
+
+    @cached_property
+    def names(self) -> dict[int, tuple[str, ...]]:
+        return {id(x): names for names, x in self.recording.parameters.items()}
+
+    @cached_property
+    def of_batch(self) -> frozenset[int]:
+        """Ids of the tensors that depend on the batch."""
+        found = {id(x) for x in self.recording.batch}
+        for event in self.events:
+            if any(id(x) in found for x in event.inputs):
+                found.update(id(x) for x in event.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def of_model(self) -> frozenset[int]:
+        """Ids of the tensors that depend on a parameter."""
+        found = set(self.names)
+        for event in self.events:
+            if any(id(x) in found for x in event.inputs):
+                found.update(id(x) for x in event.outputs)
+        return frozenset(found - self.names.keys())
+
+    @cached_property
+    def lives(self) -> tuple[tuple[Tensor, int, int], ...]:
+        """The values of the model, each with the event that makes it and the last one that takes it."""
+        made: dict[int, tuple[Tensor, int]] = {}
+        taken: dict[int, int] = {}
+        for number, event in enumerate(self.events):
+            taken.update((id(x), number) for x in event.inputs)
+            made.update((id(x), (x, number)) for x in event.outputs if id(x) in self.of_model and id(x) not in made)
+        return tuple((x, number, taken.get(key, number)) for key, (x, number) in made.items())
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """Modules of whose weights autograd keeps one for backward."""
+        held = {memory_of(x) for x in self.recording.parameters.values()}
+        found: set[str] = set()
+        for note in self.notes:
+            if note is not None and any(kept.memory in held for kept in note.kept):
+                path = self.calls[note.call].path
+                found |= {path, *ancestors(path)}
+        return frozenset(found)
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter, by its first name, how many calls of modules use it, and how many need it for backward."""
+        used: dict[str, set[int]] = defaultdict(set)
+        needed: dict[str, set[int]] = defaultdict(set)
+        for event, note in zip(self.events, self.notes):
+            for x in event.inputs:
+                if id(x) in self.names and note is not None:
+                    name = self.names[id(x)][0]
+                    used[name].add(note.call)
+                    if any(kept.memory == memory_of(x) for kept in note.kept):
+                        needed[name].add(note.call)
+        return {name: (len(calls), len(needed[name])) for name, calls in used.items()}
+
+    @cached_property
+    def outlines(self) -> tuple[Any, ...]:
+        """What each event does and keeps, without what tells it from the same in another layer."""
+        return tuple(map(self._outline, range(len(self.events))))
+
+    def _outline(self, number: int) -> Any:
+        event, note = self.events[number], self.notes[number]
+        told = None
+        if note is not None:
+            home = self.homes[number]
+            told = self.calls[note.call].path.removeprefix(home), tuple((k.shape, k.itemsize) for k in note.kept)
+        return event.name, _outline(event), told
+
+    @cached_property
+    def homes(self) -> tuple[str, ...]:
+        """The module that a container repeats and each event ran in; "" where it ran in none."""
+        repeated = {path for block in self.blocks if block.repeated for path in block.paths}
+        known: dict[str, str] = {}
+
+        def home(path: str) -> str:
+            if path not in known:
+                parts = path.split(".")
+                above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+                known[path] = next((name for name in above if name in repeated), "")
+            return known[path]
+
+        places = [None if note is None else home(self.calls[note.call].path) for note in self.notes]
+        for i, place in enumerate(places):  # what has no note goes with what follows
+            if place is None:
+                places[i] = next((p for p in places[i + 1 :] if p is not None), places[i - 1] if i else "")
+        return tuple(place or "" for place in places)
+
+    def cut(self, starts: Collection[int]) -> RecordedStep:
+        """The step with its runs cut further, so that one begins with each of the events ``starts``."""
+        places = {run.first for run in self.runs} | {start for start in starts if start < len(self.events)}
+        ends = [*sorted(places)[1:], len(self.events)]
+        return replace(self, runs=_told_apart(self, list(zip(sorted(places), ends))))
+
+    @cached_property
+    def folded(self) -> Recording:
+        """The recording with one run of each kind; what comes after a run left out takes the values of its like."""
+        return self._folding[0]
+
+    @cached_property
+    def stands(self) -> dict[int, Tensor]:
+        """What stands in `folded` for a tensor of the step, by its id."""
+        return self._folding[1]
+
+    @cached_property
+    def _folding(self) -> tuple[Recording, dict[int, Tensor]]:
+        return _fold(self)
+
+
+def record(module: nn.Module, batch: Any, context: Any = None) -> RecordedStep:
+    """Run the training step of ``module`` once, without memory for its weights or activations.
+
+    Args:
+        module: as `build_module` makes it.
+        batch: one batch.
+        context: entered around the step, for precision.
+
+    Raises:
+        ValueError: fakes can't run the step; the message says which line.
+    """
+    made: list[StepNotes] = []
+    samples = next((x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim), 1)
+
+    def listener() -> StepNotes:
+        made.append(StepNotes(samples))
+        return made[-1]
+
+    def around() -> Any:
+        stack = contextlib.ExitStack()
+        if context is not None:
+            stack.enter_context(context())
+        if made:
+            stack.enter_context(made[-1].keeps())
+        return stack
+
+    recording = record_step(
+        module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu")
+    )
+    if recording.stopped is not None:
+        raise ValueError(f"The step can't be run without values: {recording.stopped}.")
+    heard: Heard = recording.heard
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    blocks = plan_blocks(module, sizes)
+    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.root, (), blocks, samples)
+    begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
+    return replace(step, runs=_told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
+
+
+def _notes(recording: Recording, heard: Heard) -> tuple[Note | None, ...]:
+    left = {key: list(notes) for key, notes in heard.notes.items()}
+    found: list[Note | None] = []
+    for event in recording.events:
+        mine = [left[id(x)].pop(0) for x in event.outputs if left.get(id(x))]
+        kept = tuple(k for note in mine for k in note.kept)
+        found.append(Note(mine[0].call, kept) if mine else None)
+    return tuple(found)
+
+
+def _told_apart(step: RecordedStep, runs: list[tuple[int, int]]) -> tuple[Run, ...]:
+    kinds: dict[Any, int] = {}
+    found = []
+    for number, (first, end) in enumerate(runs):
+        path = step.homes[first]
+        key = (bool(path), step.outlines[first:end]) if path else number
+        found.append(Run(path, first, end, kinds.setdefault(key, number)))
+    return tuple(found)
+
+
+def _outline(event: Event) -> Any:
+    def told(x: Any) -> Any:
+        return (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(x)
+
+    return str(tree_map(told, (event.args, event.kwargs, event.result)))
+
+
+def _fold(step: RecordedStep) -> tuple[Recording, dict[int, Tensor]]:
+    stands: dict[int, Tensor] = {}
+    kept: list[Event] = []
+
+    def stand(x: Any) -> Any:
+        return stands.get(id(x), x) if isinstance(x, Tensor) else x
+
+    for number, run in enumerate(step.runs):
+        if run.kind == number:
+            for event in step.events[run.first : run.end]:
+                args, kwargs, result = tree_map(stand, (event.args, event.kwargs, event.result))
+                kept.append(replace(event, args=args, kwargs=kwargs, result=result))
+            continue
+        like = step.runs[run.kind]
+        for a, b in zip(step.events[like.first : like.end], step.events[run.first : run.end], strict=True):
+            weights = [(x, y) for x, y in zip(a.inputs, b.inputs) if id(y) in step.names]
+            stands.update({id(y): stand(x) for x, y in (*zip(a.outputs, b.outputs), *weights) if x is not y})
+    left = {names: x for names, x in step.recording.parameters.items() if id(x) not in stands}
+    return replace(step.recording, events=tuple(kept), parameters=left, heard=None), stands

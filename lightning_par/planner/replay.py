@@ -1,0 +1,242 @@
+"""What functions of sharded tensors send in a step: its recorded functions are run again by their rules, on fakes.
+
+The rules are the strategies' own, forward and backward, on axes on which nothing moves. So what is counted is what a
+run sends, whatever the functions: those that gather, and losses over shards, included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.ledger import ledger
+from lightning_par.mesh.positions import Positions
+from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
+from lightning_par.planner.live_bytes import LiveBytes
+from lightning_par.planner.recorded import RecordedStep
+from lightning_par.planner.stages import StageCut
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.tensors import mark_parameter
+from lightning_par.python_state import generators
+from lightning_par.sequence.batch_tensor import BatchTensor
+from lightning_par.sequence.plan import make_plan
+from lightning_par.sequence.scheme import AttentionSettings, make_grid
+from lightning_par.sharded.gradient_shares import shared_over
+from lightning_par.sharded.rules.lookup import dispatch
+from lightning_par.sharded.rules.several_axes import Mix
+from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.tensor.plan import Dealt
+from lightning_par.trial.recording import Event, returned
+
+TAKEN, RETURNED = "taken", "returned"
+"""Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
+
+KEPT, PEAK = "kept", "peak"
+"""Of a stage and one microbatch: bytes of live tensors between forward and backward, and the most at any time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of the tensor and sequence axes, and how these are used.
+
+    Attributes:
+        tensor: ranks of the tensor axis, and the index among them.
+        sequence: the same of the sequence axis.
+        residual: whether tokens are sharded over the tensor axis between islands.
+        attention: the scheme of the sequence axis.
+        live: whether live tensors are counted, too; slower.
+    """
+
+    tensor: tuple[int, int]
+    sequence: tuple[int, int]
+    residual: bool
+    attention: Any
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class _Uncounted:
+    now: int = 0
+    peak: int = 0
+
+
+def replay(step: RecordedStep, dealt: Dealt, cut: StageCut, place: Place) -> tuple[dict[str, float], ...]:
+    """Bytes that a rank sends for each stage in one forward and backward of ``step``, by axis; `TAKEN` and `RETURNED`.
+
+    Args:
+        step: as recorded.
+        dealt: the islands of the tensor axis.
+        cut: into stages.
+        place: the rank.
+
+    Raises:
+        RuntimeError: a function can't be run by its rule on tensors without values.
+    """
+    run = _Replay(step, dealt, place)
+    state = RunState.current
+    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
+        state.streams.in_step = True
+        bounds = [*cut.starts, len(step.events)]
+        try:
+            return tuple(run.stage(first, end) for first, end in zip(bounds, bounds[1:]))
+        finally:
+            for axis in run.axes:
+                axis.end_step()
+
+
+class _Replay:
+    def __init__(self, step: RecordedStep, dealt: Dealt, place: Place) -> None:
+        self.step, self.place = step, place
+        self.tensor = CountingAxis(*place.tensor)
+        self.tokens: Any = None
+        if place.sequence[0] > 1:
+            self.tokens = CountingSequence(*place.sequence)
+            _attend(self.tokens, place.attention)
+        elif place.residual:
+            self.tensor.gradient_shares = True
+            self.tokens = self.tensor.residual = CountingResidual(self.tensor)
+        self.axes: tuple[Axis, ...] = tuple(x for x in (self.tokens, self.tensor) if x is not None and x.size > 1)
+        self.mix = Mix(self.axes) if len(self.axes) > 1 else None
+        self.values: dict[int, Any] = {}
+        self.last: dict[int, list[int]] = defaultdict(list)
+        ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+        for x, _, last in step.lives:
+            if id(x) not in ends:
+                self.last[last].append(id(x))
+        self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
+        for x in step.recording.parameters.values():
+            self.values[id(x)] = self._parameter(x, dealt)
+        if self.tokens is not None:
+            self._mark_batch()
+
+    def _parameter(self, x: Tensor, dealt: Dealt) -> Tensor:
+        key = id(self.step.stands.get(id(x), x))
+        positions = dealt.positions.get(key) if self.tensor.size > 1 else None
+        with self.fake:
+            if positions is None:
+                return _leaf(torch.empty_like(x), x.requires_grad)
+            dim = dealt.search.found[key].dim
+            shape = [*x.shape]
+            shape[dim] = positions.count(self.tensor.rank)
+            part = _leaf(torch.empty(shape, dtype=x.dtype, device=x.device), x.requires_grad)
+            sharded = ShardedTensor(part, dim, positions, self.tensor)
+            mark_parameter(sharded)
+            return sharded
+
+    def _mark_batch(self) -> None:
+        batch, ranks = self.step.recording.batch, self.tokens.size
+        plan = make_plan(self.step.recording, [""] * len(batch), ranks, None, self.place.attention)
+        self.tokens.zigzag = plan.zigzag and self.place.sequence[0] > 1
+        for number, x in enumerate(batch):
+            dim = plan.dim_of(number, x)
+            positions: Positions | None = None if dim is None else self.tokens.spread(x.shape[dim])
+            if positions is not None and dim is not None:
+                self.values[id(x)] = BatchTensor(x.detach(), dim, positions, self.tokens)
+
+    def stage(self, first: int, end: int) -> dict[str, float]:
+        """Bytes by axis of the events from ``first`` to ``end``, forward and backward."""
+        made: set[int] = set()
+        for x in self.step.recording.parameters.values():  # what backward makes of it is added to what is there
+            leaf = _inner(self.values[id(x)])
+            leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
+        taken = [x for x, begin, last in self.step.lives if begin < first <= last]
+        sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
+        arrived = float(sum(size for size, _ in sizes))
+        counting = LiveBytes() if self.place.live else nullcontext(_Uncounted())
+        with ledger() as moved, counting as live:
+            for number, event in enumerate(self.step.events[first:end], first):
+                # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
+                if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
+                    continue
+                args, kwargs = tree_map(self._value, (event.args, event.kwargs))
+                with contextlib.ExitStack() as stack:
+                    if not any(x.requires_grad for x in event.outputs):
+                        stack.enter_context(torch.no_grad())
+                    result = self._run(event, args, kwargs)
+                new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+                for old, value in zip(event.outputs, new, strict=False):
+                    self.values[id(old)] = value
+                    made.add(id(old))
+                del args, kwargs, result, new
+                self._let_go(number)
+            kept = live.now + arrived
+            self._backward(made, end)
+        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: arrived, KEPT: kept, PEAK: live.peak + arrived}
+        found[RETURNED] = float(sum(size for size, wanted in sizes if wanted))
+        for transfer in moved.transfers:
+            found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer.sent
+        return found
+
+    def _let_go(self, number: int) -> None:
+        """Of what the event ``number`` was the last to take, all but the loss."""
+        for key in self.last.pop(number, ()):
+            self.values.pop(key, None)
+
+    def _run(self, event: Event, args: Any, kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(x, BatchTensor) for x in leaves):
+            return event.func(*args, **kwargs)  # what the batch alone determines is computed whole
+        sharded = any(isinstance(x, ShardedTensor) for x in leaves)
+        return dispatch(event.func, args, kwargs) if sharded else event.func(*args, **kwargs)
+
+    def _backward(self, made: set[int], end: int) -> None:
+        """From the values that the stage hands on, and from the loss; what is handed on begins anew."""
+        outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
+        loss = [x for x in tree_leaves(self.step.recording.result) if isinstance(x, Tensor) and id(x) in made]
+        ends: dict[int, Tensor] = {}
+        for x in (*outs, *loss):
+            inner = _inner(self.values[id(x)])
+            if inner.requires_grad and not inner.is_leaf:
+                ends[id(inner)] = inner
+        if ends:
+            roots = list(ends.values())
+            torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
+        for x in outs:
+            self.values[id(x)] = _anew(self.values[id(x)])
+
+    def _value(self, x: Any) -> Any:
+        return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
+
+
+def _attend(axis: CountingSequence, asked: Any) -> None:
+    ulysses = asked["ulysses"] if isinstance(asked, Mapping) else axis.size if asked == "ulysses" else 1
+    grid = None
+    if 1 < ulysses < axis.size or asked == "auto":
+
+        def made(name: str, ranks: Sequence[int], rank: int) -> Axis:
+            return CountingSequence(len(ranks), rank, name)
+
+        grid = make_grid(axis, ulysses, made)
+    axis.attention = AttentionSettings(asked, grid)
+
+
+def _leaf(x: Tensor, trained: bool) -> Tensor:
+    x.requires_grad_(trained)
+    mark_parameter(x)
+    return x
+
+
+def _inner(x: Tensor) -> Tensor:
+    while isinstance(x, ShardedTensor):
+        x = x._local
+    return x
+
+
+def _nbytes(x: Tensor) -> int:
+    inner = _inner(x)
+    return inner.numel() * inner.element_size()
+
+
+def _anew(x: Any) -> Any:
+    if isinstance(x, ShardedTensor):
+        return x.with_local(_anew(x._local))
+    return x.detach().requires_grad_(x.requires_grad)

@@ -1,0 +1,125 @@
+"""All layouts that are worth a look: sizes of the axes, schedules, microbatches. The best are priced exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lightning_par.mesh.layout import Layout
+from lightning_par.pipeline.plan.schedule import stages_per_rank
+from lightning_par.planner.evaluate import Planner
+from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.prediction import Prediction
+
+MOST_TENSOR, MOST_PIPELINE, MOST_SEQUENCE = 16, 128, 64
+EXACT = 24
+"""Layouts that are priced exactly, of those that a rough price puts first."""
+
+NEAR = 1.3
+"""Of a device's memory: what takes more doesn't nearly fit."""
+
+_SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """Layouts that can't be, and why."""
+
+    layout: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: priced layouts, the fastest that fit first, and what was ruled out."""
+
+    priced: tuple[Prediction, ...]
+    ruled_out: tuple[RuledOut, ...]
+
+
+def search(planner: Planner, devices: int, samples: int) -> Found:
+    """Price the layouts of ``devices`` devices for ``samples`` samples a step.
+
+    Args:
+        planner: of the module and the machine.
+        devices: over all hosts.
+        samples: of one step of the optimizer, over all replicas.
+    """
+    rough: list[Prediction] = []
+    out: dict[str, RuledOut] = {}
+    for layout in _layouts(planner, devices):
+        reason = _reason(planner, layout, samples)
+        if reason is not None:
+            key = reason.layout + reason.reason
+            out.setdefault(key, reason)
+            continue
+        for one in _candidates(planner, layout, samples):
+            try:
+                rough.append(planner.price(one, devices, rough=True))
+            except ValueError as error:
+                out.setdefault(str(error), RuledOut(f"{one.layout}, {one.schedule}", str(error)))
+    rough.sort(key=_order)
+    fitting = [one for one in rough if one.fits][:EXACT]
+    near = [one for one in rough if not one.fits and one.peak < NEAR * one.memory]
+    near = sorted(near, key=lambda one: one.seconds)[: EXACT // 4]
+    near = near or sorted((one for one in rough if not one.fits), key=lambda one: one.peak)[:4]
+    exact = [planner.price(one.candidate, devices) for one in (*fitting, *near)]
+    return Found(tuple(sorted(exact, key=_order)), tuple(out.values()))
+
+
+def _order(one: Prediction) -> tuple[bool, float]:
+    return not one.fits, one.seconds if one.fits else one.peak
+
+
+def _layouts(planner: Planner, devices: int) -> Iterator[Layout]:
+    for tensor in _divisors(devices, MOST_TENSOR):
+        for pipeline in _divisors(devices // tensor, MOST_PIPELINE):
+            for sequence in _divisors(devices // tensor // pipeline, MOST_SEQUENCE):
+                yield Layout(devices // tensor // pipeline // sequence, pipeline, sequence, tensor)
+
+
+def _reason(planner: Planner, layout: Layout, samples: int) -> RuledOut | None:
+    if layout.tensor > 1:
+        if layout.tensor > planner.machine.devices:
+            return RuledOut(f"tensor {layout.tensor}", f"a host has {planner.machine.devices} devices")
+        groups = planner.profile(1 if layout.tensor == 1 else 2).groups
+        if groups < layout.tensor:
+            why = f"split weights fall into {groups} groups" if groups else "no weight can be split"
+            return RuledOut(f"tensor {layout.tensor}", why)
+    if samples % layout.data:
+        return RuledOut(f"data {layout.data}", f"{samples} samples a step are no multiple of it")
+    if layout.sequence > 1:
+        reason = planner.no_sequence(layout.sequence)
+        if reason:
+            return RuledOut(f"sequence {layout.sequence}", reason)
+    if layout.pipeline > planner.layers:
+        return RuledOut(f"pipeline {layout.pipeline}", f"the model has {planner.layers} layers to place")
+    return None
+
+
+def _candidates(planner: Planner, layout: Layout, samples: int) -> Iterator[Candidate]:
+    each = samples // layout.data
+    for micro in _micros(each, planner.step.samples):
+        count = each // micro
+        for stored in (False, True) if layout.data * layout.sequence > 1 else (False,):
+            for sharded in (False, True) if layout.tensor > 1 and layout.sequence == 1 else (False,):
+                base = Candidate(layout, stored, layout.pipeline == 1, "1f1b", 1, 1, micro, count, sharded)
+                if layout.pipeline == 1:
+                    yield base
+                    continue
+                for schedule, chunks in _SCHEDULES:
+                    if layout.pipeline * chunks > planner.layers or count < layout.pipeline:
+                        continue
+                    if schedule == "interleaved_1f1b" and chunks != stages_per_rank(schedule):
+                        continue  # the strategies have as many as the schedule says
+                    yield replace(base, schedule=schedule, chunks=chunks, microbatches=count, accumulated=1)
+
+
+def _micros(each: int, batch: int) -> list[int]:
+    """Samples of a microbatch: powers of two, up to those of the given batch, and that itself."""
+    found = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < batch and each % size == 0]
+    return [*found, *([batch] if each % batch == 0 else [])] or [each]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]

@@ -1,0 +1,104 @@
+"""Which functions of a recorded step each stage of a pipeline runs, which parameters it holds, and what crosses.
+
+The stages are those that the strategy plans by itself, from the same calls of modules.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
+from lightning_par.planner.recorded import RecordedStep
+
+
+@dataclass(frozen=True, eq=False)
+class StageCut:
+    """A recorded step, cut into stages.
+
+    Attributes:
+        starts: the event with which each stage begins.
+        held: the names of the parameters of each stage, in the order of the module.
+        crossing: the values that each stage takes from the one before it.
+    """
+
+    starts: tuple[int, ...]
+    held: tuple[tuple[str, ...], ...]
+    crossing: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def units(self, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The runs of each stage by their numbers, of which ``firsts`` has the first event of each."""
+        bounds = [*self.starts, float("inf")]
+        return tuple(
+            tuple(number for number, first in enumerate(firsts) if begin <= first < end)
+            for begin, end in zip(bounds, bounds[1:])
+        )
+
+
+def cut_stages(step: RecordedStep, count: int, asked: Sequence[str] | Mapping[str, int] | None = None) -> StageCut:
+    """Cut ``step`` into ``count`` stages as the strategy does: the slowest as fast as can be, or as ``asked``.
+
+    Raises:
+        ValueError: there are fewer modules than stages, ``asked`` names what is none, or the step can't be cut.
+    """
+    names = [found[0] for found in step.recording.parameters]
+    if count == 1:
+        return StageCut((0,), (tuple(names),), ((),))
+    if step.root is None:
+        raise ValueError("the step takes gradients of its own, and can't be cut into stages")
+    plan = make_stage_plan(step.root, count, asked or None, module="the module")
+    starts = _starts(step, plan, count)
+    return StageCut(starts, _held(step, plan, starts), tuple(_across(step, start) for start in starts))
+
+
+def _starts(step: RecordedStep, plan: StagePlan, count: int) -> tuple[int, ...]:
+    """The first event of each stage: that of its first unit."""
+    units = plan.homes.keys()
+    outermost: dict[int, int | None] = {0: None}  # of a call of a module, the call of a unit around it or itself
+    for number, call in enumerate(step.calls[1:], 1):
+        around = outermost[call.outer]
+        outermost[number] = around if around is not None else number if call.path in units else None
+    places = {call: i for i, call in enumerate(sorted({x for x in outermost.values() if x is not None}))}
+    starts = [0] + [len(step.events)] * (count - 1)
+    for number, note in enumerate(step.notes):
+        unit = None if note is None else outermost[note.call]
+        if unit is not None:
+            stage = plan.calls[places[unit]][1]
+            for before in range(1, stage + 1):
+                starts[before] = min(starts[before], number)
+    return tuple(starts)
+
+
+def _held(step: RecordedStep, plan: StagePlan, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each stage: of its units, and those that its functions take; what none takes is by its home."""
+    homes: dict[str, set[int]] = defaultdict(set)
+    stage = 0
+    for number, event in enumerate(step.events):
+        while stage + 1 < len(starts) and starts[stage + 1] <= number:
+            stage += 1
+        for x in event.inputs:
+            if id(x) in step.names:
+                homes[step.names[id(x)][0]].add(stage)
+    last = 0
+    for names in step.recording.parameters:
+        for name in names:
+            unit = next((unit for unit in plan.homes if name.startswith(f"{unit}.")), None)
+            if unit is not None:
+                homes[names[0]] |= set(plan.homes[unit])
+                last = max(plan.homes[unit])
+        if not homes[names[0]]:
+            homes[names[0]] = {last}
+    order = [names[0] for names in step.recording.parameters]
+    return tuple(tuple(name for name in order if stage in homes[name]) for stage in range(len(starts)))
+
+
+def _across(step: RecordedStep, start: int) -> tuple[Tensor, ...]:
+    """The values of the model that are there when the event ``start`` begins, and taken from there on."""
+    return tuple(x for x, made, taken in step.lives if made < start <= taken)

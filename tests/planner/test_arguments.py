@@ -1,0 +1,91 @@
+"""Machines, precisions and layouts as users write them, and what they are told of those that there are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_par.planner.layouts import read_candidate
+from lightning_par.planner.machines import PRESETS, read_machine
+from lightning_par.planner.precisions import read_precision
+
+
+@pytest.mark.parametrize("text", ["H100", "8xH100", "h100-80gb-sxm", "8x H100-SXM", "NVIDIA-H100"])
+def test_a_machine_by_any_of_its_names(text: str) -> None:
+    machine, devices = read_machine(text)
+    assert machine.name == "H100-80GB-SXM" and devices == machine.devices == 8
+
+
+def test_an_unknown_machine_is_told_its_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no machine 'H10'. Write one of 'H100-80GB-SXM'"):
+        read_machine("8xH10")
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: H100\nmemory: 1.0e+11\nnetwork: {bandwidth: 1.0e+10}\n")
+    machine, _ = read_machine(str(file))
+    assert (machine.name, machine.memory, machine.network.bandwidth) == ("mine", 1e11, 1e10)
+    assert machine.network.latency == PRESETS["H100-80GB-SXM"].network.latency
+    file.write_text("like: H100\nmemmory: 1.0e+11\n")
+    with pytest.raises(ValueError, match="there is no 'memmory'"):
+        read_machine(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_"),
+    [("32-true", (4, 4, 0)), ("bf16-mixed", (4, 4, 2)), ("fp16", (4, 4, 2)), ("bf16-true", (2, 2, 0))],
+)
+def test_a_precision_is_bytes(name: str, bytes_: tuple[int, int, int]) -> None:
+    found = read_precision(name)
+    assert (found.weights, found.gradients, found.copy) == bytes_
+
+
+def test_an_unknown_precision_is_told_its_nearest() -> None:
+    with pytest.raises(ValueError, match="no precision 'bf15'. Write one of 'bf16'"):
+        read_precision("bf15")
+
+
+PIPE = {"pipeline_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "batch", "samples", "cut"),
+    [
+        ({}, 8, 4, None, (4, 1, 1)),
+        ({}, 8, 4, 96, (4, 1, 3)),
+        ({}, 8, 4, 16, (2, 1, 1)),
+        ({**PIPE, "microbatches": 8}, 4, 16, None, (2, 8, 1)),
+        ({**PIPE, "microbatches": 8}, 4, 16, 64, (2, 8, 4)),
+        ({**PIPE, "microbatches": 64}, 4, 1, 64, (1, 64, 1)),
+        ({**PIPE, "microbatches": 8}, 4, 1, None, (1, 8, 1)),
+        (PIPE, 4, 16, None, (1, 16, 1)),
+        ({"micro_batch_size": 2}, 8, 4, 96, (2, 1, 6)),
+    ],
+)  # fmt: skip
+def test_how_samples_are_cut(
+    asked: dict[str, Any], devices: int, batch: int, samples: int | None, cut: tuple[float, int, int]
+) -> None:
+    one = read_candidate(asked, devices, batch, samples)
+    assert (one.micro, one.microbatches, one.accumulated) == cut
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"tensor": 2}, "--layout has 'tensor'; it can have"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3"),
+        ({"pipeline_parallel_size": 2, "schedule": "2f2b"}, "There is no schedule '2f2b'"),
+        ({"pipeline_parallel_size": 2, "microbatches": 0}, "microbatches must be a positive int"),
+    ],
+)
+def test_what_is_wrong_with_a_layout(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_candidate(asked, 8, 4, None)
+
+
+def test_fewer_samples_than_replicas() -> None:
+    with pytest.raises(ValueError, match="--global-batch 4 is fewer samples than the 8 replicas"):
+        read_candidate({}, 8, 4, 4)
