@@ -20,6 +20,7 @@ CHANGING = {
     "pipeline/run/located.py Run.current": "the step that runs",
     "absent/deferred/session.py Session.current": "the build that runs",
     "strategies/signals.py Signals.installed": "those that are, for a fork to leave",
+    "strategies/signals.py _masks": "what a thread that forks had blocked before, put back when it has",
     "mesh/listener.py thread": "who listens to a thread, put back when it has run",
     "mesh/progress.py Progress.current": "the run that is open",
     "mesh/ledger.py Ledger.opened": "those within their context",
