@@ -18,7 +18,7 @@ from lightning_par.planner.make_profile import make_profile
 from lightning_par.planner.optimizer_state import optimizer_state
 from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import predict
-from lightning_par.planner.prediction import ModuleUses, Prediction, Run
+from lightning_par.planner.prediction import ModuleUses, Prediction, PlannedRun
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.recorded import RecordedStep, record
 from lightning_par.planner.replay import Place, replay
@@ -159,7 +159,7 @@ class Planner:
             ValueError: it can't be; the message says why.
         """
         profile = self.profile(one.layout.tensor, one.stages, stages)
-        run = Run(
+        run = PlannedRun(
             self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree
         )
         return predict(profile, one, run, partial(self.sent, one, one.stages, stages), rough)

@@ -10,7 +10,7 @@ from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.links import Group, group_of, message_time
 from lightning_par.planner.local_work import Setting
 from lightning_par.planner.pipeline_time import StageTime
-from lightning_par.planner.prediction import Run
+from lightning_par.planner.prediction import PlannedRun
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.unit_cost import UnitCost, unit_cost
 
@@ -21,7 +21,7 @@ class LayoutWork:
 
     profile: Profile
     one: Candidate
-    run: Run
+    run: PlannedRun
 
     @cached_property
     def setting(self) -> Setting:

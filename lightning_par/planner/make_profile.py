@@ -20,7 +20,7 @@ from lightning_par.planner.operations import (
     split_of,
 )
 from lightning_par.planner.profile import Parameter, Profile, Stages, Unit
-from lightning_par.planner.recorded import RecordedStep, Run
+from lightning_par.planner.recorded import RecordedStep, UnitRun
 from lightning_par.planner.stages import StageCut
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import DRAWS
@@ -91,12 +91,12 @@ class _Reader:
             self.known[name] = Parameter(name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize)
         return self.known[name]
 
-    def parameters(self, run: Run) -> tuple[Parameter, ...]:
+    def parameters(self, run: UnitRun) -> tuple[Parameter, ...]:
         inputs = (x for event in self.step.events[run.first : run.end] for x in event.inputs)
         found = dict.fromkeys(self.names[id(x)][0] for x in inputs if id(x) in self.names)
         return tuple(map(self.named, found))
 
-    def unit(self, run: Run) -> Unit:
+    def unit(self, run: UnitRun) -> Unit:
         events = self.step.events[run.first : run.end]
         operations, entered = [], set[int]()
         for offset, event in enumerate(events):

@@ -121,7 +121,7 @@ class ModuleUses:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """What is the same for all layouts of one run.
 
     Attributes:

@@ -22,7 +22,7 @@ from lightning_par.trial.trial_run import record_step
 
 
 @dataclass(frozen=True)
-class Run:
+class UnitRun:
     """Functions that run one after the other in one unit.
 
     Attributes:
@@ -56,7 +56,7 @@ class RecordedStep:
     notes: tuple[Note | None, ...]
     calls: tuple[Call, ...]
     root: ModuleCall | None
-    runs: tuple[Run, ...]
+    runs: tuple[UnitRun, ...]
     blocks: tuple[Block, ...]
     samples: int
 
@@ -223,13 +223,13 @@ def _notes(recording: Recording, heard: Heard) -> tuple[Note | None, ...]:
     return tuple(found)
 
 
-def _told_apart(step: RecordedStep, runs: list[tuple[int, int]]) -> tuple[Run, ...]:
+def _told_apart(step: RecordedStep, runs: list[tuple[int, int]]) -> tuple[UnitRun, ...]:
     kinds: dict[Any, int] = {}
     found = []
     for number, (first, end) in enumerate(runs):
         path = step.homes[first]
         key = (bool(path), step.outlines[first:end]) if path else number
-        found.append(Run(path, first, end, kinds.setdefault(key, number)))
+        found.append(UnitRun(path, first, end, kinds.setdefault(key, number)))
     return tuple(found)
 
 
