@@ -18,7 +18,7 @@ from lightning_par.planner.make_profile import make_profile
 from lightning_par.planner.optimizer_state import optimizer_state
 from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import predict
-from lightning_par.planner.prediction import ModuleUses, Prediction, PlannedRun
+from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.recorded import RecordedStep, record
 from lightning_par.planner.replay import Place, replay

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
-from lightning_par.planner.prediction import Prediction, PlannedRun
+from lightning_par.planner.prediction import PlannedRun, Prediction
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.rank_bytes import ByRank, Sender
 from lightning_par.planner.rank_memory import rank_memory
