@@ -29,7 +29,7 @@ from lightning_par.python_state import generators
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.plan import make_plan
 from lightning_par.sequence.scheme import AttentionSettings, make_grid
-from lightning_par.sharded.gradient_shares import shared_over
+from lightning_par.sharded.gradient_shares import shared_over, unshared
 from lightning_par.sharded.rules.lookup import dispatch
 from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.sharded.run_state import RunState
@@ -199,7 +199,8 @@ class _Replay:
                 ends[id(inner)] = inner
         if ends:
             roots = list(ends.values())
-            torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
+            with unshared():  # gradients are summed up where steps are, not here
+                torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
         for x in outs:
             self.values[id(x)] = _anew(self.values[id(x)])
 
