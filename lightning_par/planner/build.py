@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.absent.deferred.build import build as build_deferred
 from lightning_par.python_state import generators
+from lightning_par.python_state.user_code import line_of
+from lightning_par.trial.module_copy import stand_in
 
 
 def build_module(module: Any) -> nn.Module:
-    """A module whose weights are on ``meta``: of its class or of a function that makes it; one that is there stays.
+    """A module whose weights are on ``meta``: of its class or of a function that makes it; one that is there is copied.
 
     Code that needs the values of what it makes is run with deferred weights, and where that won't do either, whole.
 
@@ -31,9 +33,9 @@ def build_module(module: Any) -> nn.Module:
         assert next(module.parameters()).is_meta
     """
     if isinstance(module, nn.Module):
-        made = module
-        _configured(made, nothing=True)
-        return made
+        copied = stand_in(module, _weightless, (), lambda *args, **kwargs: None)
+        _configured(copied)
+        return copied  # type: ignore[no-any-return]
     if not callable(module):
         raise TypeError(f"module must be a LightningModule, its class or a function, got {module!r}.")
     with generators.kept(), warnings.catch_warnings():
@@ -56,7 +58,8 @@ def _on_meta(make: Callable[[], Any]) -> Any:
     try:
         built = build_deferred(held, lambda: _held(held, make))
     except Exception as error:
-        place = _user_line(error)
+        line = line_of(error)
+        place = "" if line is None else f" at {line}"
         raise ValueError(f"The module can't be built: {type(error).__name__}: {error}{place}") from error
     _configured(built.result)
     return built.result
@@ -69,7 +72,7 @@ def _held(holder: nn.Module, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _configured(module: Any, nothing: bool = False) -> None:
+def _configured(module: Any) -> None:
     """`configure_model`, where the user adds modules."""
     configure = getattr(module, "configure_model", None)
     if callable(configure):
@@ -77,11 +80,8 @@ def _configured(module: Any, nothing: bool = False) -> None:
             configure()
 
 
-def _user_line(error: BaseException) -> str:
-    traceback, place = error.__traceback__, ""
-    while traceback is not None:
-        name = traceback.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lightning_par.")):
-            place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
+def _weightless(x: Tensor) -> Tensor:
+    """What a plan casts and builds is not the user's own; buffers it does not write to."""
+    if not isinstance(x, nn.Parameter):
+        return x
+    return nn.Parameter(torch.empty_like(x, device="meta"), x.requires_grad)

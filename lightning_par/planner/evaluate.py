@@ -71,8 +71,7 @@ class Planner:
     @property
     def notes(self) -> list[str]:
         """What is assumed."""
-        found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
-        return found
+        return [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
 
     def like(self, recompute: Recompute) -> Planner:
         """As this one, but for what backward computes again."""

@@ -67,7 +67,7 @@ class Heard:
 
     Attributes:
         calls: of modules, in the order in which they began; the first is the step itself.
-        notes: of each function in order, by the ids of the tensors that it made, which the recording keeps alive.
+        notes: of each function in order, by the ids of the tensors that it made.
         root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
     """
 
@@ -89,6 +89,7 @@ class StepNotes(Surveyor):
         self.calls_made = [Call("", 0)]
         self._running = [0]
         self._pending: list[Kept] = []
+        self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def enter_module(self, path: str, numel: int) -> None:
         super().enter_module(path, numel)
@@ -104,6 +105,7 @@ class StepNotes(Surveyor):
         kept, self._pending = tuple(self._pending), []
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
+                self._alive.append(x)
                 self.notes[id(x)].append(Note(self._running[-1], kept))
                 kept = ()
 
@@ -118,6 +120,7 @@ class StepNotes(Surveyor):
     def _pack(self, x: Tensor) -> Tensor:
         if is_fake(x):
             self._pending.append(kept_of(x))
+            self._alive.append(x.untyped_storage())
         return x
 
 

@@ -83,3 +83,19 @@ def packages_of(module: nn.Module) -> frozenset[str]:
     """The packages whose classes the model is made of."""
     names = {base.__module__ for m in module.modules() for base in type(m).__mro__}
     return frozenset(name.partition(".")[0] for name in names if not is_library(name))
+
+
+def line_of(error: BaseException) -> str | None:
+    """The last line of an error's way that is neither torch's nor this package's, as ``"train.py:12"``; None where all
+    are.
+
+    Example::
+
+        raise ValueError(f"The module can't be built: {error} at {line_of(error)}")
+    """
+    traceback, place = error.__traceback__, None
+    while traceback is not None:
+        if not traceback.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_par.")):
+            place = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place

@@ -27,6 +27,7 @@ from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
 from lightning_par.python_state.snapshot import kept
+from lightning_par.python_state.user_code import line_of
 from lightning_par.sharded.tensor import OutOfSightError
 from lightning_par.strategies.entry_points import (
     STEPS,
@@ -172,7 +173,7 @@ def _record(
             recorder.took_by(returned, result)
         except (Exception, EndlessError) as error:  # whatever the user's step may raise on fakes: it ends there
             stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
-            stopped += f" at {_last_user_line(error)}"
+            stopped += f" at {line_of(error) or 'an unknown line'}"
             refused = str(error) if isinstance(error, OutOfSightError) else None
     by_id = {id(fake): fake for fake in fakes.values()}
     parameters = {tuple(found): by_id[key] for key, found in names.items()}
@@ -228,17 +229,6 @@ def tensors_of(batch: Any) -> list[Tensor]:
     if not found:
         apply_to_collection(batch, Tensor, found.append, allow_frozen=True)
     return found
-
-
-def _last_user_line(error: BaseException) -> str:
-    place = "an unknown line"
-    traceback = error.__traceback__
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "lightning_par.")):
-            place = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 @contextlib.contextmanager

@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch.utils.data import default_collate
 
+from lightning_par.planner import plan
 from lightning_par.planner.layouts import read_candidate
 from lightning_par.planner.machines import PRESETS, read_machine
 from lightning_par.planner.precisions import read_precision
+from tests.helpers.differences import differences
+from tests.helpers.models import MODELS
 
 
 @pytest.mark.parametrize("text", ["H100", "8xH100", "h100-80gb-sxm", "8x H100-SXM", "NVIDIA-H100"])
@@ -89,3 +95,46 @@ def test_what_is_wrong_with_a_layout(asked: dict[str, Any], said: str) -> None:
 def test_fewer_samples_than_replicas() -> None:
     with pytest.raises(ValueError, match="--global-batch 4 is fewer samples than the 8 replicas"):
         read_candidate({}, 8, 4, 4)
+
+
+@pytest.mark.parametrize("case", ["gpt_tied", "unet", "hf_llama"])
+def test_a_module_that_is_there_is_planned_as_its_class_and_left_as_it_is(case: str) -> None:
+    made = MODELS[case]
+    samples: Any = made.data(0)
+    batch = default_collate([samples[i] for i in range(4)])
+    module = made.module()
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    attributes = {*vars(module)}
+    wanted: Any = dict(devices=2, layout={"tensor_parallel_size": 2}, precision="bf16-true")
+    here, built, again = (plan(x, batch, "H100", **wanted).as_dict() for x in (module, made.module, made.module))
+    assert built == again
+    (one,), (other,) = here["layouts"], built["layouts"]
+    assert one["sent"] == other["sent"]
+    for rank, its in zip(one["ranks"], other["ranks"], strict=True):
+        assert all(rank[key] == its[key] for key in ("parameters", "gradients", "optimizer"))
+        assert rank["activations"] == pytest.approx(its["activations"], rel=0.02)  # what values say is not kept
+    assert {*vars(module)} == attributes and not differences(before, dict(module.state_dict()), 0.0)
+    assert all(x.dtype == before[name].dtype for name, x in module.state_dict().items())
+
+
+class Configured(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_what_configure_model_adds_is_not_added_to_a_module_that_is_there() -> None:
+    module = Configured()
+    assert plan(module, torch.zeros(4, 8), "H100").as_dict()["layouts"][0]["ranks"][0]["parameters"] == 4 * 72
+    assert module.net is None

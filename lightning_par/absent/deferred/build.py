@@ -14,6 +14,7 @@ from lightning_par.absent.deferred.materialise import make_real, map_again
 from lightning_par.absent.deferred.session import Session
 from lightning_par.private.tensors import is_held
 from lightning_par.python_state import generators
+from lightning_par.python_state.user_code import line_of
 from lightning_par.sharded.identity import swappable
 from lightning_par.sharded.patches import thread_pools
 from lightning_par.sharded.patches.replacement import installed
@@ -127,12 +128,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _told(error: Exception) -> str:
-    traceback, place = error.__traceback__, ""
-    while traceback is not None:
-        name = traceback.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lightning_par.")):
-            place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
+    line = line_of(error)
+    place = "" if line is None else f" at {line}"
     kind = "" if isinstance(error, UndeferrableError) else f"{type(error).__name__}: "
     return f"{kind}{str(error).strip().splitlines()[0][:200] if str(error) else ''}{place}"
 
