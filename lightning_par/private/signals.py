@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning_par.private.trainer import begin_evaluation
+
 
 def register_by(trainer: Any, register: Callable[[], dict[int, Any]]) -> None:
     """Let ``register`` install the handlers of signals in place of the Trainer's own, as its loops are about to begin.
@@ -69,8 +71,4 @@ def begin_validation_anew(trainer: Any) -> None:
     Of a checkpoint from any later batch it would leave out the batches before, and their part of the metrics.
     """
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    done = progress.current.completed
-    for counts, before in ((progress.total, progress.total.completed - done), (progress.current, 0)):
-        counts.ready = counts.started = before + 1
-        counts.processed = counts.completed = before
-    progress.is_last_batch = False
+    begin_evaluation(progress, progress.total.completed - progress.current.completed)

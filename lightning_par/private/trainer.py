@@ -65,11 +65,7 @@ def go_on_after_batch(trainer: Any) -> None:
     """
     loop = trainer.fit_loop.epoch_loop
     if loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        progress = loop.val_loop.batch_progress  # as in its first batch, from where the validation is run again
-        for counts, done in ((progress.total, progress.total.completed), (progress.current, 0)):
-            counts.ready = counts.started = done + 1
-            counts.processed = counts.completed = done
-        progress.is_last_batch = False
+        begin_evaluation(loop.val_loop.batch_progress, loop.val_loop.batch_progress.total.completed)
         loop.update_restart_stage()
         return
     if not loop._should_accumulate():
@@ -79,6 +75,19 @@ def go_on_after_batch(trainer: Any) -> None:
         trainer.fit_loop.epoch_progress.increment_completed()
         trainer.fit_loop.reset_restart_stage()
         loop.restarting = False
+
+
+def begin_evaluation(progress: Any, before: int) -> None:
+    """Let an evaluation count as Lightning does in its first batch, from where it is run again.
+
+    Args:
+        progress: of its batches.
+        before: batches of those that ran before it.
+    """
+    for counts, done in ((progress.total, before), (progress.current, 0)):
+        counts.ready = counts.started = done + 1
+        counts.processed = counts.completed = done
+    progress.is_last_batch = False
 
 
 def throughputs(monitor: Any) -> list[Any]:

@@ -16,7 +16,6 @@ class ReplicaBatches:
         batch: what a step is made of.
         size: replicas that there are.
         index: one of them.
-
         limit: ``limit_train_batches``, of a stream.
 
     Attributes:

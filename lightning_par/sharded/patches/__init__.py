@@ -103,6 +103,7 @@ SYNC_ADVICE = Patches(_for_sync_advice)
 
 RESUME_ADVICE = Patches(_for_resume_advice)
 """For runs that are resumed within an epoch."""
+
 WORKER_SIGNALS = Patches(_for_workers)
 """For runs that end in good order when all processes of a job are told to."""
 
