@@ -73,7 +73,8 @@ def _torch() -> dict[str, Any]:
 def _file() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_par_tests"
     key = hashlib.sha256(SOURCE.read_bytes())
-    key.update(f"{_torch()['__version__']} {sys.version} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
+    # with the folder whose libraries it looks for: another environment's may be gone
+    key.update(f"{_torch()['__version__']} {_folder()} {sys.version} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
     return cache / f"fakecuda-{key.hexdigest()[:16]}.so"
 
 
