@@ -77,6 +77,19 @@ def go_on_after_batch(trainer: Any) -> None:
         loop.restarting = False
 
 
+def before_validations(trainer: Any, note: Callable[[], None]) -> Callable[[], None]:
+    """Call ``note`` before each validation while fitting makes its loaders' iterators, which draw; until the function
+    that is returned is called. Hooks run behind that."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+
+    def setup_data() -> None:
+        note()
+        type(loop).setup_data(loop)
+
+    loop.setup_data = setup_data
+    return lambda: vars(loop).pop("setup_data", None)
+
+
 def begin_evaluation(progress: Any, before: int) -> None:
     """Let an evaluation count as Lightning does in its first batch, from where it is run again.
 

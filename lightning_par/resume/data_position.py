@@ -84,6 +84,7 @@ class DataPosition:
         began, first, loaders_began: as of `Resumed`, of the epoch that runs.
         step: the generators before the first batch of the optimizer step that is under way; kept where a step has
             several batches, whose gradients no checkpoint holds.
+        validation: the generators before the last validation that was begun.
     """
 
     def __init__(self) -> None:
@@ -94,9 +95,14 @@ class DataPosition:
         self.began: State | None = None
         self.first: State | None = None
         self.step: Standing | None = None
+        self.validation: Standing | None = None
 
     def standing(self) -> Standing:
         return Standing.of(self.found)
+
+    def note_validation(self) -> None:
+        """A validation is about to begin."""
+        self.validation = self.standing()
 
     def states(self) -> list[Any]:
         """Of the loaders that have one."""
@@ -106,15 +112,17 @@ class DataPosition:
         """The run has ended: let its loaders go."""
         self.found, self.stateful = [], []
 
-    def saved(self, in_step: bool) -> State:
+    def saved(self, in_step: bool, in_validation: bool = False) -> State:
         """What goes into a checkpoint, by the names of `Resumed`.
 
         Args:
             in_step: whether batches were run since the last optimizer step, which will be run again.
+            in_validation: whether a validation runs, which will be run again.
         """
         if self.resumed is not None and self.resumed.batches:  # it was not gone on from yet
             return {name: getattr(self.resumed, name) for name in KEPT}
-        now = self.step if in_step and self.step is not None else self.standing()
+        again = self.step if in_step else self.validation if in_validation else None
+        now = self.standing() if again is None else again
         return {
             "now": now.saved(),
             "began": self.began,

@@ -8,6 +8,8 @@ from typing import Any
 
 BATCHES = "epoch_loop.batch_progress"
 """Where Lightning counts a rank's batches, among the states of the ``fit_loop``."""
+VALIDATION = "epoch_loop.val_loop.batch_progress"
+"""The same of validations while fitting."""
 
 
 def batches_of_epoch(fit_loop: Mapping[str, Any]) -> int:
@@ -56,6 +58,12 @@ def is_within_batch(fit_loop: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was written by a hook at the end of a batch, before what follows that, as a validation."""
     counts = fit_loop[BATCHES]["current"]
     return bool(counts["completed"] < counts["processed"] == counts["ready"])
+
+
+def is_within_validation(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was written within a validation, which is run again."""
+    counts = fit_loop[VALIDATION]["current"]
+    return bool(counts["ready"] > counts["completed"])
 
 
 def after_batch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:

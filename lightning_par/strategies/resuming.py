@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
 from lightning_par.checkpoint.outline import OWN
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.loaders import HandedOut, processed
-from lightning_par.private.trainer import around_restore, asked_checkpoint, begin_epoch, go_on_after_batch
+from lightning_par.private.trainer import (
+    around_restore,
+    asked_checkpoint,
+    before_validations,
+    begin_epoch,
+    go_on_after_batch,
+)
 from lightning_par.python_state import generators
 from lightning_par.resume.data_position import KEPT, DataPosition, Resumed, put_back
 from lightning_par.resume.global_batch import GlobalBatch
@@ -23,7 +29,7 @@ from lightning_par.resume.launched_run import (
     number_of_fit,
 )
 from lightning_par.resume.newest import Newest, newest
-from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window, is_within_batch
+from lightning_par.resume.progress import BATCHES, batches_of_epoch, in_window, is_within_batch, is_within_validation
 from lightning_par.resume.regrouped import Regrouped, counted_anew, regrouped
 from lightning_par.resume.shared_streams import SharedStreams
 from lightning_par.resume.training_loader import Watch, watched
@@ -41,6 +47,7 @@ class ResumingMixin(RanksMixin):
     _position: DataPosition | None = None  # of a fit
     _batch = GlobalBatch(1, 1)  # of its optimizer steps
     _handed_out: HandedOut | None = None
+    _unnoted: Callable[[], None] | None = None  # ends the notes of validations
     _streams: SharedStreams | None = None
     _accumulate: int | None = None  # the user's own, where the run has another
     _generators: dict[str, Any] | None = None  # where they stood, until they are put back
@@ -187,6 +194,7 @@ class ResumingMixin(RanksMixin):
                 loaders if self._streams is None else self._streams.of(given)
             ),
         )  # fmt: skip
+        self._unnoted = before_validations(trainer, self._position.note_validation)
         self._handed_out = HandedOut(trainer, lambda loaders: watched(loaders, watch, self.namespace))
 
     def on_train_start(self) -> None:
@@ -246,7 +254,7 @@ class ResumingMixin(RanksMixin):
         counts = loop[BATCHES]["current"]
         lost = in_window(loop, trainer.accumulate_grad_batches) > 0 or counts["ready"] > counts["processed"]
         within = automatic and lost
-        mine = self._position.saved(within)
+        mine = self._position.saved(within, is_within_validation(loop))
         told: list[dict[str, Any]] = self.groups.data.all_gather_object(mine, "state")
         size, batch = self.groups.data.size, self._batch
         if batch.replicas == size and trainer.state.status.value == "running":  # it may change by the epoch
@@ -266,11 +274,13 @@ class ResumingMixin(RanksMixin):
             self._position.forget()
         if self._handed_out is not None:
             self._handed_out.end()
+        if self._unnoted is not None:
+            self._unnoted()
         if self._streams is not None:
             self._streams.end()
         if trainer is not None and self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
-        self._handed_out = self._streams = self._accumulate = None
+        self._handed_out = self._unnoted = self._streams = self._accumulate = None
 
 
 def _folders(trainer: Any) -> Iterable[str]:

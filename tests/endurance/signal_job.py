@@ -160,7 +160,9 @@ def fit(strategy: str, folder: Path, rank: int, resume: str | None, slurm: bool,
         enable_model_summary=False,
     )
     net = Net(folder, pause)
-    trainer.fit(net, Loader(tokens, batch_size=4), Loader(tokens[:12], batch_size=4), ckpt_path=resume)
+    stateful = list(STRATEGIES).index(strategy) % 2  # else its place is found by the checkpoint's generators
+    loader = Loader(tokens, batch_size=4) if stateful else DataLoader(tokens, batch_size=4, shuffle=True)  # type: ignore
+    trainer.fit(net, loader, Loader(tokens[:12], batch_size=4), ckpt_path=resume)
     if rank == 0:
         torch.save(net.state_dict(), folder / "final.pt")
 

@@ -13,7 +13,9 @@ from lightning_par.private.trainer import (
     about_to_begin_batch,
     around_restore,
     asked_checkpoint,
+    before_validations,
     begin_epoch,
+    begin_evaluation,
     dummy_experiment,
     go_on_after_batch,
     is_entry_point,
@@ -236,3 +238,34 @@ def test_what_follows_a_batch_is_done_by_a_restored_loop(namespace: Namespace, t
             counts = trainer.fit_loop.epoch_progress.current
             assert trainer.global_step == 6 and counts.ready == counts.processed == 2
         assert module.did == whole.did[1:], "the first epoch had begun"
+
+
+@both
+def test_an_evaluation_that_is_begun_counts_as_in_its_first_batch(namespace: Namespace) -> None:
+    """As Lightning counts within the first batch of the second of two validations of three batches."""
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    boring = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    seen: list[dict[str, Any]] = []
+
+    class Watched(boring):  # type: ignore[misc, valid-type]
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                seen.append(self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.state_dict())
+            return super().validation_step(batch, batch_idx)
+
+    options: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = trainer_class(
+        max_epochs=1, limit_train_batches=2, val_check_interval=1, limit_val_batches=3, num_sanity_val_steps=0,
+        accelerator="cpu", devices=1, **options,
+    )  # fmt: skip
+    noted: list[int] = []
+    ended = before_validations(trainer, lambda: noted.append(len(seen)))
+    trainer.fit(Watched())
+    ended()
+    assert [*dict.fromkeys(noted)] == [0, 1] and "setup_data" not in vars(trainer.fit_loop.epoch_loop.val_loop)
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    assert len(seen) == 2 and progress.state_dict() != seen[1]
+    begin_evaluation(progress, before=3)
+    assert progress.state_dict() == seen[1]

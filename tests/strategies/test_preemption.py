@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -193,6 +194,35 @@ def test_where_a_run_stops_at_rarer_moments(pool: Pool, tmp_path: Path) -> None:
         "predict": SIGTERM,
         "again": ["none"],
     }
+
+
+def _shuffled(folder: Path, path: Path | None, *callbacks: Any) -> list[torch.Tensor]:
+    """Weights after training in an order that is drawn, or as far as it comes."""
+    torch.set_default_dtype(torch.float64)
+    tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        strategy=STRATEGIES["tensor"][1](), accelerator="cpu", devices=2, max_epochs=2, val_check_interval=4,
+        num_sanity_val_steps=0, callbacks=[ModelCheckpoint(folder, save_top_k=0), *callbacks], **options,
+    )  # fmt: skip
+    net = Net(folder, 0.0)
+    with contextlib.suppress(SystemExit):
+        trainer.fit(net, DataLoader(tokens, 4, shuffle=True), DataLoader(tokens[:16], 4), ckpt_path=path)
+    torch.distributed.barrier()
+    return [x.detach().clone() for x in net.parameters()]
+
+
+def _resumes_in_validation(folder: Path) -> float:
+    folder.mkdir(exist_ok=True)
+    whole = _shuffled(folder, None)
+    _shuffled(folder, None, Sends("on_validation_batch_start", times=2))
+    (path,) = folder.glob("last-preempted*")
+    resumed = _shuffled(folder, path)
+    return max(float((a - b).abs().max()) for a, b in zip(whole, resumed, strict=True))
+
+
+def test_data_that_is_drawn_is_gone_on_with_from_within_a_validation(pool: Pool, tmp_path: Path) -> None:
+    assert max(pool.run(2, _resumes_in_validation, tmp_path / "run")) < 1e-9
 
 
 def _with_a_users_handler(folder: Path) -> list[int]:
