@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_par.strategies.lightning import (
         HybridParallelStrategy,
         LayerPlacementStrategy,
+        ParallelTrace,
         PipelineParallelStrategy,
         ReplicaGuard,
         ScheduleTrace,
@@ -40,6 +41,7 @@ __all__ = [
     "HybridParallelStrategy",
     "LayerPlacementStrategy",
     "Layout",
+    "ParallelTrace",
     "PipelineParallelStrategy",
     "ReplicaGuard",
     "ScheduleTrace",
@@ -55,6 +57,7 @@ _HOME = {
     "HybridParallelStrategy": "lightning_par.strategies.lightning",
     "LayerPlacementStrategy": "lightning_par.strategies.lightning",
     "Layout": "lightning_par.mesh.layout",
+    "ParallelTrace": "lightning_par.strategies.lightning",
     "PipelineParallelStrategy": "lightning_par.strategies.lightning",
     "ReplicaGuard": "lightning_par.strategies.lightning",
     "ScheduleTrace": "lightning_par.strategies.lightning",

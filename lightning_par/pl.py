@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
+from lightning_par.callbacks.parallel_trace import ParallelTraceMixin
 from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
 from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
 from lightning_par.callbacks.throughput import ThroughputMixin
@@ -43,6 +44,10 @@ class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):  # type: ig
 
 class ScheduleTrace(ScheduleTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
     __doc__ = ScheduleTraceMixin.__doc__
+
+
+class ParallelTrace(ParallelTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
+    __doc__ = ParallelTraceMixin.__doc__
 
 
 class ReplicaGuard(ReplicaGuardMixin, Callback):  # type: ignore[misc]  # typed for the other

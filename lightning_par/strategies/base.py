@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_par.absent.deferred.materialise import materialise
 from lightning_par.callbacks.model_summary import restore_summaries, summarize_whole
+from lightning_par.callbacks.parallel_trace import ParallelTraceMixin
 from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.callbacks.throughput_monitor import count_samples_once
@@ -133,7 +134,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
                 self._preemption.at_start_up()
             part.make_plan(first)
         for callback in trainer.callbacks:
-            if isinstance(callback, ThroughputMixin):
+            if isinstance(callback, ThroughputMixin | ParallelTraceMixin):
                 callback.look(first)
         first.forget()
         for part in self.parts:
