@@ -48,6 +48,7 @@ class ScheduleTrace(ScheduleTraceMixin, Callback):  # type: ignore[misc]  # type
 
 class ParallelTrace(ParallelTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
     __doc__ = ParallelTraceMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
 
 
 class ReplicaGuard(ReplicaGuardMixin, Callback):  # type: ignore[misc]  # typed for the other

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_par.mesh.hosts import this_host
 from lightning_par.mesh.layout import Groups
-from lightning_par.mesh.recorder import Recorder
-from lightning_par.private.profiler import Profiled, Profiler
-from lightning_par.trace.breakdown import Window
+from lightning_par.strategies.namespace import Namespace
 from lightning_par.trace.chrome import write
 from lightning_par.trace.gather import Gathering
 from lightning_par.trace.picture import picture
-from lightning_par.trace.record import Place, rank_trace
+from lightning_par.trace.recording import Recording
 from lightning_par.trace.report import report
 from lightning_par.trace.spans import Prediction, Trace
 from lightning_par.trial.first_step import FirstStep
+
+if TYPE_CHECKING:
+    from lightning_par.trace.predicted import Predictor
 
 MOST_STEPS = 50
 GRACE = 3.0  # seconds that rank 0 waits for others once an exception ends the run
@@ -35,7 +33,7 @@ class ParallelTraceMixin:
     picture beside it (``.svg``), and a table (``.txt``), which is printed, too. Each moment of a rank belongs to one
     line of the table, so that lines sum to the step: compute; exposed communication, by axis, which nothing hides;
     bubble, the wait for a rank with another stage; idle, the wait for other ranks and for the next batch; Python. A
-    step goes from the end of the one before to its own.
+    step goes from the end of the one before to its own; a validation, and what lies between epochs, is part of none.
 
     ``python -m lightning_par trace FILE`` prints the table again; ``--compare OTHER`` sets two beside each other.
     Results of the run are the same with it and without. While it records, torch's profiler is on, and the steps are
@@ -59,6 +57,8 @@ class ParallelTraceMixin:
 
         Trainer(strategy="tensor_parallel", devices=4, callbacks=lightning_par.ParallelTrace(first=2, last=4))
     """
+
+    namespace: Namespace
 
     def __init__(
         self, first: int = 2, last: int = 4, path: str | Path | None = None, machine: str | None = None
@@ -85,22 +85,37 @@ class ParallelTraceMixin:
                 f"path={str(self.path.with_suffix('.json'))!r}."
             )
         self.trace: Trace | None = None
+        self._predictor: Predictor | None = None
         self._prediction: Prediction | None = None
         self._notes: list[str] = []
         self._seen = 0
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
         self._gathering: Gathering | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        alike = [callback for callback in trainer.callbacks if isinstance(callback, ParallelTraceMixin)]
+        if len(alike) > 1:
+            raise ValueError(
+                f"The Trainer has {len(alike)} ParallelTrace callbacks, and a run is traced once: write one, with "
+                "first and last around all steps."
+            )
 
     def look(self, first: FirstStep) -> None:
         """Ask the planner, before the module is laid out over ranks. All ranks must call it."""
-        self._prediction, self._notes = None, []
+        self._predictor, self._prediction, self._notes = None, None, []
         if self.machine is None or not first.trains or first.batch is None or first.world.rank > 0:
             return
-        from lightning_par.trace.predicted import predict
+        from lightning_par.trace.predicted import Predictor
 
+        with self._noted():
+            self._predictor = Predictor(first, self.machine, first.trainer.strategy.compiler is None)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A plan that can't be made stops no run."""
         try:
-            self._prediction = predict(first, first.trainer.strategy, self.machine)
-        except Exception as error:  # a plan that can't be made stops no run
+            yield
+        except Exception as error:
             self._notes.append(f"there is no prediction for {self.machine!r}: {error}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -113,6 +128,10 @@ class ParallelTraceMixin:
                 warnings.warn(f"ParallelTrace records nothing: {name} is no strategy of lightning_par.", stacklevel=1)
             return
         self._gathering = Gathering(groups.world)
+        predictor, self._predictor = self._predictor, None
+        if predictor is not None:
+            with self._noted():
+                self._prediction = predictor.of(trainer.strategy)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(trainer)
@@ -141,26 +160,32 @@ class ParallelTraceMixin:
             return
         if self._recording is not None:
             self._notes.append(f"the run ended before batch {self.last} did")
-            self._recording.pause()
             self._collect(trainer)
         elif self._seen <= self.first and trainer.is_global_zero:
             warnings.warn(f"ParallelTrace recorded nothing: the run ended before batch {self.first}.", stacklevel=1)
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        recording, self._recording = self._recording, None
         try:
-            if recording is not None and self._gathering is not None:
-                recording.end(self._seen, cut=True)
-                notes = [f"rank {recording.place.rank} was stopped by {type(exception).__name__} in batch {self._seen}"]
-                own = recording.stop(notes)
-                with contextlib.suppress(RuntimeError, OSError):  # rank 0 has gone
-                    self._gathering.tell(own, GRACE)
-                self._gathering.wait(GRACE if recording.place.rank == 0 else 0.0)
-                if recording.place.rank == 0:
-                    self._write(trainer)
+            self._save_what_there_is(trainer, exception)
+        except Exception as error:  # the user is to see the other one
+            warnings.warn(f"There is no trace of the steps before the exception: {error}", stacklevel=1)
         finally:
             self._close()
+
+    def _save_what_there_is(self, trainer: Any, exception: BaseException) -> None:
+        """Once an exception ends the run, on this rank at least: nothing waits for others but for a moment."""
+        recording, self._recording = self._recording, None
+        if recording is None or self._gathering is None:
+            return
+        rank = recording.place.rank
+        recording.end(self._seen, cut=True)
+        own = recording.stop([f"rank {rank} was stopped by {type(exception).__name__} in batch {self._seen}"])
+        with contextlib.suppress(RuntimeError):  # rank 0 has gone
+            self._gathering.tell(own, GRACE)
+        if rank == 0:
+            self._gathering.wait(GRACE)
+            self._write(trainer)
 
     def _begin(self, trainer: Any) -> None:
         """The next step begins now, if it is one to be recorded."""
@@ -168,14 +193,18 @@ class ParallelTraceMixin:
         if self._gathering is None or groups is None or not self.first <= self._seen <= self.last:
             return
         if self._recording is None:
-            self._recording = _Recording(groups, trainer.strategy.root_device)
+            profiles = isinstance(trainer.profiler, self.namespace.from_pytorch("profilers", "PyTorchProfiler"))
+            self._recording = Recording(groups, trainer.strategy.root_device, not profiles)
         self._recording.begin()
 
     def _collect(self, trainer: Any) -> None:
         """All ranks tell the first one, which writes. All ranks must call it."""
         recording, self._recording = self._recording, None
         assert recording is not None and self._gathering is not None
-        self._gathering.tell(recording.stop())
+        try:
+            self._gathering.tell(recording.stop())
+        except RuntimeError as error:  # the run goes on
+            warnings.warn(f"This rank's trace is lost: {error}", stacklevel=1)
         recording.groups.world.all_gather_object(None, "trace")
         if recording.groups.world.rank == 0:
             self._write(trainer)
@@ -187,6 +216,8 @@ class ParallelTraceMixin:
         silent = sorted({*groups.world.ranks} - {rank.rank for rank in told})
         notes = [*self._notes, *(f"rank {rank} told nothing" for rank in silent)]
         self.trace = Trace(str(groups.layout), told, groups.world.size, self._prediction, tuple(notes))
+        if not any(rank.steps for rank in told):
+            return
         path = self.path or _folder(trainer) / FILE
         text = report(self.trace)
         try:
@@ -206,57 +237,7 @@ class ParallelTraceMixin:
             gathering.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_recording": None, "_gathering": None}
-
-
-class _Recording:
-    """Steps of one rank that are being recorded."""
-
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.groups, self.device = groups, device
-        self.windows: list[Window] = []
-        self.began: int | None = None
-        self.given: int | None = None
-        rank = groups.world.ranks[groups.world.rank]
-        host, layout = this_host().name, groups.layout
-        self.place = Place(rank, layout.world_size, host, groups.pipeline.rank, str(device))
-        self.notes: list[str] = []
-        self.recorder = Recorder(waits_in_place=device.type == "cpu")
-        self.profiler: Profiler | None = Profiler(device)
-        if not self.profiler.start():
-            self.profiler = None
-            self.notes.append("another profiler was on, so what functions took counts as Python's")
-        groups.world.progress.recorder = self.recorder
-
-    def now(self) -> int:
-        """Once the device has done what it was given: a step's end is that of its work."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return time.perf_counter_ns()
-
-    def begin(self) -> None:
-        self.began, self.given = self.now(), None
-
-    def pause(self) -> None:
-        """What comes is of no step."""
-        self.began = self.given = None
-
-    def end(self, number: int, cut: bool = False) -> None:
-        if self.began is None:
-            return
-        end = time.perf_counter_ns() if cut else self.now()
-        given = end if self.given is None else self.given
-        self.windows.append(Window(number, self.began, given, end, cut))
-        self.pause()
-
-    def stop(self, notes: list[str] | None = None) -> Any:
-        """Nothing is recorded any more; returns what was."""
-        self.groups.world.progress.recorder = None
-        profiled: Profiled | None = None
-        profiler, self.profiler = self.profiler, None
-        if profiler is not None:
-            profiled = profiler.stop()
-        return rank_trace(self.place, self.recorder, profiled, self.windows, [*self.notes, *(notes or [])])
+        return {**vars(self), "_recording": None, "_gathering": None, "_predictor": None}
 
 
 def _groups(trainer: Any) -> Groups | None:

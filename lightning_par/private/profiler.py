@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,6 +94,14 @@ class Profiler:
         with record_function(_MARK):
             within = time.perf_counter_ns()
         self._marks.append((before, within, time.perf_counter_ns()))
+
+
+def joined(some: Sequence[Profiled]) -> Profiled:
+    """One after another."""
+    return Profiled(
+        tuple(one for each in some for one in each.functions), tuple(one for each in some for one in each.kernels),
+        max((each.uncertainty for each in some), default=0),
+    )  # fmt: skip
 
 
 def _read(events: Any, marks: list[tuple[int, int, int]]) -> Profiled:

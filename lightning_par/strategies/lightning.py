@@ -48,6 +48,7 @@ class ScheduleTrace(ScheduleTraceMixin, Callback):
 
 class ParallelTrace(ParallelTraceMixin, Callback):
     __doc__ = ParallelTraceMixin.__doc__
+    namespace = LIGHTNING
 
 
 class ReplicaGuard(ReplicaGuardMixin, Callback):

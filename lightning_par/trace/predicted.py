@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.part import StagesPart
+from lightning_par.planner.evaluate import Planner
+from lightning_par.planner.machines import read_machine
 from lightning_par.python_state import generators
 from lightning_par.trace.breakdown import BUBBLE, COMPUTE, EXPOSED
 from lightning_par.trace.spans import Prediction
@@ -18,25 +20,41 @@ if TYPE_CHECKING:
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
 
 
-def predict(first: FirstStep, strategy: Any, machine: str) -> Prediction:
-    """What `lightning_par.plan` says of the layout of ``strategy``, on ``first``'s module and batch.
+class Predictor:
+    """A run's step as the planner has recorded it, before the module is laid out over ranks.
+
+    Args:
+        first: the run's module and batch.
+        machine: as `lightning_par.plan` takes it.
+        eager: whether nothing is compiled.
 
     Raises:
-        ValueError: it can't be planned; the message says why.
+        ValueError: the machine is unknown, or the step can't be recorded; the message says why.
     """
-    from lightning_par.planner.make_plan import make_plan
 
-    arguments = layout_arguments(strategy)
-    eager = strategy.compiler is None
-    with generators.kept():
-        found = make_plan(
-            first.module, first.batch, machine, strategy.groups.layout.world_size, arguments,
-            str(first.trainer.precision), None, "none", eager,
-        )  # fmt: skip
-    assumed = ["backward computes nothing again", *found.notes]
-    if first.trainer.accumulate_grad_batches > 1:
-        assumed.append("each batch is a step of the optimizer")
-    return by_line(found.layouts[0], machine, strategy.groups.averaging.name, strategy.groups.pipeline.name, assumed)
+    def __init__(self, first: FirstStep, machine: str, eager: bool) -> None:
+        trainer = first.trainer
+        self.machine = machine
+        hosts, self._devices = read_machine(machine, first.world.size)
+        with generators.kept():
+            self._planner = Planner(first.module, first.batch, hosts, str(trainer.precision), "none", not eager)
+            for module in self._planner.tree.module.modules():
+                for name, x in module.named_buffers(recurse=False):
+                    setattr(module, name, x.clone())  # it has the user's own, which are about to be laid out
+        self._assumed = ["backward computes nothing again", *self._planner.notes]
+        if trainer.accumulate_grad_batches > 1:
+            self._assumed.append("each batch is a step of the optimizer")
+
+    def of(self, strategy: Any) -> Prediction:
+        """What is said of the layout of ``strategy``, which by now knows into how many microbatches it cuts a batch.
+
+        Raises:
+            ValueError: there is no plan of such a layout; the message says why.
+        """
+        with generators.kept():
+            planned = self._planner.evaluate(layout_arguments(strategy), self._devices)
+        groups = strategy.groups
+        return by_line(planned, self.machine, groups.averaging.name, groups.pipeline.name, self._assumed)
 
 
 def layout_arguments(strategy: Any) -> dict[str, Any]:

@@ -28,19 +28,19 @@ class Place:
 
 
 def rank_trace(
-    place: Place, recorder: Recorder, profiled: Profiled | None, windows: Sequence[Window], notes: Sequence[str] = ()
+    place: Place, recorder: Recorder, profiled: Profiled, windows: Sequence[Window], notes: Sequence[str] = ()
 ) -> RankTrace:
     """The trace of a rank.
 
     Args:
         place: whose.
         recorder: its messages.
-        profiled: its functions and kernels; None where no profiler could be on.
+        profiled: its functions and kernels.
         windows: its steps.
         notes: what a reader must know.
     """
     messages = [_message(one) for one in recorder.messages]
-    ran = () if profiled is None else profiled.functions if recorder.waits_in_place else profiled.kernels
+    ran = profiled.functions if recorder.waits_in_place else profiled.kernels
     moving = [one for one in ran if one.name.startswith(_COLLECTIVES)]
     computed = [one for one in ran if not one.name.startswith(_COLLECTIVES)]
     if recorder.waits_in_place:

@@ -55,12 +55,14 @@ class Net(LightningModule):
         self.embed = nn.Embedding(11, 8)
         self.inner = nn.Linear(8, 16)
         self.head = nn.Linear(16, 11)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((8,), 2.0))
         self.fails, self.steps = fails, 0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.trainer.global_step == LAST and dist.get_rank() in self.fails:
             raise KeyError("the user's")
-        logits = self.head(nn.functional.dropout(torch.relu(self.inner(self.embed(batch))), 0.1))
+        logits = self.head(nn.functional.dropout(torch.relu(self.inner(self.embed(batch) * self.scale)), 0.1))
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -221,6 +223,10 @@ def test_no_result_is_another_with_a_trace_and_a_prediction(pool: Pool, tmp_path
         assert all(torch.equal(x, other["weights"][key]) for key, x in one["weights"].items())
     trace: Trace = with_[0]["trace"]
     assert not trace.notes and trace.prediction is not None and trace.prediction.seconds > 0
+    if name == "pipeline":
+        parts = trace.prediction.lines
+        assert parts[BUBBLE] / trace.prediction.seconds >= 1 / (2 + 1) - 0.01  # of 2 microbatches, or more
+        assert parts[BUBBLE] / trace.prediction.seconds < 0.5
     assert trace.prediction.lines[COMPUTE] > 0 and f"predicted, {machine}" in report(trace)
     plain = pool.run(2, _run, name, str(path))[0]["trace"]
     assert _told(trace) == _told(plain), "a validation between two steps is part of one"

@@ -200,5 +200,5 @@ def test_a_full_recorder_takes_no_more_and_says_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("lightning_par.mesh.recorder.MOST", 3)
     recorder = _recorded(True)
     assert len(recorder.messages) + len(recorder.spent) <= 5 and recorder.is_full
-    found = rank_trace(Place(0, 2, "h", 0, "cpu"), recorder, None, [Window(0, 0, 0, 1000)])
+    found = rank_trace(Place(0, 2, "h", 0, "cpu"), recorder, Profiled((), (), 0), [Window(0, 0, 0, 1000)])
     assert "more messages than a trace holds" in found.notes[0] and found.steps[0].length == 1000
