@@ -85,7 +85,7 @@ def _joined(boxes: Iterable[tuple[str, int, int]], gap: float) -> Iterator[tuple
 def _legend(names: Iterable[str], colours: dict[str, str]) -> Iterator[str]:
     x = float(_LEFT)
     for name in (*names, "Python"):
-        label = name.removeprefix("exposed ")
+        label = f"{name.removeprefix(EXPOSED)} messages" if name.startswith(EXPOSED) else name
         fill = f'fill="{colours[name]}"' if name in colours else f'fill="{_GREY}" opacity=".12"'
         yield f'<rect x="{x:.0f}" y="11" width="12" height="12" rx="2" {fill}/>'
         yield f'<text x="{x + 17:.0f}" y="21">{escape(label)}</text>'
