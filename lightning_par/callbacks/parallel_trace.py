@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_par.mesh.layout import Groups
 from lightning_par.strategies.namespace import Namespace
 from lightning_par.trace.chrome import write
-from lightning_par.trace.gather import Gathering
+from lightning_par.trace.collector import TraceCollector
 from lightning_par.trace.picture import picture
 from lightning_par.trace.recording import Recording
 from lightning_par.trace.report import report
@@ -90,7 +90,7 @@ class ParallelTraceMixin:
         self._notes: list[str] = []
         self._seen = 0
         self._recording: Recording | None = None
-        self._gathering: Gathering | None = None
+        self._collector: TraceCollector | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         alike = [callback for callback in trainer.callbacks if isinstance(callback, ParallelTraceMixin)]
@@ -127,7 +127,7 @@ class ParallelTraceMixin:
                 name = type(trainer.strategy).__name__
                 warnings.warn(f"ParallelTrace records nothing: {name} is no strategy of lightning_par.", stacklevel=1)
             return
-        self._gathering = Gathering(groups.world)
+        self._collector = TraceCollector(groups.world)
         predictor, self._predictor = self._predictor, None
         if predictor is not None:
             with self._noted():
@@ -156,7 +156,7 @@ class ParallelTraceMixin:
         self._begin(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._gathering is None:
+        if self._collector is None:
             return
         if self._recording is not None:
             self._notes.append(f"the run ended before batch {self.last} did")
@@ -176,21 +176,21 @@ class ParallelTraceMixin:
     def _save_what_there_is(self, trainer: Any, exception: BaseException) -> None:
         """Once an exception ends the run, on this rank at least: nothing waits for others but for a moment."""
         recording, self._recording = self._recording, None
-        if recording is None or self._gathering is None:
+        if recording is None or self._collector is None:
             return
         rank = recording.place.rank
         recording.end(self._seen, cut=True)
         own = recording.stop([f"rank {rank} was stopped by {type(exception).__name__} in batch {self._seen}"])
         with contextlib.suppress(RuntimeError):  # rank 0 has gone
-            self._gathering.tell(own, GRACE)
+            self._collector.tell(own, GRACE)
         if rank == 0:
-            self._gathering.wait(GRACE)
+            self._collector.wait(GRACE)
             self._write(trainer)
 
     def _begin(self, trainer: Any) -> None:
         """The next step begins now, if it is one to be recorded."""
         groups = _groups(trainer)
-        if self._gathering is None or groups is None or not self.first <= self._seen <= self.last:
+        if self._collector is None or groups is None or not self.first <= self._seen <= self.last:
             return
         if self._recording is None:
             profiles = isinstance(trainer.profiler, self.namespace.from_pytorch("profilers", "PyTorchProfiler"))
@@ -200,9 +200,9 @@ class ParallelTraceMixin:
     def _collect(self, trainer: Any) -> None:
         """All ranks tell the first one, which writes. All ranks must call it."""
         recording, self._recording = self._recording, None
-        assert recording is not None and self._gathering is not None
+        assert recording is not None and self._collector is not None
         try:
-            self._gathering.tell(recording.stop())
+            self._collector.tell(recording.stop())
         except RuntimeError as error:  # the run goes on
             warnings.warn(f"This rank's trace is lost: {error}", stacklevel=1)
         recording.groups.world.all_gather_object(None, "trace")
@@ -211,8 +211,8 @@ class ParallelTraceMixin:
 
     def _write(self, trainer: Any) -> None:
         """What was told goes to files, and to the screen; a file that can't be written ends no run."""
-        assert self._gathering is not None
-        told, groups = self._gathering.taken(), trainer.strategy.groups
+        assert self._collector is not None
+        told, groups = self._collector.taken(), trainer.strategy.groups
         silent = sorted({*groups.world.ranks} - {rank.rank for rank in told})
         notes = [*self._notes, *(f"rank {rank} told nothing" for rank in silent)]
         self.trace = Trace(str(groups.layout), told, groups.world.size, self._prediction, tuple(notes))
@@ -232,12 +232,12 @@ class ParallelTraceMixin:
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.stop()
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            gathering.close()
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_recording": None, "_gathering": None, "_predictor": None}
+        return {**vars(self), "_recording": None, "_collector": None, "_predictor": None}
 
 
 def _groups(trainer: Any) -> Groups | None:

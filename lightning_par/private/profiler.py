@@ -7,48 +7,16 @@ gives, `kineto_results`, is an attribute without an underscore of an object that
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_par.trace.profiled import Profiled, Ran
+
 _MARK = "lightning_par trace clock"
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-class Ran(NamedTuple):
-    """A function of the dispatcher on the host, outermost, or something that a device did.
-
-    Attributes:
-        name: of the function or the kernel.
-        begin: nanoseconds of ``time.perf_counter_ns``.
-        end: nanoseconds.
-        launched: when the host began to launch it; its own begin on the host.
-    """
-
-    name: str
-    begin: int
-    end: int
-    launched: int
-
-
-@dataclass(frozen=True)
-class Profiled:
-    """What ran while a `Profiler` was on, in order.
-
-    Attributes:
-        functions: of the thread that started it.
-        kernels: of its devices.
-        uncertainty: nanoseconds by which the profiler's clock may be off from the host's.
-    """
-
-    functions: tuple[Ran, ...]
-    kernels: tuple[Ran, ...]
-    uncertainty: int
 
 
 class Profiler:
@@ -94,14 +62,6 @@ class Profiler:
         with record_function(_MARK):
             within = time.perf_counter_ns()
         self._marks.append((before, within, time.perf_counter_ns()))
-
-
-def joined(some: Sequence[Profiled]) -> Profiled:
-    """One after another."""
-    return Profiled(
-        tuple(one for each in some for one in each.functions), tuple(one for each in some for one in each.kernels),
-        max((each.uncertainty for each in some), default=0),
-    )  # fmt: skip
 
 
 def _read(events: Any, marks: list[tuple[int, int, int]]) -> Profiled:
@@ -157,14 +117,3 @@ def _is_work(event: Any) -> bool:
     """Not a range of the host's that is shown on the device's line, too."""
     kind = getattr(event, "activity_type", None)
     return not event.is_user_annotation() if kind is None else kind() in _DEVICE_WORK
-
-
-def containing(spans: list[tuple[int, int]], moment: int) -> int | None:
-    """Which of ``spans``, apart and in order, ``moment`` lies in.
-
-    Example::
-
-        assert containing([(0, 2), (5, 9)], 6) == 1 and containing([(0, 2)], 3) is None
-    """
-    index = bisect_left(spans, (moment + 1,)) - 1
-    return index if index >= 0 and spans[index][0] <= moment <= spans[index][1] else None

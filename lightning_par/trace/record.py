@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_par.mesh.recorder import Moved, Recorder
-from lightning_par.private.profiler import Profiled, Ran, containing
 from lightning_par.trace.breakdown import Interval, Window, take_apart
+from lightning_par.trace.profiled import Profiled, Ran, containing
 from lightning_par.trace.spans import OTHER, Message, Piece, RankTrace, Span
 
 MOST_FUNCTIONS = 400_000

@@ -10,8 +10,9 @@ import torch
 from lightning_par.mesh.hosts import this_host
 from lightning_par.mesh.layout import Groups
 from lightning_par.mesh.recorder import Recorder
-from lightning_par.private.profiler import Profiled, Profiler, joined
+from lightning_par.private.profiler import Profiler
 from lightning_par.trace.breakdown import Window
+from lightning_par.trace.profiled import Profiled, joined
 from lightning_par.trace.record import Place, rank_trace
 from lightning_par.trace.spans import RankTrace
 

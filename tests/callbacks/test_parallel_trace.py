@@ -22,7 +22,7 @@ from lightning_par import ParallelTrace, PipelineParallelStrategy, TensorParalle
 from lightning_par.mesh.hosts import Host
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.progress import Progress
-from lightning_par.trace import gather
+from lightning_par.trace import collector
 from lightning_par.trace.breakdown import BUBBLE, COMPUTE, PYTHON, breakdown
 from lightning_par.trace.chrome import read
 from lightning_par.trace.report import report
@@ -123,7 +123,7 @@ def _run(
         limit_val_batches=1 if validates else 0,
     )  # fmt: skip
     elsewhere = Host("elsewhere") if apart and dist_rank() else None
-    with ledger() as callback.moved, mock.patch.object(gather, "this_host", lambda: elsewhere or Host("here")):
+    with ledger() as callback.moved, mock.patch.object(collector, "this_host", lambda: elsewhere or Host("here")):
         try:
             trainer.fit(net, loader, loader if validates else None)
         except KeyError as error:

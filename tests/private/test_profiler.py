@@ -7,7 +7,7 @@ import time
 import torch
 from torch.profiler import profile
 
-from lightning_par.private.profiler import Profiler, containing
+from lightning_par.private.profiler import Profiler
 
 
 def test_functions_of_this_thread_are_told_once_and_on_the_clock() -> None:
@@ -38,9 +38,3 @@ def test_a_process_has_one_profiler() -> None:
     later = Profiler(torch.device("cpu"))
     assert later.start()
     later.stop()
-
-
-def test_which_span_a_moment_lies_in() -> None:
-    spans = [(0, 2), (5, 9), (9, 12)]
-    assert [containing(spans, at) for at in (0, 2, 3, 5, 8, 12, 13)] == [0, 0, None, 1, 1, 2, None]
-    assert containing([], 5) is None

@@ -13,10 +13,10 @@ import pytest
 
 from lightning_par.__main__ import main
 from lightning_par.mesh.recorder import Recorder
-from lightning_par.private.profiler import Profiled, Ran
 from lightning_par.trace.breakdown import BUBBLE, COMPUTE, EXPOSED, Window, breakdown, take_apart
 from lightning_par.trace.chrome import KEY, read, write
 from lightning_par.trace.picture import picture
+from lightning_par.trace.profiled import Profiled, Ran, containing, joined
 from lightning_par.trace.record import MOST_FUNCTIONS, Place, on_device, rank_trace
 from lightning_par.trace.report import duration, report
 from lightning_par.trace.spans import OTHER, Clock, Message, Piece, Prediction, RankTrace, Span, Trace
@@ -202,3 +202,15 @@ def test_a_full_recorder_takes_no_more_and_says_so(monkeypatch: pytest.MonkeyPat
     assert len(recorder.messages) + len(recorder.spent) <= 5 and recorder.is_full
     found = rank_trace(Place(0, 2, "h", 0, "cpu"), recorder, Profiled((), (), 0), [Window(0, 0, 0, 1000)])
     assert "more messages than a trace holds" in found.notes[0] and found.steps[0].length == 1000
+
+
+def test_which_span_a_moment_lies_in() -> None:
+    spans = [(0, 2), (5, 9), (9, 12)]
+    assert [containing(spans, at) for at in (0, 2, 3, 5, 8, 12, 13)] == [0, 0, None, 1, 1, 2, None]
+    assert containing([], 5) is None
+
+
+def test_what_ran_in_two_times() -> None:
+    some = [Profiled((Ran("a", 0, 1, 0),), (), 3), Profiled((Ran("b", 5, 6, 5),), (Ran("k", 7, 8, 6),), 2)]
+    assert joined(some) == Profiled((*some[0].functions, *some[1].functions), some[1].kernels, 3)
+    assert joined([]) == Profiled((), (), 0)

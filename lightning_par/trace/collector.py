@@ -23,7 +23,7 @@ from lightning_par.trace.spans import Clock, RankTrace
 MOST_BYTES = 1 << 30
 
 
-class Gathering:
+class TraceCollector:
     """Where ranks tell what they have recorded; rank 0 takes it in. All ranks must make one, in the same order.
 
     Args:
@@ -31,11 +31,11 @@ class Gathering:
 
     Example::
 
-        gathering = Gathering(groups.world)
-        gathering.tell(own)
+        collector = TraceCollector(groups.world)
+        collector.tell(own)
         groups.world.all_gather_object(None, "trace")
-        traces = gathering.taken()  # on rank 0: all
-        gathering.close()
+        traces = collector.taken()  # on rank 0: all
+        collector.close()
     """
 
     def __init__(self, world: Axis) -> None:
