@@ -392,4 +392,4 @@ class Axis:
     def _timed(self, call: Callable[[], Any]) -> Any:
         """``call``, of objects, which `_log` has noted."""
         recorder = self.progress.recorder
-        return call() if recorder is None else recorder.call(self.progress.last, 0, call)
+        return call() if recorder is None else recorder.call(self.progress.last, 0, call, of_objects=True)

@@ -78,8 +78,15 @@ class Recorder:
         # By `id`, so that nothing lives longer: who waits for a work holds it from when it began.
         self._under_way: dict[int, tuple[int, ...]] = {}
 
-    def call(self, begun: Begun | None, nbytes: int, start: Callable[[], Any]) -> Any:
-        """``start`` a collective; what it returns is a work to wait on, unless it has ended by then."""
+    def call(self, begun: Begun | None, nbytes: int, start: Callable[[], Any], of_objects: bool = False) -> Any:
+        """``start`` a collective; what it returns is a work to wait on, unless it is None or the collective's result.
+
+        Args:
+            begun: what it is.
+            nbytes: of the whole message.
+            start: begins it.
+            of_objects: whether it has ended when it returns, whatever that is.
+        """
         assert begun is not None, "an axis notes what it begins"
         if self._has_no_room():
             return start()
@@ -89,10 +96,10 @@ class Recorder:
         work = start()
         end = self.clock()
         self.spent.append(Spent(first, begin, end))
-        if hasattr(work, "wait"):
-            self._under_way[id(work)] = (first,)
-        else:
+        if work is None or of_objects:
             self.messages[first].end = end
+        else:
+            self._under_way[id(work)] = (first,)
         return work
 
     def exchange(self, begun: Sequence[tuple[Begun, int]], start: Callable[[], list[Any]]) -> list[Any]:

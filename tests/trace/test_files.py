@@ -150,7 +150,7 @@ def _recorded(waits_in_place: bool) -> Recorder:
     both = recorder.exchange(begun, lambda: [work, work])
     recorder.wait(both[0])
     recorder.wait(both[1])
-    recorder.call((line, 2, "broadcast", "batch", 4, None), 0, lambda: "an object")
+    recorder.call((line, 2, "broadcast", "batch", 4, None), 0, lambda: _Work(), of_objects=True)
     recorder.wait(_Work())  # begun before
     return recorder
 
