@@ -158,7 +158,7 @@ class ParallelTraceMixin:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._collector is None:
             return
-        if self._recording is not None:
+        if self._recording is not None and self._recording.has_steps:
             self._notes.append(f"the run ended before batch {self.last} did")
             self._collect(trainer)
         elif self._seen <= self.first and trainer.is_global_zero:

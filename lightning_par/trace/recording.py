@@ -53,6 +53,11 @@ class Recording:
             torch.accelerator.synchronize(self.device)
         return time.perf_counter_ns()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step has ended."""
+        return bool(self._windows)
+
     def begin(self) -> None:
         """A step begins."""
         if self.groups.world.progress.recorder is None:
