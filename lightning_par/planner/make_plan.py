@@ -32,7 +32,7 @@ def make_plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
-    planner = Planner(module, made(batch), hosts, precision, recompute, not eager)  # type: ignore[arg-type]
+    planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager)  # type: ignore[arg-type]
     notes = tuple(planner.notes)
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
