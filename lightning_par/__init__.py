@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_par.mesh.ledger import ledger
     from lightning_par.planner import plan
     from lightning_par.strategies.lightning import (
+        AutoParallelStrategy,
         HybridParallelStrategy,
         LayerPlacementStrategy,
         PipelineParallelStrategy,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AutoParallelStrategy",
     "HybridParallelStrategy",
     "LayerPlacementStrategy",
     "Layout",
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AutoParallelStrategy": "lightning_par.strategies.lightning",
     "HybridParallelStrategy": "lightning_par.strategies.lightning",
     "LayerPlacementStrategy": "lightning_par.strategies.lightning",
     "Layout": "lightning_par.mesh.layout",

@@ -130,7 +130,9 @@ class LayoutWork:
         if self.one.stored:
             if self.one.layout.pipeline == 1:
                 return 0.0
-            return sum(self.gather(u) + self.scatter(u) for u in units)
+            moved = sum(self.gather(u) + self.scatter(u) for u in units)
+            # Processors that compute copy, too.
+            return moved + self.copies(units) * (self.run.machine.contention >= 1)
         size = self.profile.held(units)[0] * self.run.precision.gradients
         moved = message_time("all_reduce", size, self.replicas, self.run.machine)
         # Nothing is hidden where the same processors do both.
