@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_par.planner.advice import advise
+from lightning_par.planner.advice import advise, advise_one
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.report import Plan
@@ -37,7 +37,8 @@ def make_plan(
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
         one = planner.evaluate(layout, count, global_batch)
-        return Plan((one,), (), title, count, hosts.devices, None, notes)
+        help_ = None if one.fits else advise_one(planner, one, count, global_batch)
+        return Plan((one,), (), title, count, hosts.devices, help_, notes)
     samples = global_batch or planner.step.samples * count
     found = search(planner, count, samples)
     title += f", {samples} samples a step"
