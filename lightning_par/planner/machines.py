@@ -29,11 +29,15 @@ class Link:
         bandwidth: bytes a second that one device sends, while it receives as many.
         latency: seconds for each step of a ring.
         ramp: bytes of a message that reaches half of the bandwidth.
+        gather: of `bandwidth` that an all-gather reaches.
+        scatter: of `bandwidth` that a reduce-scatter reaches.
     """
 
     bandwidth: float
     latency: float
     ramp: float
+    gather: float = 1.0
+    scatter: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,9 @@ def _machine(kind: str, found: list[RankFound]) -> Machine:
     bandwidth = mean([one.bandwidth for one in rates])
     attention = "bfloat16" if gpu else "float32"
     shares = tuple(mean([one.attention[i] for one in rates]) / peak[attention] for i in (0, 1))
-    link = Link(bandwidth, 0.0, 0.0) if first.links is None else Link(first.links.bandwidth, first.links.latency, 0.0)
+    link, told = Link(bandwidth, 0.0, 0.0), first.links
+    if told is not None:
+        link = Link(told.bandwidth, told.latency, 0.0, told.gather, told.scatter)
     shared = not gpu and _processors() < ranks
     update = Overhead(0.0, 0.0 if gpu else mean([one.parameter for one in rates]))
     machine = Machine(

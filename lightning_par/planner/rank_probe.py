@@ -50,10 +50,19 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Of an all-reduce over all ranks: bytes a second that a rank sends, and seconds of each hop of its ring."""
+    """Of messages among all ranks.
+
+    Attributes:
+        bandwidth: bytes a second that a rank sends in an all-reduce.
+        latency: seconds of each hop of its ring.
+        gather: of `bandwidth` that an all-gather reaches.
+        scatter: of `bandwidth` that a reduce-scatter reaches.
+    """
 
     bandwidth: float
     latency: float
+    gather: float
+    scatter: float
 
 
 def seconds(function: Callable[[], Any], device: torch.device, duration: float = WHILE) -> float:
@@ -106,22 +115,32 @@ def link_rates(device: torch.device) -> LinkRates:
     """All ranks must call it."""
     ranks = dist.get_world_size()
     small, large = (torch.ones(count, device=device) for count in (16, 1 << 20))
-    short, long = _all_reduce(small, 20), _all_reduce(large, 3)
-    sent = 2 * (ranks - 1) / ranks * large.nbytes
-    return LinkRates(sent / max(long - short, 1e-9), short / (2 * (ranks - 1)))
+    part = torch.ones(large.numel() // ranks, device=device)
+    whole = part.repeat(ranks)
+    short = _messages(lambda: dist.all_reduce(small), 20, device)
+    once = (ranks - 1) / ranks * large.nbytes
+
+    def rate(send: Callable[[], Any], sent: float) -> float:
+        return sent / max(_messages(send, 3, device) - short, 1e-6)
+
+    bandwidth = rate(lambda: dist.all_reduce(large), 2 * once)
+    gather = rate(lambda: dist.all_gather_into_tensor(whole, part), once)
+    scatter = rate(lambda: dist.reduce_scatter_tensor(part, whole), once)
+    return LinkRates(bandwidth, short / (2 * (ranks - 1)), gather / bandwidth, scatter / bandwidth)
 
 
-def _all_reduce(x: Tensor, count: int) -> float:
-    for _ in range(3):
-        dist.all_reduce(x)
+def _messages(send: Callable[[], Any], count: int, device: torch.device) -> float:
+    """Seconds of one of ``count``, which all ranks send."""
+    send()
+    send()
     found = []
     for _ in range(WINDOWS):
-        _meet(x.device)
+        _meet(device)
         begin = time.perf_counter()
         for _ in range(count):
-            dist.all_reduce(x)
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
+            send()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         found.append((time.perf_counter() - begin) / count)
     return min(found)
 

@@ -39,7 +39,7 @@ class Case:
     """A model, its samples, and how many of them one device has in a step."""
 
     module: Callable[[], Any]
-    data: Callable[[], Dataset[Any]]
+    data: Callable[[], Any]
     batch: int
 
 

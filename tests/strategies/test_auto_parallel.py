@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par import AutoParallelStrategy, HybridParallelStrategy
 from lightning_par.checkpoint.files import make_checkpoint_io, save
@@ -17,6 +18,7 @@ from lightning_par.checkpoint.outline import OWN
 from lightning_par.planner.at_launch import Choice, preset_of
 from lightning_par.planner.machines import machine_yaml
 from lightning_par.strategies.presets.auto import KEPT
+from tests.helpers.configured import configured
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
@@ -36,15 +38,28 @@ class Found(dict[str, Any]):
     """Of one run on one rank."""
 
 
+class _Stream(IterableDataset[Any]):
+    """Samples that come once: an iterator that can't begin again."""
+
+    def __init__(self, data: Any) -> None:
+        self.left = iter([data[i] for i in range(len(data))])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.left
+
+
+def _loader(case: str, kind: str) -> DataLoader[Any]:
+    made = MODELS[case]
+    data: Any = made.data(0)
+    if kind == "stream":
+        return DataLoader(_Stream(data), batch_size=made.batch_size)
+    return DataLoader(data, batch_size=made.batch_size, shuffle=kind == "shuffled")
+
+
 def fit(
-    case: str,
-    strategy: Any,
-    devices: int,
-    folder: str,
-    steps: int = STEPS,
-    accumulate: int = 1,
-    resumed: str | None = None,
-) -> Found:
+    case: str, strategy: Any, devices: int, folder: str, steps: int = STEPS, accumulate: int = 1,
+    resumed: str | None = None, kind: str = "plain",
+) -> Found:  # fmt: skip
     """Train in float64; weights, the choice, and the path of a checkpoint."""
     torch.manual_seed(0)
     made = MODELS[case]
@@ -55,8 +70,8 @@ def fit(
             accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False,
         )  # fmt: skip
-        module = made.module()
-        trainer.fit(module, DataLoader(made.data(0), batch_size=made.batch_size), ckpt_path=resumed)  # type: ignore[arg-type]
+        module = configured(made.module) if kind == "configured" else made.module()
+        trainer.fit(module, _loader(case, kind), ckpt_path=resumed)
         path = f"{folder}/{type(strategy).__name__}-{steps}.ckpt"
         trainer.save_checkpoint(path)
     decided = getattr(trainer.strategy, "_decided", None)
@@ -77,8 +92,8 @@ def chosen(case: str, machine: str, devices: int, folder: str, **more: Any) -> F
     return fit(case, AutoParallelStrategy(machine=machine, **options), devices, folder, **more)
 
 
-def by_hand(case: str, arguments: dict[str, Any], devices: int, folder: str, accumulate: int = 1) -> Found:
-    return fit(case, HybridParallelStrategy(**arguments), devices, folder, accumulate=accumulate)
+def by_hand(case: str, arguments: dict[str, Any], devices: int, folder: str, **more: Any) -> Found:
+    return fit(case, HybridParallelStrategy(**arguments), devices, folder, **more)
 
 
 def gap(one: Found, other: Found) -> float:
@@ -87,7 +102,8 @@ def gap(one: Found, other: Found) -> float:
 
 def _same_as_by_hand(pool: Pool, machine: str, folder: Path, case: str, devices: int, more: dict[str, Any]) -> Found:
     found: Found = pool.run(devices, chosen, case, machine, devices, str(folder), **more)[0]
-    other = pool.run(devices, by_hand, case, found["choice"], devices, str(folder), found["accumulate"])[0]
+    asked = {"accumulate": found["accumulate"], **{k: x for k, x in more.items() if k == "kind"}}
+    other = pool.run(devices, by_hand, case, found["choice"], devices, str(folder), **asked)[0]
     assert gap(found, other) <= 1e-12 and found["sizes"] == other["sizes"]
     assert found["left"] == 1  # the user's own again
     return found
@@ -99,15 +115,17 @@ def _same_as_by_hand(pool: Pool, machine: str, folder: Path, case: str, devices:
     [
         ("gpt", 2, {}), ("gpt", 2, {"global_batch": 8}), ("gpt", 4, {}), ("mlp_deep", 2, {}),
         ("mlp_deep", 4, {"global_batch": 16}), ("hf_bert", 2, {}), ("unet", 2, {}), ("lstm", 2, {}),
+        ("gpt", 2, {"kind": "configured"}), ("gpt", 2, {"kind": "stream"}), ("gpt", 2, {"kind": "shuffled"}),
+        ("gpt", 2, {"kind": "shuffled", "global_batch": 8}),
     ],
     ids=["gpt-2-one", "gpt-2-shared", "gpt-4-one", "mlp_deep-2-one", "mlp_deep-4-shared", "hf_bert-2-one",
-         "unet-2-one", "lstm-2-one"],
+         "unet-2-one", "lstm-2-one", "configured", "stream", "shuffled", "shuffled-shared"],
 )  # fmt: skip
 def test_the_same_as_by_hand(
     pool: Pool, machine: str, tmp_path: Path, case: str, devices: int, more: dict[str, Any]
 ) -> None:
     found = _same_as_by_hand(pool, machine, tmp_path, case, devices, more)
-    if not more:
+    if "global_batch" not in more:
         assert found["sizes"][0] == 1  # a step is on one device's batches
 
 
@@ -128,6 +146,17 @@ def test_the_choice_is_kept_and_taken_again(pool: Pool, machine: str, tmp_path: 
     save(kept, f"{folder}/other.ckpt")
     again = pool.run(2, chosen, "mlp_deep", machine, 2, folder, steps=STEPS + 1, resumed=f"{folder}/other.ckpt")[0]
     assert again["choice"] == saved["arguments"] and "goes on" in again["title"] and again["step"] == STEPS + 1
+
+
+@slow()
+@pytest.mark.parametrize("kind", ["plain", "configured", "shuffled"])
+def test_a_run_goes_on_as_it_would_have(pool: Pool, machine: str, tmp_path: Path, kind: str) -> None:
+    folder = str(tmp_path)
+    whole, half = (pool.run(2, chosen, "gpt", machine, 2, folder, steps=n, kind=kind)[0] for n in (4, 2))
+    again = pool.run(2, chosen, "gpt", machine, 2, folder, steps=4, resumed=half["path"], kind=kind)[0]
+    assert "goes on" in again["title"] and again["choice"] == half["choice"] and gap(again, whole) <= 1e-12
+    more = pool.run(4, chosen, "gpt", machine, 4, folder, steps=4, resumed=half["path"], kind=kind)[0]
+    assert "goes on" not in more["title"] and gap(more, whole) <= 1e-9
 
 
 def test_one_device_runs_as_on_one(pool: Pool, machine: str, tmp_path: Path) -> None:
