@@ -14,7 +14,7 @@ from lightning_par.planner.machines import PRESETS, Machine, read_machine
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.report import named
 from lightning_par.planner.search import Launched, search
-from lightning_par.private.pytree import tree_map
+from lightning_par.private.pytree import tree_leaves, tree_map
 
 HEADER = ("", "layout", "predicted step", "peak of a rank", "fits")
 
@@ -73,23 +73,21 @@ def choose(
         pipelines: whether layers may run in stages.
 
     Raises:
-        ValueError: ``global_batch`` is no multiple of the batch's samples.
+        ValueError: ``global_batch`` is no multiple of the batch's samples, or there is no batch.
     """
+    if global_batch is not None:
+        accumulated = _accumulated(batch, global_batch)
+    if devices == 1:
+        return Choice({}, accumulated, devices, global_batch)
     if batch is None:
         return _fallback(devices, accumulated, global_batch, "there is no first batch to plan by")
     try:
         planner = Planner(module, tree_map(_on_host, batch), machine, precision, fused=machine.gpu)
-    except ValueError as error:
-        return _fallback(devices, accumulated, global_batch, str(error))
-    own = planner.step.samples
-    if global_batch is not None and global_batch % own:
-        raise ValueError(
-            f"global_batch={global_batch} is no multiple of the {own} samples that the DataLoader gives at a time. "
-            f"Write global_batch={max(1, round(global_batch / own)) * own}, or another batch_size in the DataLoader."
-        )
-    samples = global_batch or own * accumulated
-    launched = Launched(own, 1 if global_batch is None else None, pipelines)
-    found = search(planner, devices, samples, launched)
+        own = planner.step.samples
+        launched = Launched(own, 1 if global_batch is None else None, pipelines)
+        found = search(planner, devices, own * accumulated, launched)
+    except Exception as error:  # whatever a step does that can't be planned may still run
+        return _fallback(devices, accumulated, global_batch, str(error) or type(error).__name__)
     if not found.priced:
         reasons = "; ".join(f"{one.layout}: {one.reason}" for one in found.ruled_out)
         return _fallback(devices, accumulated, global_batch, reasons or "no layout is possible")
@@ -143,14 +141,26 @@ def preset_of(name: str, memory: float) -> Machine | None:
 
 
 def _fallback(devices: int, accumulated: int, global_batch: int | None, why: str) -> Choice:
-    if global_batch is not None:
-        raise ValueError(f"No layout can be planned for global_batch={global_batch}: {why}. Leave global_batch out.")
     note = f"Not planned, so the tensor axis takes all devices: {why}"
-    return Choice({"tensor_parallel_size": devices}, accumulated, devices, None, "auto_parallel", (), (note,))
+    return Choice({"tensor_parallel_size": devices}, accumulated, devices, global_batch, "auto_parallel", (), (note,))
 
 
 def _row(mark: str, one: Prediction) -> tuple[str, ...]:
     return mark, named(one), f"{one.seconds:.3g} s", f"{one.peak / 1e9:.2f} GB", "yes" if one.fits else "no"
+
+
+def _accumulated(batch: Any, global_batch: int) -> int:
+    """How many batches such as this one ``global_batch`` samples are."""
+    own = next((int(x.shape[0]) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim), None)
+    if own is None:
+        raise ValueError(f"global_batch={global_batch}: there is no first batch whose samples could be counted.")
+    if global_batch % own:
+        near = max(1, round(global_batch / own)) * own
+        raise ValueError(
+            f"global_batch={global_batch} is no multiple of the {own} samples that the DataLoader gives at a time. "
+            f"Write global_batch={near}, or another batch_size in the DataLoader."
+        )
+    return global_batch // own
 
 
 def _on_host(x: Any) -> Any:

@@ -179,6 +179,13 @@ def test_what_is_wrong_is_told_at_once(arguments: dict[str, Any], said: str) -> 
         AutoParallelStrategy(**arguments)
 
 
+@slow()
+def test_one_device_accumulates(pool: Pool, machine: str, tmp_path: Path) -> None:
+    found = pool.run(1, chosen, "mlp_deep", machine, 1, str(tmp_path), global_batch=8)[0]
+    other = pool.run(1, by_hand, "mlp_deep", {}, 1, str(tmp_path), accumulate=2)[0]
+    assert gap(found, other) == 0 and found["left"] == 1
+
+
 def test_a_global_batch_that_cannot_be_had_ends_all_ranks(pool: Pool, machine: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)global_batch=7 is no multiple of the 4 samples.*global_batch=7 is no"):
         pool.run(2, chosen, "mlp_deep", machine, 2, str(tmp_path), global_batch=7)

@@ -200,10 +200,10 @@ class AutoParallelMixin(HybridParallelMixin):
                 check_run(trainer, module, self.namespace, type(self).__name__)
             except ValueError:
                 pipelines = False
-            one = self.groups.world.size == 1
-            machine = machine_at_hand("H100" if one else self.machine, self.root_device, self.num_processes)
-            precision, accumulate = str(trainer.precision), trainer.accumulate_grad_batches
-            world = self.groups.world.size
+            world, precision = self.groups.world.size, str(trainer.precision)
+            accumulate = trainer.accumulate_grad_batches
+            asked = self.machine if world > 1 else "H100"  # nothing is planned for one
+            machine = machine_at_hand(asked, self.root_device, self.num_processes)
             return choose(module, batch, machine, world, precision, accumulate, self.global_batch, pipelines)
         except Exception as error:  # the others wait for an answer
             return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
