@@ -150,13 +150,15 @@ def test_the_choice_is_kept_and_taken_again(pool: Pool, machine: str, tmp_path: 
 
 @slow()
 @pytest.mark.parametrize("kind", ["plain", "configured", "shuffled"])
-def test_a_run_goes_on_as_it_would_have(pool: Pool, machine: str, tmp_path: Path, kind: str) -> None:
+def test_a_run_goes_on_as_the_same_layout_by_hand(pool: Pool, machine: str, tmp_path: Path, kind: str) -> None:
     folder = str(tmp_path)
-    whole, half = (pool.run(2, chosen, "gpt", machine, 2, folder, steps=n, kind=kind)[0] for n in (4, 2))
-    again = pool.run(2, chosen, "gpt", machine, 2, folder, steps=4, resumed=half["path"], kind=kind)[0]
-    assert "goes on" in again["title"] and again["choice"] == half["choice"] and gap(again, whole) <= 1e-12
-    more = pool.run(4, chosen, "gpt", machine, 4, folder, steps=4, resumed=half["path"], kind=kind)[0]
-    assert "goes on" not in more["title"] and gap(more, whole) <= 1e-9
+    half = pool.run(2, chosen, "gpt", machine, 2, folder, steps=2, kind=kind)[0]
+    more = dict(steps=4, resumed=half["path"], kind=kind)
+    for devices in (2, 4):
+        found = pool.run(devices, chosen, "gpt", machine, devices, folder, **more)[0]
+        assert ("goes on" in found["title"]) == (devices == 2)
+        other = pool.run(devices, by_hand, "gpt", found["choice"], devices, folder, **more)[0]
+        assert gap(found, other) <= 1e-12 and found["step"] == other["step"] == 4
 
 
 def test_one_device_runs_as_on_one(pool: Pool, machine: str, tmp_path: Path) -> None:
