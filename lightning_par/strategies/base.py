@@ -2,8 +2,8 @@
 
 No Lightning is imported here: the classes are mixins, and `lightning_par.strategies.lightning` and `lightning_par.pl`
 join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `building` how the module is
-built on them, `parts` what is laid out over them, `steps` what they do in a step, `saving` what they write; here is the
-order of a run.
+built on them, `parts` what is laid out over them, `steps` what they do in a step, `saving` what they write,
+`preempting` where they stop when they are told to; here is the order of a run.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from lightning_par.strategies.building import BuildingMixin
 from lightning_par.strategies.initial_weights import equalize
 from lightning_par.strategies.logging import gather_metrics_over, restore_metrics
 from lightning_par.strategies.parts import Parts, make_parts
+from lightning_par.strategies.preempting import PreemptingMixin
 from lightning_par.strategies.saving import SavingMixin
 from lightning_par.strategies.steps import StepsMixin
 from lightning_par.tensor.kept_tensors import make_held_whole
@@ -49,7 +50,7 @@ _LARGE = 4 << 20  # bytes of a block that is worth the system's work for it each
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
+class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
     """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
 
     Subclasses override `resolve_layout` and `wanted`.
@@ -223,20 +224,6 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._starting = False
         self._share_metrics()
 
-    def on_train_end(self) -> None:
-        if self._preemption is not None:
-            self._preemption.at_train_end()
-
-    def has_stopped_by(self, exception: BaseException) -> bool:
-        """Whether ``exception`` is the one by which all ranks have stopped, as a signal had told them to."""
-        return self._preemption is not None and exception is self._preemption.raised
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._preemption is not None and self.has_stopped_by(exception):
-            self._meet_after_exception()
-            self._preemption.finish(self)
-
     def on_validation_start(self) -> None:
         self._share_metrics()
 
@@ -247,6 +234,18 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._share_metrics()
 
     def teardown(self) -> None:
+        try:
+            self._end_state()
+            self._stop_for_the_last_time()
+        except BaseException as exception:
+            if not self.has_stopped_by(exception):  # else Lightning tears down once more, after it was saved
+                self._close_preemption()
+            raise
+        preemption = self._close_preemption()
+        if preemption is not None:
+            preemption.at_the_end()
+
+    def _end_state(self) -> None:
         state, self._state = self._state, RunState()
         try:
             with state.entered():
@@ -256,11 +255,6 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             self._end_watch()
             give_back_freed(None)
             release(self, patches.all_kinds(self.namespace))
-            preemption, self._preemption = self._preemption, None
-            if preemption is not None:
-                preemption.close()
-        if preemption is not None:
-            preemption.at_the_end()
 
     def _undo_setup(self) -> None:
         module = self.lightning_module
