@@ -1,4 +1,4 @@
-"""A probe of the machine at hand: what its ranks reach while all of them run, in about half a minute.
+"""A probe of the machine at hand: what its ranks reach while all of them run, in a minute or so.
 
 It runs in processes of its own, so that nothing is left of it: ``python -m lightning_par.planner.probe`` forks as many
 ranks as will run, which measure kernels and messages at the same time (`rank_probe`), and train a small module under

@@ -35,7 +35,7 @@ class AutoParallelMixin(HybridParallelMixin):
 
     Args:
         machine: What the layouts are predicted for: a preset such as ``"H100"``, a YAML, or ``"measure"``, which probes
-            this machine for about half a minute; see `docs/planning.md`. ``"auto"`` takes the preset of the GPUs at
+            this machine for a minute or so; see `docs/planning.md`. ``"auto"`` takes the preset of the GPUs at
             hand, and a probe where there is none.
         global_batch: Samples of one step of the optimizer, a multiple of the DataLoader's ``batch_size``. The Trainer's
             ``accumulate_grad_batches`` is set to what the chosen number of replicas leaves. ``None``: a step is on what
