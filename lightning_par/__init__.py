@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_par.mesh.ledger import ledger
     from lightning_par.planner import plan
     from lightning_par.strategies.lightning import (
+        AutoParallelStrategy,
         HybridParallelStrategy,
         LayerPlacementStrategy,
         ParallelTrace,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AutoParallelStrategy",
     "HybridParallelStrategy",
     "LayerPlacementStrategy",
     "Layout",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AutoParallelStrategy": "lightning_par.strategies.lightning",
     "HybridParallelStrategy": "lightning_par.strategies.lightning",
     "LayerPlacementStrategy": "lightning_par.strategies.lightning",
     "Layout": "lightning_par.mesh.layout",

@@ -10,6 +10,7 @@ from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
 from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
 from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.strategies.namespace import PYTORCH_LIGHTNING
+from lightning_par.strategies.presets.auto import AutoParallelMixin
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 from lightning_par.strategies.presets.pipeline import PipelineParallelMixin
 from lightning_par.strategies.presets.placement import LayerPlacementMixin
@@ -39,6 +40,11 @@ class LayerPlacementStrategy(LayerPlacementMixin, ParallelStrategy):  # type: ig
 
 class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
     __doc__ = HybridParallelMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
+class AutoParallelStrategy(AutoParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = AutoParallelMixin.__doc__
     namespace = PYTORCH_LIGHTNING
 
 

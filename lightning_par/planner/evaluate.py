@@ -58,7 +58,10 @@ class Planner:
         built = built.to(self.precision.dtype)
         batch = tree_map(self._cast, batch)
         self.batch = batch
-        self.step = record(built, batch)
+        try:
+            self.step = record(built, batch)
+        except ValueError as error:
+            raise ValueError(f"{error} {self._weights(built)}") from error
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed, self.step.uses)
@@ -78,6 +81,21 @@ class Planner:
         other = copy(self)
         other.recompute = recompute
         return other
+
+    def with_precision(self, precision: str) -> Planner:
+        """As this one, but for the precision: the step is recorded anew."""
+        return Planner(self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused)
+
+    def _weights(self, module: nn.Module) -> str:
+        """What can be said without the step."""
+        numel = sum(x.numel() for x in module.parameters())
+        trained = sum(x.numel() for x in module.parameters() if x.requires_grad)
+        p = self.precision
+        held = numel * (p.weights + p.copy) + trained * (p.gradients + self.optimizer.by_element * p.weights / 4)
+        return (
+            f"What can be said without it: {numel:,} parameters, whose weights, gradients and optimizer states take "
+            f"{held / 1e9:.3g} GB on one device, and a share of that where data_parallel='fsdp' stores them in parts."
+        )
 
     def step_of(self, micro: float) -> RecordedStep:
         """The step on the first ``micro`` samples of the batch."""

@@ -127,7 +127,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
     def _shard_model(self, trainer: Any) -> None:
         """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
         assert self.lightning_module is not None
-        first = FirstStep(trainer, self.lightning_module, self.root_device, self.groups.world)
+        first = self._first_step(trainer)
         for part in self.parts:
             part.listen(first)
         for part in self.parts:
@@ -140,6 +140,10 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         first.forget()
         for part in self.parts:
             part.apply(first)
+
+    def _first_step(self, trainer: Any) -> FirstStep:
+        assert self.lightning_module is not None
+        return FirstStep(trainer, self.lightning_module, self.root_device, self.groups.world)
 
     def _unshard_model(self) -> None:
         """Called after a run that ended well, on all ranks: make the module whole again, if there is room for it."""

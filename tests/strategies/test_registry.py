@@ -20,6 +20,7 @@ CLASSES = {
     "sequence_parallel": "SequenceParallelStrategy",
     "layer_placement": "LayerPlacementStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
+    "auto_parallel": "AutoParallelStrategy",
 }
 NAMES = tuple(CLASSES)
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
