@@ -71,7 +71,7 @@ def pipeline_time(
         assert pipeline_time("1f1b", 4, 8, 1, stages).seconds == 33
     """
     busy = [0.0] * ranks
-    some = _simulated(ranks, microbatches)
+    some = simulated(ranks, microbatches)
     schedule = schedule_of(name, ranks, some, chunks)
     costs = [{"F": s.forward, "B": s.inputs + s.weights, "I": s.inputs, "W": s.weights} for s in stages]
     spans = simulate_shared(schedule, costs, cores) if cores else simulate(schedule, costs)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def in_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Seque
 
         assert in_flight("1f1b", 4, 8, 1, [1.0] * 4) == [4, 3, 2, 1]
     """
-    schedule = schedule_of(name, ranks, _simulated(ranks, microbatches), chunks)
+    schedule = schedule_of(name, ranks, simulated(ranks, microbatches), chunks)
     found = []
     for order in schedule.actions:
         now = most = 0.0
@@ -131,7 +131,7 @@ def rough_time(
 
 def rough_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Sequence[float]) -> list[float]:
     """As `in_flight`, for stages that are nearly alike."""
-    counts = _counts(name, ranks, _simulated(ranks, microbatches), chunks)
+    counts = _counts(name, ranks, simulated(ranks, microbatches), chunks)
     places = schedule_of(name, ranks, ranks, chunks).placement
     most = [0.0] * ranks
     for stage, size in enumerate(kept):
@@ -144,7 +144,7 @@ def _counts(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[floa
     return tuple(in_flight(name, ranks, microbatches, chunks, [1.0] * (ranks * chunks)))
 
 
-def _simulated(ranks: int, microbatches: int) -> int:
+def simulated(ranks: int, microbatches: int) -> int:
     """Fewer microbatches of which the schedule begins and ends as with all."""
     if microbatches <= MOST * ranks + ranks:
         return microbatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.layouts import Candidate
@@ -47,8 +48,9 @@ def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rou
     peak = run.machine.peak.get(run.precision.compute, run.machine.peak["float32"])
     if run.precision.compute == "float8":
         peak = run.machine.peak["bfloat16"]
+    beside = cache(partial(rank_memory, work, each, ranks, rough))
     return Prediction(
-        one, seconds, parts, pipeline.bubble, rank_memory(work, each, ranks, rough), each,
+        one, seconds, parts, pipeline.bubble, beside(0, 0), each, beside,
         run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 

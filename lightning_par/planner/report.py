@@ -95,7 +95,7 @@ def layout_dict(one: Prediction) -> dict[str, Any]:
     ranks = []
     for data, pipeline, sequence, tensor in product(*map(range, layout.sizes)):
         where = pipeline, tensor, data * layout.sequence + sequence
-        held, memory = one.each.held(*where), one.stages[pipeline]
+        held, memory = one.each.held(*where), one.beside(tensor, sequence)[pipeline]
         ranks.append(
             {
                 "parameters": round(held.parameters), "gradients": round(held.gradients),
