@@ -210,17 +210,29 @@ def _shuffled(folder: Path, path: Path | None, *callbacks: Any) -> list[torch.Te
     return [x.detach().clone() for x in net.parameters()]
 
 
-def _resumes_in_validation(folder: Path) -> float:
+def _resumes(folder: Path, hook: str, times: int) -> float:
     folder.mkdir(exist_ok=True)
     whole = _shuffled(folder, None)
-    _shuffled(folder, None, Sends("on_validation_batch_start", times=2))
+    _shuffled(folder, None, Sends(hook, times=times, **HEARD))
     (path,) = folder.glob("last-preempted*")
-    resumed = _shuffled(folder, path)
+    resumed = _shuffled(folder, path, Draws())
     return max(float((a - b).abs().max()) for a, b in zip(whole, resumed, strict=True))
 
 
+class Draws(Callback):
+    """In a run that is resumed."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1 and trainer.fit_loop.restarting:
+            torch.rand(3)
+
+
 def test_data_that_is_drawn_is_gone_on_with_from_within_a_validation(pool: Pool, tmp_path: Path) -> None:
-    assert max(pool.run(2, _resumes_in_validation, tmp_path / "run")) < 1e-9
+    assert max(pool.run(2, _resumes, tmp_path / "run", "on_validation_batch_start", 2)) < 1e-9
+
+
+def test_data_that_is_drawn_is_gone_on_with_before_an_epochs_first_batch(pool: Pool, tmp_path: Path) -> None:
+    assert max(pool.run(2, _resumes, tmp_path / "run", "on_train_epoch_start", 1)) < 1e-9
 
 
 class Tells(Precision):
