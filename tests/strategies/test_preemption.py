@@ -61,6 +61,7 @@ def _run(
     """Run an entry point; what it ended by, and what it left."""
     torch.set_default_dtype(torch.float64)
     folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it for what it runs aside
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     threads = _threads()
     tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(1))
