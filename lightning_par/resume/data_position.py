@@ -80,7 +80,7 @@ class Resumed:
 
 
 class DataPosition:
-    """Where a run stands in its training data; of one fit.
+    """Where a run stands in its training data; of one fit, after whose end it can still be saved.
 
     Attributes:
         resumed: what is to be gone on from, until it was.
@@ -112,10 +112,6 @@ class DataPosition:
     def states(self) -> list[Any]:
         """Of the loaders that have one."""
         return [loader.state_dict() for loader in self.stateful]
-
-    def forget(self) -> None:
-        """The run has ended: let its loaders go."""
-        self.found, self.stateful = [], []
 
     def saved(self, in_step: bool, in_validation: bool = False) -> State:
         """What goes into a checkpoint, by the names of `Resumed`.
