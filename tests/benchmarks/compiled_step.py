@@ -26,18 +26,13 @@ Run one layout at a time on an idle machine with two cores; most of the time is 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import gc
-import statistics
-import time
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par import (
@@ -46,14 +41,13 @@ from lightning_par import (
     SequenceParallelStrategy,
     TensorParallelStrategy,
 )
-from tests.benchmarks import pipeline_step, placement_step, sequence_step
-from tests.benchmarks.data_step import QUIET
-from tests.benchmarks.fsdp_step import FullyShard
-from tests.benchmarks.pipeline_step import Block, Sizes
+from tests.benchmarks import loops, pipeline_step, sequence_step
+from tests.benchmarks.fsdp_step import fully_sharded
+from tests.benchmarks.pipeline_step import Sizes
+from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds
 from tests.benchmarks.sequence_step import RingAttention
 from tests.benchmarks.tensor_step import CopyToRanks, ReduceFromRanks
 
-WARM = 4  # steps of each before the first pair: the third one is the first that compiles nothing
 MICROBATCHES = 4
 
 
@@ -62,9 +56,6 @@ class GPT(pipeline_step.GPT):
 
     def configure_model(self) -> None:
         compile_blocks(self)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return pipeline_step.GPT.training_step(self, ids)
 
 
 def compile_blocks(model: Any) -> None:
@@ -90,63 +81,24 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return RingAttention.apply(q, k, v)
 
 
-class TensorBlock(nn.Module):
-    """This rank's heads and columns of ``block``."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-
-        def part(x: Tensor, dim: int, pieces: int = 1) -> nn.Parameter:
-            own = [piece.chunk(ranks, dim)[rank] for piece in x.detach().chunk(pieces, dim)]
-            return nn.Parameter(torch.cat(own, dim).clone())
-
-        up, down = block.mlp[0], block.mlp[2]
-        self.heads = block.heads // ranks
-        self.norm1, self.norm2 = block.norm1, block.norm2
-        self.qkv, self.qkv_bias = part(block.qkv.weight, 0, 3), part(block.qkv.bias, 0, 3)
-        self.proj, self.proj_bias = part(block.proj.weight, 1), block.proj.bias
-        self.up, self.up_bias = part(up.weight, 0), part(up.bias, 0)
-        self.down, self.down_bias = part(down.weight, 1), down.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = F.linear(copy_to_ranks(self.norm1(x)), self.qkv, self.qkv_bias).chunk(3, -1)
-        q, k, v = (y.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for y in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + reduce_from_ranks(F.linear(y.reshape(*x.shape[:2], -1), self.proj)) + self.proj_bias
-        y = F.gelu(F.linear(copy_to_ranks(self.norm2(x)), self.up, self.up_bias))
-        return x + reduce_from_ranks(F.linear(y, self.down)) + self.down_bias
+class TensorBlock(loops.TensorBlock):
+    copy_to_ranks, reduce_from_ranks = staticmethod(copy_to_ranks), staticmethod(reduce_from_ranks)
 
 
-class TensorByHand:
-    """Embeddings and head are whole."""
+class TensorByHand(loops.Tensors):
+    block = TensorBlock
 
     def __init__(self, model: GPT) -> None:
-        model.blocks = nn.ModuleList(TensorBlock(block) for block in model.blocks)  # type: ignore[arg-type]
+        super().__init__(model)
         compile_blocks(model)
-        self.model, self.optimizer = model, model.configure_optimizers()
-        self.loss = float("nan")
-
-    def step(self, ids: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss = self.model(ids)
-        loss.backward()
-        self.optimizer.step()
-        self.loss = float(loss.detach())
 
 
 class SequenceByHand(sequence_step.ByHand):
+    attend = staticmethod(ring_attention)
+
     def __init__(self, model: GPT) -> None:
         super().__init__(model)
-        self._block = torch.compile(sequence_block)  # type: ignore[method-assign]
-
-
-def sequence_block(block: Any, x: Tensor) -> Tensor:
-    parts = block.qkv(block.norm1(x)).chunk(3, -1)
-    q, k, v = (y.view(*x.shape[:2], block.heads, -1).transpose(1, 2) for y in parts)
-    y = ring_attention(q, k, v)
-    x = x + block.proj(y.transpose(1, 2).reshape(x.shape))
-    return x + block.mlp(block.norm2(x))
+        self._block = torch.compile(self._block)  # type: ignore[method-assign]
 
 
 class PipelineByHand(pipeline_step.ByHand):
@@ -159,46 +111,23 @@ class PipelineByHand(pipeline_step.ByHand):
 # --------------------------------------------------------------------------------------------------------------- pairs
 
 
-class Pairs(placement_step.Pairs):
-    """Counts what our side compiles, and takes the time of the processor, too."""
+class Counted(Rounds):
+    """Counts what our side compiles, too."""
 
-    def __init__(self, other: Any, profile: str | None) -> None:
-        super().__init__(other)
-        self.profile, self.profiler = profile, cProfile.Profile()
-        self.cpu: tuple[list[float], list[float]] = ([], [])
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.captured: list[tuple[int, int]] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self.counted, self.began_cpu = captured(), time.process_time()
-        if self.profile and batch_idx >= WARM:
-            self.profiler.enable()
-        self.began = time.perf_counter()
+        self.counted = captured()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
     ) -> None:
-        self.profiler.disable()
-        self.cpu[0].append(time.process_time() - self.began_cpu)
         graphs, breaks = captured()
         self.captured.append((graphs - self.counted[0], breaks - self.counted[1]))
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.profile:
-            self.profiler.dump_stats(f"{self.profile}.{dist.get_rank()}")
-
-    def _other_side(self, batch: Tensor) -> None:
-        side: Any = self.side
-        gc.collect()
-        dist.barrier()
-        began, began_cpu = time.perf_counter(), time.process_time()
-        side.step(batch)
-        cpu = time.process_time() - began_cpu
-        dist.barrier()
-        # those of a Trainer are without its loop between two batches
-        self.theirs.append(getattr(side, "seconds", time.perf_counter() - began))
-        self.cpu[1].append(getattr(side, "cpu", cpu))
 
 
 def captured() -> tuple[int, int]:
@@ -206,15 +135,6 @@ def captured() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    ours, theirs = ours[WARM:], theirs[WARM:]
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return (
-        f"median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({min(ratios):.3f} to {max(ratios):.3f}); "
-        f"{statistics.median(ours) * 1e3:.1f} and {statistics.median(theirs) * 1e3:.1f} ms a step"
-    )
 
 
 LAYOUTS: dict[str, tuple[Any, Any]] = {
@@ -249,18 +169,18 @@ def main() -> None:
     steps = WARM + options.pairs
     batches = [*torch.randint(sizes.vocabulary, (steps, sizes.microbatches, sizes.length))]
     strategy, other = LAYOUTS[options.layout]
-    pairs = Pairs(other or (lambda model: FullyShard(model, batches)), options.profile)
-    trainer = Trainer(strategy=strategy(), max_steps=steps, callbacks=[pairs], **QUIET)
+    rounds = Counted({"by hand": other or (lambda model: fully_sharded(model, batches))}, profile=options.profile)
+    trainer = Trainer(strategy=strategy(), max_steps=steps, callbacks=[rounds], accelerator="cpu", devices=2, **QUIET)
     trainer.fit(GPT(sizes), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    last = torch.tensor(pairs.losses, dtype=torch.float64)
+    last = torch.tensor([rounds.loss, rounds.sides["by hand"].loss], dtype=torch.float64)
     dist.broadcast(last, dist.get_world_size() - 1)  # where a pipeline ends
     if dist.get_rank() == 0:
-        graphs, breaks = (sum(counts) for counts in zip(*pairs.captured, strict=True))
-        again = sum(graphs for graphs, _ in pairs.captured[2:])
+        graphs, breaks = (sum(counts) for counts in zip(*rounds.captured, strict=True))
+        again = sum(graphs for graphs, _ in rounds.captured[2:])
         print(f"{options.layout}: losses {last[0]:.6f} and {last[1]:.6f}")
         print(f"graphs {graphs}, breaks {breaks}, graphs after the second step {again}")
-        print(f"time, ours / by hand: {ratio(pairs.ours, pairs.theirs)}")
-        print(f"processor time, ours / by hand: {ratio(*pairs.cpu)}")
+        for what, taken in (("time", SECONDS), ("processor time", PROCESSOR)):
+            print(f"{what}, ours / by hand: {Ratio.of(rounds.ours, rounds.others['by hand'], taken)}")
 
 
 if __name__ == "__main__":

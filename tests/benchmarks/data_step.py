@@ -12,28 +12,19 @@ batch are printed, too, as they must agree. Run it on an idle machine with two c
 from __future__ import annotations
 
 import argparse
-import copy
-import queue
-import statistics
-import threading
-import time
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
-from tests.benchmarks.placement_step import WARM, Pairs, loss_of, optimizer_of
+from tests.benchmarks.placement_step import loss_of
+from tests.benchmarks.rounds import QUIET, SECONDS, WARM, Ratio, Rounds, TrainerSide
 
 WIDTH, LENGTH, BATCH, LAYERS = 256, 128, 8, 6
-QUIET: dict[str, Any] = dict(
-    accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, use_distributed_sampler=False,
-)  # fmt: skip
 
 
 class Model(LightningModule):
@@ -50,52 +41,7 @@ class Model(LightningModule):
         return DataLoader(self.batches.unbind(), batch_size=None)  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self)
-
-
-class TakesTurns(Callback):
-    """Lets go of the process between the end of a batch and the next turn, and takes the time of each batch."""
-
-    def __init__(self) -> None:
-        self.turn = threading.Semaphore(0)
-        self.done: queue.Queue[tuple[float, float]] = queue.Queue()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        dist.barrier()
-        self.began = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        dist.barrier()
-        self.done.put((time.perf_counter() - self.began, float(outputs["loss"])))
-        self.turn.acquire()
-
-
-class LightningDDP:
-    """Lightning's Trainer with ``strategy="ddp"``, a step at a time."""
-
-    def __init__(self, model: Model) -> None:
-        self.loss = self.seconds = float("nan")
-        self.model = copy.deepcopy(model)
-        self.turns = TakesTurns()
-        self.thread = threading.Thread(target=self._fit, daemon=True)
-
-    def _fit(self) -> None:
-        trainer = Trainer(strategy="ddp", max_epochs=1, callbacks=[self.turns], **QUIET)
-        trainer.fit(self.model, self.model.loader())
-
-    def step(self, x: Tensor) -> None:
-        """Of its own loader, which gives the same batches."""
-        if not self.thread.ident:
-            self.thread.start()
-        else:
-            self.turns.turn.release()
-        self.seconds, self.loss = self.turns.done.get(timeout=60)
-
-
-class StepsOfBoth(Pairs):
-    def _other_side(self, batch: Tensor) -> None:
-        super()._other_side(batch)
-        self.theirs[-1] = self.side.seconds  # type: ignore[attr-defined]  # without the loop between two batches
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def main() -> None:
@@ -105,22 +51,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    pairs = StepsOfBoth(LightningDDP)
-    steps = WARM + options.pairs
-    trainer = Trainer(
-        strategy=HybridParallelStrategy(process_group_backend="gloo"), max_steps=steps, callbacks=[pairs], **QUIET
-    )
+    steps, here = WARM + options.pairs, dict(accelerator="cpu", devices=2)
     model = Model(torch.randn(steps, BATCH, LENGTH, WIDTH))
+    rounds = Rounds({"DDP": lambda model: TrainerSide(model, model.batches.unbind(), lambda: "ddp", here)})
+    trainer = Trainer(
+        strategy=HybridParallelStrategy(process_group_backend="gloo"), max_steps=steps, callbacks=[rounds], **QUIET,
+        **here,
+    )  # fmt: skip
     trainer.fit(model, model.loader())
     if dist.get_rank() == 0:
-        ours, theirs = pairs.ours[WARM:], pairs.theirs[WARM:]
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        print(f"losses {pairs.losses[0]:.6f} and {pairs.losses[1]:.6f}")
-        print(
-            f"ours / DDP: median {statistics.median(ratios):.3f} of {len(ratios)} pairs "
-            f"({min(ratios):.3f} to {max(ratios):.3f}); {statistics.median(ours) * 1e3:.1f} and "
-            f"{statistics.median(theirs) * 1e3:.1f} ms a step"
-        )
+        print(f"losses {rounds.loss:.6f} and {rounds.sides['DDP'].loss:.6f}")
+        print(f"ours / DDP: {Ratio.of(rounds.ours, rounds.others['DDP'], SECONDS)}")
 
 
 if __name__ == "__main__":

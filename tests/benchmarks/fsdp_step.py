@@ -20,9 +20,7 @@ about a minute::
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -38,10 +36,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
-from tests.benchmarks.data_step import QUIET, TakesTurns
-from tests.benchmarks.placement_step import Pairs
+from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds, TrainerSide
 
-WARM, WORDS, BATCH = 3, 256, 4
+WORDS, BATCH = 256, 4
 
 
 class Block(nn.Module):
@@ -148,74 +145,33 @@ class FullyShardStrategy(DDPStrategy):
         return model
 
 
-class Turns(TakesTurns):
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        dist.barrier()
-        self.count, self.cpu = MESSAGES.count, time.process_time()
-        self.began = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        cpu, count = time.process_time() - self.cpu, MESSAGES.count - self.count
-        dist.barrier()
-        self.done.put((time.perf_counter() - self.began, (float(outputs["loss"]), cpu, count)))  # type: ignore[arg-type]
-        self.turn.acquire()
+def fully_sharded(module: LightningModule, batches: list[Tensor]) -> TrainerSide:
+    """A Trainer with `FullyShardStrategy`."""
+    return TrainerSide(
+        module, batches, lambda: FullyShardStrategy(process_group_backend="gloo"), dict(accelerator="cpu", devices=2)
+    )
 
 
-class FullyShard:
-    """A Trainer with `FullyShardStrategy`, a step at a time."""
-
-    def __init__(self, model: GPT, batches: list[Tensor]) -> None:
-        self.loss = self.seconds = self.cpu = float("nan")
-        self.count = 0
-        self.model, self.batches = copy.deepcopy(model), batches
-        self.turns = Turns()
-        self.thread = threading.Thread(target=self._fit, daemon=True)
-
-    def _fit(self) -> None:
-        strategy = FullyShardStrategy(process_group_backend="gloo")
-        trainer = Trainer(strategy=strategy, max_epochs=1, callbacks=[self.turns], **QUIET)
-        trainer.fit(self.model, DataLoader(self.batches, batch_size=None))  # type: ignore[arg-type]
-
-    def step(self, x: Tensor) -> None:
-        """Of its own loader, which gives the same batches."""
-        if not self.thread.ident:
-            self.thread.start()
-        else:
-            self.turns.turn.release()
-        self.seconds, (self.loss, self.cpu, self.count) = self.turns.done.get(timeout=600)  # type: ignore[misc]
-
-
-class StepsOfBoth(Pairs):
-    """Times of steps, CPU times and messages of both."""
+class StepsOfBoth(Rounds):
+    """And messages of both."""
 
     def __init__(self, batches: list[Tensor]) -> None:
-        super().__init__(lambda model: FullyShard(model, batches))
-        self.cpu: tuple[list[float], list[float]] = ([], [])
+        super().__init__({"fully_shard": lambda module: fully_sharded(module, batches)})
         self.counts: list[tuple[int, int]] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self.count, self.began_cpu = MESSAGES.count, time.process_time()
-        self.began = time.perf_counter()
+        self.counted = MESSAGES.count
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        self.cpu[0].append(time.process_time() - self.began_cpu)
-        count = MESSAGES.count - self.count
+        self.mine = MESSAGES.count - self.counted
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self.counts.append((count, self.side.count))  # type: ignore[attr-defined]
+        self.counts.append((self.mine, self.theirs))
 
-    def _other_side(self, batch: Tensor) -> None:
-        super()._other_side(batch)
-        self.theirs[-1] = self.side.seconds  # type: ignore[attr-defined]  # without the loop between two batches
-        self.cpu[1].append(self.side.cpu)  # type: ignore[attr-defined]
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> str:
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return (
-        f"median {statistics.median(ratios):.3f} of {len(ratios)} pairs ({min(ratios):.3f} to {max(ratios):.3f}); "
-        f"{statistics.median(ours) * 1e3:.1f} and {statistics.median(theirs) * 1e3:.1f} ms a step"
-    )
+    def _others(self, batch: Tensor, batch_idx: int) -> None:
+        counted = MESSAGES.count
+        super()._others(batch, batch_idx)
+        self.theirs = MESSAGES.count - counted
 
 
 class _LateSteps(Callback):
@@ -245,21 +201,23 @@ def main() -> None:
     pairs = StepsOfBoth(batches)
     trainer = Trainer(
         strategy=HybridParallelStrategy(data_parallel="fsdp", process_group_backend="gloo"), max_steps=steps,
-        callbacks=[pairs, *([_LateSteps(options.delay)] if options.delay else [])], **QUIET,
+        callbacks=[pairs, *([_LateSteps(options.delay)] if options.delay else [])], accelerator="cpu",
+        devices=2, **QUIET,
     )  # fmt: skip
     with MESSAGES.watched():
         trainer.fit(GPT(options.width, options.length, options.layers), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     if dist.get_rank() == 0:
-        ours, theirs = pairs.ours[WARM:], pairs.theirs[WARM:]
-        print(f"losses {pairs.losses[0]:.6f} and {pairs.losses[1]:.6f}; messages {pairs.counts[-1]}")
+        theirs = pairs.others["fully_shard"]
+        print(f"losses {pairs.loss:.6f} and {pairs.sides['fully_shard'].loss:.6f}; messages {pairs.counts[-1]}")
         if options.delay:
-            for name, times, i in (("ours", ours, 0), ("fully_shard", theirs, 1)):
+            for name, taken, i in (("ours", pairs.ours, 0), ("fully_shard", theirs, 1)):
                 all_late = pairs.counts[-1][i] * options.delay
+                times = [each[SECONDS] for each in taken[WARM:]]
                 late = statistics.median(times[1::2]) - statistics.median(times[::2])
                 print(f"{name}: {1 - late / all_late:.3f} of {all_late * 1e3:.0f} ms of delays hidden")
             return
-        print(f"time, ours / fully_shard: {_ratio(ours, theirs)}")
-        print(f"CPU time, ours / fully_shard: {_ratio(pairs.cpu[0][WARM:], pairs.cpu[1][WARM:])}")
+        print(f"time, ours / fully_shard: {Ratio.of(pairs.ours, theirs, SECONDS)}")
+        print(f"CPU time, ours / fully_shard: {Ratio.of(pairs.ours, theirs, PROCESSOR)}")
 
 
 if __name__ == "__main__":

@@ -23,19 +23,15 @@ an idle machine with two cores; 15 pairs take about 3 minutes::
 from __future__ import annotations
 
 import argparse
-import copy
-import cProfile
-import gc
-import statistics
-import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -43,8 +39,8 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from lightning_par.pipeline.plan.schedule import place_stages, stages_per_rank
+from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds, device
 
-WARM = 2  # steps of each before the first pair
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
@@ -63,15 +59,16 @@ class Sizes:
     vocabulary: int = 8192
     layers: int = 8
     microbatches: int = 8
+    head: int = 64
 
 
 SMALL = Sizes(width=64, length=32, vocabulary=128, layers=8, microbatches=16)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, head: int = 64) -> None:
         super().__init__()
-        self.heads = max(1, width // 64)
+        self.heads = max(1, width // head)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -90,7 +87,7 @@ class GPT(LightningModule):
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.length, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes.width) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(Block(sizes.width, sizes.head) for _ in range(sizes.layers))
         self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def training_step(self, ids: Tensor) -> Tensor:
@@ -99,12 +96,27 @@ class GPT(LightningModule):
             x = block(x)
         return loss_of(self.head(self.norm(x)), ids)
 
+    forward = training_step
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return self.optimizer_of(self.parameters())
+
+    @staticmethod
+    def optimizer_of(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def owned(model: nn.Module, own: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+    """The whole model's weights on rank 0, where each rank has those that it owns."""
+    mine = {id(p) for p in own}
+    here = {name: p.detach().cpu() for name, p in model.named_parameters() if id(p) in mine}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    return {name: x for each in everyone for name, x in each.items()}
 
 
 class HandStage(nn.Module):
@@ -121,7 +133,7 @@ class HandStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.first:
-            x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)) if self.last else x
@@ -133,16 +145,15 @@ class ByHand:
     def __init__(self, model: GPT, schedule: str, cuts: list[int], microbatches: int) -> None:
         ranks, rank, stages = dist.get_world_size(), dist.get_rank(), len(cuts) - 1
         own = [stage for stage, at in enumerate(place_stages(schedule, ranks, stages)) if at == rank]
-        parts = [HandStage(model, *cuts[stage : stage + 2]) for stage in own]
-        device = torch.device("cpu")
+        parts = [HandStage(model, *cuts[stage : stage + 2]).to(device()) for stage in own]
         made: list[Any] = [
-            pipelining.PipelineStage(part, stage, stages, device) for stage, part in zip(own, parts, strict=True)
+            pipelining.PipelineStage(part, stage, stages, device()) for stage, part in zip(own, parts, strict=True)
         ]
         kind = SCHEDULES[schedule]
         arguments = made if issubclass(kind, PipelineScheduleMulti) else made[0]
         self.run: PipelineScheduleSingle | PipelineScheduleMulti = kind(arguments, microbatches, loss_fn=loss_of)
         self.parameters = [p for part in parts for p in part.parameters()]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
+        self.model, self.optimizer = model, model.optimizer_of(self.parameters)
         self.embeds, self.judges = 0 in own, stages - 1 in own
         self.loss = float("nan")
 
@@ -156,69 +167,8 @@ class ByHand:
         if self.judges:
             self.loss = float(torch.stack(losses).mean())
 
-
-def clocks() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
-def since(began: tuple[float, float]) -> list[float]:
-    """Seconds that have passed, and seconds of the processor that all ranks have taken."""
-    now = clocks()
-    used = torch.tensor(now[1] - began[1], dtype=torch.float64)
-    dist.all_reduce(used)
-    return [now[0] - began[0], float(used)]
-
-
-class Pairs(Callback):
-    """Takes the time of the Trainer's step, and makes the step by hand before or after it."""
-
-    def __init__(self, schedule: str, cuts: list[int], microbatches: int, profile: str | None) -> None:
-        self.made, self.profile = (schedule, cuts, microbatches), profile
-        self.ours: list[list[float]] = []
-        self.by_hand: list[list[float]] = []
-        self.losses = (0.0, 0.0)
-        self.profiler = cProfile.Profile(time.thread_time)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, GPT)
-        self.hand = ByHand(copy.deepcopy(pl_module), *self.made)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx % 2:
-            self._by_hand(batch)
-        gc.collect()
-        dist.barrier()
-        if self.profile and batch_idx >= WARM:
-            self.profiler.enable()
-        self.began = clocks()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
-    ) -> None:
-        dist.barrier()
-        self.ours.append(since(self.began))
-        self.profiler.disable()
-        if not batch_idx % 2:
-            self._by_hand(batch)
-        self.losses = float(outputs["loss"]), self.hand.loss
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gc.enable()
-        if self.profile:
-            self.profiler.dump_stats(f"{self.profile}.{dist.get_rank()}")
-
-    def _by_hand(self, batch: Tensor) -> None:
-        gc.collect()
-        dist.barrier()
-        began = clocks()
-        self.hand.step(batch)
-        dist.barrier()
-        self.by_hand.append(since(began))
+    def weights(self) -> dict[str, Tensor]:
+        return owned(self.model, self.parameters)
 
 
 def main() -> None:
@@ -235,28 +185,23 @@ def main() -> None:
     stages = 2 * stages_per_rank(options.schedule)
     cuts = [sizes.layers * stage // stages for stage in range(stages + 1)]
     ids = torch.randint(0, sizes.vocabulary, (sizes.microbatches, sizes.length))
-    pairs = Pairs(options.schedule, cuts, sizes.microbatches, options.profile)
+    rounds = Rounds(
+        {"by hand": lambda model: ByHand(model, options.schedule, cuts, sizes.microbatches)}, profile=options.profile
+    )
     names = [f"blocks.{cut}" for cut in cuts[1:-1]]
     trainer = Trainer(
         strategy=PipelineParallelStrategy(
             schedule=options.schedule, microbatches=sizes.microbatches, stages=names, process_group_backend="gloo"
         ),
-        accelerator="cpu", devices=2, max_steps=WARM + options.pairs, callbacks=[pairs], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=2, max_steps=WARM + options.pairs, callbacks=[rounds], **QUIET,
     )  # fmt: skip
     trainer.fit(GPT(sizes), DataLoader([ids] * (WARM + options.pairs), batch_size=None))
-    last = torch.tensor(pairs.losses, dtype=torch.float64)
+    last = torch.tensor([rounds.loss, rounds.sides["by hand"].loss], dtype=torch.float64)
     dist.broadcast(last, 1 if place_stages(options.schedule, 2, stages)[-1] else 0)
     if dist.get_rank() == 0:
         print(f"{options.schedule}: losses {last[0]:.6f} and {last[1]:.6f}")
-        for what, place in (("time", 0), ("processor time, both ranks", 1)):
-            ours, by_hand = ([seconds[place] for seconds in side[WARM:]] for side in (pairs.ours, pairs.by_hand))
-            ratios = [a / b for a, b in zip(ours, by_hand, strict=True)]
-            print(
-                f"{what}: ours / by hand: median {statistics.median(ratios):.3f} of {len(ratios)} pairs "
-                f"({min(ratios):.3f} to {max(ratios):.3f}); {statistics.median(ours) * 1e3:.1f} and "
-                f"{statistics.median(by_hand) * 1e3:.1f} ms a step"
-            )
+        for what, taken in (("time", SECONDS), ("processor time, both ranks", PROCESSOR)):
+            print(f"{what}: ours / by hand: {Ratio.of(rounds.ours, rounds.others['by hand'], taken)}")
 
 
 if __name__ == "__main__":

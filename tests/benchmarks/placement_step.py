@@ -18,22 +18,20 @@ about 2 minutes each::
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
-import statistics
-import time
 import warnings
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import LayerPlacementStrategy
+from tests.benchmarks.pipeline_step import owned
+from tests.benchmarks.rounds import QUIET, SECONDS, WARM, Ratio, Rounds, device
 
-WARM = 2  # steps of each before the first pair
 WIDTH, BATCH = 4096, 128
 
 
@@ -44,7 +42,11 @@ class Model(LightningModule):
         return loss_of(self(x))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self)
+        return self.optimizer_of(self.parameters())
+
+    @staticmethod
+    def optimizer_of(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 class BackAndForth(Model):
@@ -78,25 +80,13 @@ def loss_of(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-4)
-
-
-class Side(Protocol):
-    """What a pair's other step is."""
-
-    loss: float
-
-    def step(self, x: Tensor) -> None: ...
-
-
 class ByHand:
     """`BackAndForth` on two ranks, by sends and receives that wait."""
 
     def __init__(self, model: BackAndForth) -> None:
         self.outer = dist.get_rank() == 0
-        self.layers = nn.ModuleList([model.fc1, model.fc4] if self.outer else [model.fc2, model.fc3])
-        self.optimizer = optimizer_of(self.layers)
+        self.layers = nn.ModuleList([model.fc1, model.fc4] if self.outer else [model.fc2, model.fc3]).to(device())
+        self.model, self.optimizer = model, model.optimizer_of(self.layers.parameters())
         self.loss = float("nan")
 
     def step(self, x: Tensor) -> None:
@@ -121,6 +111,9 @@ class ByHand:
             dist.send(h.grad, 0)
         self.optimizer.step()
 
+    def weights(self) -> dict[str, Tensor]:
+        return owned(self.model, self.layers.parameters())
+
 
 def _received(like: Tensor) -> Tensor:
     """A leaf of the shape of ``like`` from the other rank."""
@@ -133,7 +126,7 @@ class Alone:
     """A whole model on the first rank, while the other waits."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.optimizer = model, optimizer_of(model)
+        self.model, self.optimizer = model, model.configure_optimizers()
         self.loss = float("nan")
 
     def step(self, x: Tensor) -> None:
@@ -143,46 +136,6 @@ class Alone:
             loss.backward()
             self.optimizer.step()
             self.loss = float(loss)
-
-
-class Pairs(Callback):
-    """Takes the time of the Trainer's step, and makes the other side's before or after it."""
-
-    def __init__(self, other: Any) -> None:
-        self.other, self.ours, self.theirs = other, list[float](), list[float]()
-        self.losses = (0.0, 0.0)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.side: Side = self.other(copy.deepcopy(pl_module))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx % 2:
-            self._other_side(batch)
-        gc.collect()
-        dist.barrier()
-        self.began = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
-    ) -> None:
-        dist.barrier()
-        self.ours.append(time.perf_counter() - self.began)
-        if not batch_idx % 2:
-            self._other_side(batch)
-        self.losses = float(outputs["loss"]), self.side.loss
-
-    def _other_side(self, batch: Tensor) -> None:
-        gc.collect()
-        dist.barrier()
-        began = time.perf_counter()
-        self.side.step(batch)
-        dist.barrier()
-        self.theirs.append(time.perf_counter() - began)
 
 
 MODELS: dict[str, tuple[Any, Any]] = {"back_and_forth": (BackAndForth, ByHand), "branches": (Branches, Alone)}
@@ -199,22 +152,16 @@ def main() -> None:
     torch.manual_seed(0)
     kind, other = MODELS[options.model]
     x = torch.randn(BATCH, options.width)
-    pairs = Pairs(other)
+    rounds = Rounds({other.__name__: other})
     trainer = Trainer(
         strategy=LayerPlacementStrategy(kind.placement, process_group_backend="gloo"),
-        accelerator="cpu", devices=2, max_steps=WARM + options.pairs, callbacks=[pairs], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=2, max_steps=WARM + options.pairs, callbacks=[rounds], **QUIET,
     )  # fmt: skip
     trainer.fit(kind(options.width), DataLoader([x] * (WARM + options.pairs), batch_size=None))
     if dist.get_rank() == 0:
-        ours, theirs = pairs.ours[WARM:], pairs.theirs[WARM:]
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        print(f"{options.model}: losses {pairs.losses[0]:.6f} and {pairs.losses[1]:.6f}")
-        print(
-            f"ours / {other.__name__}: median {statistics.median(ratios):.3f} of {len(ratios)} pairs "
-            f"({min(ratios):.3f} to {max(ratios):.3f}); {statistics.median(ours) * 1e3:.1f} and "
-            f"{statistics.median(theirs) * 1e3:.1f} ms a step"
-        )
+        ratio = Ratio.of(rounds.ours, rounds.others[other.__name__], SECONDS)
+        print(f"{options.model}: losses {rounds.loss:.6f} and {rounds.sides[other.__name__].loss:.6f}")
+        print(f"ours / {other.__name__}: {ratio}")
 
 
 if __name__ == "__main__":

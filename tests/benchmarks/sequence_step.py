@@ -20,11 +20,6 @@ Run it on an idle machine with two cores; 15 rounds take about 3 minutes::
 from __future__ import annotations
 
 import argparse
-import copy
-import cProfile
-import gc
-import statistics
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -32,23 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy
-from tests.benchmarks.pipeline_step import GPT, WARM, Sizes, clocks, since
+from tests.benchmarks.pipeline_step import GPT, Sizes
+from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds, device
 
 SIZES = Sizes(width=256, length=4096, vocabulary=512, layers=2)
 SMALL = Sizes(width=32, length=64, vocabulary=64, layers=8)
 aten: Any = torch.ops.aten
-
-
-def own_tokens(length: int) -> Tensor:
-    """Of 2c chunks, numbers r and 2c - 1 - r."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    chunks = torch.arange(length).chunk(2 * ranks)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
 def rotated(kv: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -59,11 +48,17 @@ def rotated(kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         received = kv
         if hop + 1 < ranks:
             received = torch.empty_like(kv)
-            works = [dist.isend(kv, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)]
+            works = crossing(kv, (rank + 1) % ranks, received, (rank - 1) % ranks)
         yield (rank - hop) % ranks, kv
         for work in works:
             work.wait()
         kv = received
+
+
+def crossing(sent: Tensor, to: int, received: Tensor, giver: int, tag: int = 0) -> list[Any]:
+    """Under way, as one batch: on NCCL two ranks that send first would wait for each other."""
+    operations = [dist.P2POp(dist.isend, sent, to, tag=tag), dist.P2POp(dist.irecv, received, giver, tag=tag)]
+    return list(dist.batch_isend_irecv(operations))
 
 
 def halves(source: int, tokens: int) -> tuple[slice, slice, bool]:
@@ -76,6 +71,32 @@ def halves(source: int, tokens: int) -> tuple[slice, slice, bool]:
     return slice(tokens // 2, tokens), everything, False
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Of a block of keys: what it gives, and the logarithm of the sum of its exponentials."""
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a block of keys, given what all of them together gave."""
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal)
+    p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+    ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return ds @ k, ds.mT @ q, p.mT @ grad
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf) if causal else scores
+
+
 class RingAttention(torch.autograd.Function):
     """Causal; q, k and v are (B, H, own tokens, d)."""
 
@@ -85,9 +106,7 @@ class RingAttention(torch.autograd.Function):
         whole: Tensor | None = None
         for source, (k_block, v_block) in rotated(kv):
             rows, keys, causal = halves(source, q.shape[2])
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                q[:, :, rows], k_block[:, :, keys], v_block[:, :, keys], 0.0, causal
-            )
+            out, lse = attention(q[:, :, rows], k_block[:, :, keys], v_block[:, :, keys], causal)
             if whole is None:
                 whole, sums = out, lse
                 continue
@@ -103,12 +122,12 @@ class RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         ranks, rank = dist.get_world_size(), dist.get_rank()
         q_grad, kv_grad = torch.zeros_like(q), torch.empty_like(kv)
-        home: list[tuple[Any, Any, Tensor, Tensor]] = []
+        home: list[tuple[list[Any], Tensor, Tensor]] = []
         for source, (k_block, v_block) in rotated(kv):
             rows, keys, causal = halves(source, q.shape[2])
-            dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dq, dk, dv = attention_backward(
                 grad[:, :, rows], q[:, :, rows], k_block[:, :, keys], v_block[:, :, keys],
-                out[:, :, rows], lse[:, :, rows], 0.0, causal,
+                out[:, :, rows], lse[:, :, rows], causal,
             )  # fmt: skip
             q_grad[:, :, rows] += dq
             if source == rank:
@@ -116,52 +135,66 @@ class RingAttention(torch.autograd.Function):
                 continue
             sent, received = torch.zeros_like(kv), torch.empty_like(kv)
             sent[0, :, :, keys], sent[1, :, :, keys] = dk, dv
-            giver = (2 * rank - source) % ranks
-            home.append((dist.isend(sent, source, tag=1), dist.irecv(received, giver, tag=1), sent, received))
-        for sending, arriving, _, received in home:
-            arriving.wait()
+            home.append((crossing(sent, source, received, (2 * rank - source) % ranks, tag=1), sent, received))
+        for works, _, received in home:
+            for work in works:
+                work.wait()
             kv_grad += received
-            sending.wait()
         return q_grad, kv_grad[0], kv_grad[1]
 
 
 class ByHand:
     """The same training with tensors of this rank's tokens; made once there is a process group."""
 
+    attend: Any = staticmethod(RingAttention.apply)  # of q, k and v, (B, H, own tokens, d)
+
     def __init__(self, model: GPT) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.model = model.to(device())
+        self.optimizer = model.configure_optimizers()
         self.loss = float("nan")
 
     def step(self, ids: Tensor) -> None:
         self.optimizer.zero_grad()
-        tokens = own_tokens(ids.shape[1])
+        tokens = self.own_tokens(ids.shape[1])
         x = self.model.tokens(ids[:, tokens]) + self.model.positions(tokens)
         for block in self.model.blocks:
             x = self._block(block, x)
         logits = self.model.head(self.model.norm(x)).flatten(0, 1)
         loss = F.cross_entropy(logits, ids[:, tokens].flatten(), reduction="sum") / ids.numel()
         loss.backward()
-        self._sum_gradients()
+        sum_gradients(self.model)
         self.optimizer.step()
         total = loss.detach()
         dist.all_reduce(total)
         self.loss = float(total)
 
     @staticmethod
-    def _block(block: Any, x: Tensor) -> Tensor:
+    def own_tokens(length: int) -> Tensor:
+        """Of 2c chunks, numbers r and 2c - 1 - r."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        chunks = torch.arange(length, device=device()).chunk(2 * ranks)
+        return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+    def _block(self, block: Any, x: Tensor) -> Tensor:
         parts = block.qkv(block.norm1(x)).chunk(3, -1)
         q, k, v = (y.view(*x.shape[:2], block.heads, -1).transpose(1, 2) for y in parts)
-        y = RingAttention.apply(q, k, v)
+        y = self.attend(q, k, v)
         x = x + block.proj(y.transpose(1, 2).reshape(x.shape))
         return x + block.mlp(block.norm2(x))
 
-    def _sum_gradients(self) -> None:
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+    def weights(self) -> dict[str, Tensor]:
+        return {name: x.cpu() for name, x in self.model.state_dict().items()}
+
+
+def sum_gradients(model: torch.nn.Module, scale: float = 1.0) -> None:
+    """Over the ranks, in one message."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    if scale != 1.0:
+        flat *= scale
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 class OneDevice:
@@ -169,7 +202,7 @@ class OneDevice:
 
     def __init__(self, model: GPT) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.optimizer = model.configure_optimizers()
         self.loss = float("nan")
 
     def step(self, ids: Tensor) -> None:
@@ -180,74 +213,6 @@ class OneDevice:
         loss.backward()
         self.optimizer.step()
         self.loss = float(loss)
-
-
-class Rounds(Callback):
-    """Takes the time of the Trainer's step, and makes the others before or after it."""
-
-    def __init__(self, profile: str | None) -> None:
-        self.profile = profile
-        self.ours: list[list[float]] = []
-        self.others: dict[str, list[list[float]]] = {"by hand": [], "one device": []}
-        self.loss = 0.0
-        self.profiler = cProfile.Profile(time.thread_time)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, GPT)
-        self.loops = {
-            "by hand": ByHand(copy.deepcopy(pl_module)),
-            "one device": OneDevice(copy.deepcopy(pl_module)),
-        }
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx % 2:
-            self._others(batch, batch_idx)
-        gc.collect()
-        dist.barrier()
-        if self.profile and batch_idx >= WARM:
-            self.profiler.enable()
-        self.began = clocks()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
-    ) -> None:
-        dist.barrier()
-        self.ours.append(since(self.began))
-        self.profiler.disable()
-        if not batch_idx % 2:
-            self._others(batch, batch_idx)
-        self.loss = float(outputs["loss"])
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gc.enable()
-        if self.profile:
-            self.profiler.dump_stats(f"{self.profile}.{dist.get_rank()}")
-
-    def _others(self, batch: Tensor, batch_idx: int) -> None:
-        # The loop by hand stands next to the Trainer's step.
-        for name in sorted(self.loops, reverse=bool(batch_idx % 2)):
-            gc.collect()
-            dist.barrier()
-            began = clocks()
-            self.loops[name].step(batch)
-            dist.barrier()
-            self.others[name].append(since(began))
-
-
-def show(name: str, rounds: Rounds) -> None:
-    for what, place in (("time", 0), ("processor time of all ranks", 1)):
-        ours, theirs = ([seconds[place] for seconds in side[WARM:]] for side in (rounds.ours, rounds.others[name]))
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        print(
-            f"{what}: ours / {name}: median {statistics.median(ratios):.3f} of {len(ratios)} rounds "
-            f"({min(ratios):.3f} to {max(ratios):.3f}); {statistics.median(ours) * 1e3:.1f} and "
-            f"{statistics.median(theirs) * 1e3:.1f} ms a step"
-        )
 
 
 def main() -> None:
@@ -262,18 +227,18 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = SMALL if options.small else SIZES
     ids = torch.randint(0, sizes.vocabulary, (1, sizes.length))
-    rounds = Rounds(options.profile)
+    rounds = Rounds({"by hand": ByHand, "one device": OneDevice}, profile=options.profile)
     trainer = Trainer(
         strategy=SequenceParallelStrategy(attention=options.attention, process_group_backend="gloo"),
-        accelerator="cpu", devices=2, max_steps=WARM + options.rounds, callbacks=[rounds], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=2, max_steps=WARM + options.rounds, callbacks=[rounds], **QUIET,
     )  # fmt: skip
     trainer.fit(GPT(sizes), DataLoader([ids] * (WARM + options.rounds), batch_size=None))
     if dist.get_rank() == 0:
-        by_hand, alone = (rounds.loops[name].loss for name in ("by hand", "one device"))
+        by_hand, alone = (rounds.sides[name].loss for name in ("by hand", "one device"))
         print(f"losses {rounds.loss:.6f}, by hand {by_hand:.6f}, on one device {alone:.6f}")
-        for name in rounds.loops:
-            show(name, rounds)
+        for name, theirs in rounds.others.items():
+            for what, taken in (("time", SECONDS), ("processor time of all ranks", PROCESSOR)):
+                print(f"{what}: ours / {name}: {Ratio.of(rounds.ours, theirs, taken)}")
 
 
 if __name__ == "__main__":

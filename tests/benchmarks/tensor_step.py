@@ -32,7 +32,7 @@ from lightning_par.sharded import patches
 from lightning_par.tensor.apply import shard_module
 from lightning_par.tensor.plan import make_plan
 from lightning_par.trial.trial_run import record_step
-from tests.benchmarks.pipeline_step import clocks, since
+from tests.benchmarks.rounds import clocks, since
 
 V, B, HEADS = 512, 4, 4
 
@@ -155,7 +155,7 @@ def stepper(model: GPT, ids: Tensor) -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None], profiler: cProfile.Profile | None) -> tuple[float, float]:
+def timed(step: Callable[[], None], profiler: cProfile.Profile | None) -> list[float]:
     """Seconds of a step, and processor time of both ranks."""
     gc.collect()
     dist.barrier()
@@ -193,7 +193,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     profiler = cProfile.Profile() if options.profile else None
-    taken: tuple[list[tuple[float, float]], ...] = [], []
+    taken: tuple[list[list[float]], ...] = [], []
     for pair in range(options.pairs):
         for i in (0, 1) if pair % 2 else (1, 0):
             taken[i].append(timed(steps[i], None if i else profiler))
