@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu-rules test-strangers docs package clean
+.PHONY: help demo test test-all test-gpu-rules test-strangers benchmarks docs package clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all   all tests, those that take minutes or gigabytes included"
 	@echo "make test-gpu-rules  tests on fake CUDA devices and under NCCL's rules; needs g++"
 	@echo "make test-strangers  models of public packages, unedited, in a virtual environment of their own"
+	@echo "make benchmarks each strategy against a loop by hand and stock peers, into docs/benchmarks.md; a quarter of an hour"
 	@echo "make docs       the documentation, into site/"
 	@echo "make package    sdist and wheel in dist/; the wheel is installed alone, and trained with"
 	@echo "make clean      remove $(VENV), $(STRANGERS), $(PACKAGED), site/, dist/ and build/"
@@ -52,6 +53,10 @@ $(STRANGERS)/installed-$(TORCH).stamp: pyproject.toml
 	$(STRANGERS)/bin/pip install --quiet -c $(STRANGERS)/constraints.txt -e '.[strangers]'
 	$(STRANGERS)/bin/python -c "import torchvision" || $(STRANGERS)/bin/python tests/strangers/vision.py
 	@touch $@
+
+# Figures are those of the machine it runs on, which should have nothing else to do.
+benchmarks: $(VENV)/test-$(TORCH).stamp
+	$(BIN)/python -m tests.benchmarks.table
 
 # torch comes first and alone: what follows then finds it there and never replaces it.
 $(VENV)/torch-$(TORCH).stamp:

@@ -43,10 +43,12 @@ from lightning_par import (
 )
 from tests.benchmarks import loops, pipeline_step, sequence_step
 from tests.benchmarks.fsdp_step import fully_sharded
+from tests.benchmarks.meter import PROCESSOR, SECONDS, WARM
 from tests.benchmarks.pipeline_step import Sizes
-from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds
+from tests.benchmarks.rounds import Ratio, Rounds
 from tests.benchmarks.sequence_step import RingAttention
 from tests.benchmarks.tensor_step import CopyToRanks, ReduceFromRanks
+from tests.benchmarks.trainer_side import QUIET
 
 MICROBATCHES = 4
 

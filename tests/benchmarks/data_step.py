@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
+from tests.benchmarks.meter import SECONDS, WARM
 from tests.benchmarks.placement_step import loss_of
-from tests.benchmarks.rounds import QUIET, SECONDS, WARM, Ratio, Rounds, TrainerSide
+from tests.benchmarks.rounds import Ratio, Rounds
+from tests.benchmarks.trainer_side import QUIET, TrainerSide
 
 WIDTH, LENGTH, BATCH, LAYERS = 256, 128, 8, 6
 
@@ -51,7 +54,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    steps, here = WARM + options.pairs, dict(accelerator="cpu", devices=2)
+    steps = WARM + options.pairs
+    here: dict[str, Any] = dict(accelerator="cpu", devices=2)
     model = Model(torch.randn(steps, BATCH, LENGTH, WIDTH))
     rounds = Rounds({"DDP": lambda model: TrainerSide(model, model.batches.unbind(), lambda: "ddp", here)})
     trainer = Trainer(

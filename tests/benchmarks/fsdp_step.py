@@ -36,7 +36,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
-from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds, TrainerSide
+from tests.benchmarks.meter import PROCESSOR, SECONDS, WARM
+from tests.benchmarks.rounds import Ratio, Rounds
+from tests.benchmarks.trainer_side import QUIET, TrainerSide
 
 WORDS, BATCH = 256, 4
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.benchmarks import sequence_step
+from tests.benchmarks.meter import device
 from tests.benchmarks.pipeline_step import GPT, Block, HandStage, loss_of, owned
-from tests.benchmarks.rounds import device
 from tests.benchmarks.tensor_step import CopyToRanks, ReduceFromRanks
 
 

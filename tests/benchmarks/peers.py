@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.benchmarks import sequence_step
 from tests.benchmarks.loops import rows_of_rank
+from tests.benchmarks.meter import device
 from tests.benchmarks.pipeline_step import GPT, Block
-from tests.benchmarks.rounds import TrainerSide, device
+from tests.benchmarks.trainer_side import TrainerSide
 
 
 @dataclass(frozen=True)

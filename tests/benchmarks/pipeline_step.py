@@ -39,7 +39,9 @@ from torch.utils.data import DataLoader
 
 from lightning_par import PipelineParallelStrategy
 from lightning_par.pipeline.plan.schedule import place_stages, stages_per_rank
-from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds, device
+from tests.benchmarks.meter import PROCESSOR, SECONDS, WARM, device
+from tests.benchmarks.rounds import Ratio, Rounds
+from tests.benchmarks.trainer_side import QUIET
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -76,7 +78,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(x.shape))
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import LayerPlacementStrategy
+from tests.benchmarks.meter import SECONDS, WARM, device
 from tests.benchmarks.pipeline_step import owned
-from tests.benchmarks.rounds import QUIET, SECONDS, WARM, Ratio, Rounds, device
+from tests.benchmarks.rounds import Ratio, Rounds
+from tests.benchmarks.trainer_side import QUIET
 
 WIDTH, BATCH = 4096, 128
 

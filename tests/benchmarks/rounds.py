@@ -15,29 +15,18 @@ from __future__ import annotations
 import copy
 import cProfile
 import gc
-import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
-from tests.helpers.live_bytes import LiveBytes
-
-WARM = 3  # steps of each before the first round that counts
-QUIET: dict[str, Any] = dict(
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    use_distributed_sampler=False,
-)  # fmt: skip
-SECONDS, PROCESSOR, BYTES = 0, 1, 2  # what is taken of a step
+from tests.benchmarks.meter import WARM, Meter
+from tests.benchmarks.trainer_side import TrainerSide
 
 
 class Side(Protocol):
@@ -47,59 +36,6 @@ class Side(Protocol):
 
     def step(self, batch: Tensor) -> Sequence[float] | None:
         """One step; what it took, where the side knows better than who calls it."""
-
-
-class _Live(LiveBytes):
-    """Of a DTensor its local part counts, which its own dispatch makes while this mode is on again."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class Meter:
-    """What a step takes: seconds, processor time of all ranks, and where asked for the most bytes that it made.
-
-    Bytes are those of tensors that a rank made in the step, while they live, of the rank that has most: activations,
-    gradients and what is gathered or sent, not weights and the optimizer's state, which were there.
-    """
-
-    def start(self, bytes_too: bool = False) -> None:
-        gc.collect()
-        dist.barrier()
-        self.live = _Live() if bytes_too else None
-        if self.live is not None:
-            self.live.__enter__()
-        self.began = clocks()
-
-    def stop(self) -> list[float]:
-        if self.live is not None:
-            self.live.__exit__(None, None, None)
-        dist.barrier()
-        taken = since(self.began)
-        most = torch.tensor(self.live.peak if self.live is not None else 0, dtype=torch.float64, device=device())
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return [*taken, float(most)]
-
-
-def device() -> torch.device:
-    """That of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def clocks() -> tuple[float, float]:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter(), time.process_time()
-
-
-def since(began: tuple[float, float]) -> list[float]:
-    """Seconds that have passed, and seconds of the processor that all ranks have taken."""
-    now = clocks()
-    used = torch.tensor(now[1] - began[1], dtype=torch.float64, device=device())
-    dist.all_reduce(used)
-    return [now[0] - began[0], float(used)]
 
 
 class Rounds(Callback):
@@ -204,81 +140,6 @@ class Rounds(Callback):
             if any(everyone):
                 self.failed[name] = next(filter(None, everyone))
                 self.sides.pop(name, None)
-
-
-class TrainerSide:
-    """A Trainer in a thread of its own, a step at a time; it has a loader of its own, of the same batches.
-
-    Args:
-        module: what it trains.
-        batches: all of this rank, those of `Rounds`' warm-up included.
-        strategy: makes its strategy, in the thread.
-        arguments: for the Trainer: ``accelerator`` and ``devices``.
-        count_bytes: as for `Rounds`.
-
-    Raises:
-        Exception: from `step`: what its Trainer raised.
-    """
-
-    def __init__(
-        self,
-        module: LightningModule,
-        batches: Sequence[Tensor],
-        strategy: Callable[[], Any],
-        arguments: dict[str, Any],
-        count_bytes: bool = False,
-    ) -> None:
-        self.loss = float("nan")
-        self.module, self.batches, self.strategy, self.arguments = module, batches, strategy, arguments
-        self.turns = _TakesTurns(count_bytes)
-        self.thread = threading.Thread(target=self._fit, daemon=True)
-
-    def _fit(self) -> None:
-        try:
-            self.trainer = Trainer(
-                strategy=self.strategy(), max_epochs=1, callbacks=[self.turns], **QUIET, **self.arguments
-            )
-            self.trainer.fit(self.module, DataLoader(self.batches, batch_size=None))  # type: ignore[arg-type]
-        except BaseException as error:
-            self.turns.done.put(error)
-
-    def step(self, batch: Tensor) -> list[float]:
-        """The next one of its own loader."""
-        if not self.thread.ident:
-            self.thread.start()
-        else:
-            self.turns.turn.release()
-        done = self.turns.done.get(timeout=600)
-        if isinstance(done, BaseException):
-            raise done
-        taken, self.loss = done
-        return taken
-
-    def close(self) -> None:
-        """Let it end; all ranks together, as its Trainer meets those of the others."""
-        self.turns.ended = True
-        if self.thread.ident:
-            self.turns.turn.release()
-            self.thread.join()
-
-
-class _TakesTurns(Callback):
-    """Lets go of the process between the end of a batch and the next turn, and meters each batch."""
-
-    def __init__(self, count_bytes: bool) -> None:
-        self.count_bytes, self.ended = count_bytes, False
-        self.turn = threading.Semaphore(0)
-        self.done: queue.Queue[tuple[list[float], float] | BaseException] = queue.Queue()
-        self.meter = Meter()
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.meter.start(self.count_bytes and batch_idx == WARM - 1)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        taken = self.meter.stop()
-        self.done.put((taken, float(outputs["loss"])))
-        self.turn.acquire()
-        trainer.should_stop = trainer.should_stop or self.ended
 
 
 @dataclass(frozen=True)

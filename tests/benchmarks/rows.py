@@ -31,14 +31,15 @@ from lightning_par import (
     TensorParallelStrategy,
 )
 from tests.benchmarks import loops, peers, pipeline_step, placement_step, sequence_step
+from tests.benchmarks.measured import TOLERANCE, Against, Measured
+from tests.benchmarks.meter import BYTES, PROCESSOR, SECONDS, WARM
 from tests.benchmarks.peers import Here
 from tests.benchmarks.pipeline_step import Sizes
-from tests.benchmarks.rounds import BYTES, PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds
+from tests.benchmarks.rounds import Ratio, Rounds
+from tests.benchmarks.trainer_side import QUIET
 
 LOOP = "by hand"
 MICROBATCHES = 4
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}  # of weights after the last step
-MOVED = 1e-3  # what training must have moved some weight by
 
 
 def optimizer_of(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -86,6 +87,7 @@ class Row:
         peers: make the stock ones, by name; where there is none, why.
         own_samples: whether each rank trains on samples of its own.
         long: whether it trains on few samples that are long.
+        ranks: how many it takes, if not as many as asked for.
     """
 
     strategy: Callable[[Sizes, int], Any]
@@ -94,6 +96,7 @@ class Row:
     none: str = ""
     own_samples: bool = False
     long: bool = False
+    ranks: int | None = None
 
     def sizes(self, size: Size) -> Sizes:
         return size.sequence if self.long else size.gpt
@@ -143,6 +146,7 @@ ROWS: dict[str, Row] = {
         lambda model, sizes, ranks: placement_step.ByHand(model),
         {},
         none="neither torch nor Lightning has one",
+        ranks=2,
     ),
     "fsdp": Row(
         lambda sizes, ranks: HybridParallelStrategy(data_parallel_size=ranks, data_parallel="fsdp"),
@@ -162,67 +166,6 @@ ROWS: dict[str, Row] = {
         own_samples=True,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Against:
-    """What one other side came to.
-
-    Args:
-        name: of it.
-        time: ours to its.
-        processor: the same of the processor time of all ranks.
-        memory: the same of the most bytes that a rank makes in a step.
-        apart: how far its weights are from those of the loop by hand in the end.
-        error: what it raised, if it did not run.
-    """
-
-    name: str
-    time: Ratio | None = None
-    processor: Ratio | None = None
-    memory: float | None = None
-    apart: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row at a size.
-
-    Args:
-        row: its name.
-        size: its name.
-        model: what was trained, in words.
-        backend: of the messages.
-        apart: how far our weights are from those of the loop by hand in the end.
-        moved: how far training moved a weight.
-        sides: the loop by hand, then the peers.
-    """
-
-    row: str
-    size: str
-    model: str
-    backend: str
-    apart: float
-    moved: float
-    sides: list[Against]
-
-    @classmethod
-    def read(cls, text: str) -> Measured:
-        values = json.loads(text)
-        sides = [
-            Against(**{k: Ratio(**v) if isinstance(v, dict) else v for k, v in side.items()})
-            for side in values.pop("sides")
-        ]
-        return cls(**values, sides=sides)
-
-    def wrong(self, tolerance: float) -> str:
-        """Why it measured nothing, if so: ours and the loop by hand must train to the same weights."""
-        if not self.moved > MOVED:
-            return f"{self.row}, {self.size}: no weight moved by more than {self.moved:.1e}"
-        if not self.apart <= tolerance:
-            return f"{self.row}, {self.size}: weights differ from those of the loop by hand by {self.apart:.1e}"
-        return ""
 
 
 def measure(name: str, size: str, rounds: int, dtype: str = "float64", accelerator: str = "cpu") -> Measured | None:
@@ -250,7 +193,8 @@ def measure(name: str, size: str, rounds: int, dtype: str = "float64", accelerat
     ends: dict[str, dict[str, Tensor]] = {}
 
     def then(trainer: Trainer, module: LightningModule, sides: dict[str, Any]) -> None:
-        ends["ours"] = {n: x.cpu() for n, x in trainer.strategy.lightning_module_state_dict().items()}
+        state = trainer.strategy.lightning_module_state_dict()
+        ends["ours"] = {n: x.cpu() for n, x in state.items() if not rank}  # others have no values
         ends.update({n: side.weights() for n, side in sides.items()})
 
     taken = Rounds(

@@ -32,8 +32,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par import SequenceParallelStrategy
+from tests.benchmarks.meter import PROCESSOR, SECONDS, WARM, device
 from tests.benchmarks.pipeline_step import GPT, Sizes
-from tests.benchmarks.rounds import PROCESSOR, QUIET, SECONDS, WARM, Ratio, Rounds, device
+from tests.benchmarks.rounds import Ratio, Rounds
+from tests.benchmarks.trainer_side import QUIET
 
 SIZES = Sizes(width=256, length=4096, vocabulary=512, layers=2)
 SMALL = Sizes(width=32, length=64, vocabulary=64, layers=8)

@@ -32,7 +32,7 @@ from lightning_par.sharded import patches
 from lightning_par.tensor.apply import shard_module
 from lightning_par.tensor.plan import make_plan
 from lightning_par.trial.trial_run import record_step
-from tests.benchmarks.rounds import clocks, since
+from tests.benchmarks.meter import clocks, since
 
 V, B, HEADS = 512, 4, 4
 
