@@ -40,9 +40,13 @@ class Meter:
             self.live.__enter__()
         self.began = clocks()
 
-    def stop(self) -> list[float]:
+    def drop(self) -> None:
+        """Nothing comes of the step."""
         if self.live is not None:
             self.live.__exit__(None, None, None)
+
+    def stop(self) -> list[float]:
+        self.drop()
         dist.barrier()
         taken = since(self.began)
         most = torch.tensor(self.live.peak if self.live is not None else 0, dtype=torch.float64, device=device())

@@ -34,8 +34,8 @@ class Side(Protocol):
 
     loss: float
 
-    def step(self, batch: Tensor) -> Sequence[float] | None:
-        """One step; what it took, where the side knows better than who calls it."""
+    def step(self, batch: Tensor) -> object:
+        """One step."""
 
 
 class Rounds(Callback):
@@ -103,6 +103,9 @@ class Rounds(Callback):
         if self.then is not None:
             self.then(trainer, pl_module, self.sides)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        gc.enable()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         gc.enable()
         for side in self.sides.values():
@@ -123,7 +126,11 @@ class Rounds(Callback):
             self.others[name].append(side.step(batch))
             return
         meter.start(self._counts(batch_idx))
-        side.step(batch)
+        try:
+            side.step(batch)
+        except Exception:
+            meter.drop()
+            raise
         self.others[name].append(meter.stop())
 
     def _tried(self, name: str, function: Callable[[], None]) -> None:
