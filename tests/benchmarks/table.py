@@ -17,6 +17,7 @@ import contextlib
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -243,6 +244,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=TOLERANCE, default="float64", help="weights must agree to 1e-9 in float64")
     parser.add_argument("--page", default=str(PAGE), help="into which the table is written; - prints it only")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a row's ranks end, too
     machine, others = Machine.here(options.ranks), Others()
     rows = list(_measured(options, machine.accelerator))
     done = [row for row in rows if isinstance(row, Measured)]
