@@ -1,8 +1,7 @@
-"""What a row of the table of benchmarks came to: plain values, which travel as JSON."""
+"""What a row of the table of benchmarks came to: plain values."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from tests.benchmarks.rounds import Ratio
@@ -53,15 +52,6 @@ class Measured:
     apart: float
     moved: float
     sides: list[Against]
-
-    @classmethod
-    def read(cls, text: str) -> Measured:
-        values = json.loads(text)
-        sides = [
-            Against(**{k: Ratio(**v) if isinstance(v, dict) else v for k, v in side.items()})
-            for side in values.pop("sides")
-        ]
-        return cls(**values, sides=sides)
 
     def wrong(self, tolerance: float) -> str:
         """Why it measured nothing, if so: ours and the loop by hand must train to the same weights."""

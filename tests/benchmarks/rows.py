@@ -1,20 +1,10 @@
-"""The rows of the table of benchmarks: what each strategy trains, and against what; see `tests.benchmarks.table`.
-
-Run by it on each rank, a row at a time::
-
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 -m tests.benchmarks.rows --row tensor --size small --rounds 15 --out F
-"""
+"""The rows of the table of benchmarks: what each strategy trains, and against what; see `tests.benchmarks.table`."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +21,7 @@ from lightning_par import (
     TensorParallelStrategy,
 )
 from tests.benchmarks import loops, peers, pipeline_step, placement_step, sequence_step
-from tests.benchmarks.measured import TOLERANCE, Against, Measured
+from tests.benchmarks.measured import Against, Measured
 from tests.benchmarks.meter import BYTES, PROCESSOR, SECONDS, WARM
 from tests.benchmarks.peers import Here
 from tests.benchmarks.pipeline_step import Sizes
@@ -244,23 +234,3 @@ def _against(name: str, taken: Rounds, ends: dict[str, Any], by_hand: dict[str, 
         name, Ratio.of(ours, theirs, SECONDS), Ratio.of(ours, theirs, PROCESSOR),
         ours[WARM - 1][BYTES] / theirs[WARM - 1][BYTES], _apart(ends[name], by_hand),
     )  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", choices=ROWS, required=True)
-    parser.add_argument("--size", choices=SIZES, required=True)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dtype", choices=TOLERANCE, default="float64")
-    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    measured = measure(options.row, options.size, options.rounds, options.dtype, options.accelerator)
-    if measured is not None:
-        options.out.write_text(json.dumps(dataclasses.asdict(measured)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Each strategy against its loop by hand and stock peers: one table of ratios, written to ``docs/benchmarks.md``.
 
-``make benchmarks`` runs it. Every row (`tests.benchmarks.rows`) is a job of its own, on GPUs where there is one for
-each rank, else on CPU processes of one thread. It takes about a quarter of an hour on two cores, which should be idle::
+``make benchmarks`` runs it. Every row (`tests.benchmarks.rows`) has processes of its own, on GPUs where there is one
+for each rank, else on CPU with one thread each. It takes minutes on two cores, which should be idle::
 
     python -m tests.benchmarks.table                                       # all rows, into the page
     python -m tests.benchmarks.table --rows tensor data --sizes small --page -   # some, printed
@@ -17,10 +17,7 @@ import contextlib
 import os
 import platform
 import resource
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +29,8 @@ import torch
 
 from tests.benchmarks.measured import TOLERANCE, Against, Measured
 from tests.benchmarks.rounds import Ratio
-from tests.benchmarks.rows import LOOP, ROWS, SIZES
+from tests.benchmarks.rows import LOOP, ROWS, SIZES, measure
+from tests.helpers.pool import Pool, RanksFailedError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks.md"
@@ -86,7 +84,10 @@ def cpu_model() -> str:
 
 
 class Others:
-    """What other processes and other guests of the hypervisor take of the processors, from when it is made on."""
+    """What other processes and other guests of the hypervisor take of the processors, from when it is made on.
+
+    Processes of ours count once they have ended.
+    """
 
     def __init__(self) -> None:
         self.began = self._now()
@@ -113,45 +114,21 @@ class Others:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def run_row(row: str, size: str, rounds: int, ranks: int, dtype: str, accelerator: str) -> Measured:
-    """A job of its own.
+def run_row(pool: Pool, row: str, size: str, rounds: int, ranks: int, dtype: str, accelerator: str) -> Measured:
+    """In processes of its own.
 
     Raises:
         RowFailedError: it did not end well, or in time, or its weights are not those of the loop by hand.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "out", Path(folder) / "log"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-            "-m", "tests.benchmarks.rows", "--row", row, "--size", size, "--rounds", str(rounds), "--dtype", dtype,
-            "--accelerator", accelerator, "--out", str(out),
-        ]  # fmt: skip
-        with log.open("wb") as output:
-            job = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
-            try:
-                code: int | str = job.wait(LIMIT)
-            except BaseException as error:
-                _end(job)
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                code = f"none within {LIMIT:g} s"
-        if code != 0 or not out.exists():
-            raise RowFailedError(f"{row}, {size}: exit code {code}\n{log.read_text(errors='replace')[-6000:]}")
-        measured = Measured.read(out.read_text())
+    try:
+        measured: Measured = pool.run(ranks, measure, row, size, rounds, dtype, accelerator, timeout=LIMIT)[0]
+    except RanksFailedError as error:
+        raise RowFailedError(f"{row}, {size}:\n{error}") from error
+    finally:
+        pool.restart()
     if wrong := measured.wrong(TOLERANCE[dtype]):
         raise RowFailedError(wrong)
     return measured
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    job.terminate()  # on which it ends its ranks
-    try:
-        job.wait(60)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
 
 
 # --------------------------------------------------------------------------------------------------------------- table
@@ -219,13 +196,13 @@ def in_words(machine: Machine, rows: Sequence[Measured], dtype: str, shares: tup
     )
 
 
-def _measured(options: argparse.Namespace, accelerator: str) -> Iterator[Measured | RowFailedError]:
+def _measured(pool: Pool, options: argparse.Namespace, accelerator: str) -> Iterator[Measured | RowFailedError]:
     for size in options.sizes:
         for row in options.rows:
             rounds, ranks = options.rounds or ROUNDS[size], ROWS[row].ranks or options.ranks
             began = time.perf_counter()
             try:
-                measured = run_row(row, size, rounds, ranks, options.dtype, accelerator)
+                measured = run_row(pool, row, size, rounds, ranks, options.dtype, accelerator)
             except RowFailedError as error:
                 print(f"FAILED {error}", flush=True)
                 yield error
@@ -244,9 +221,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=TOLERANCE, default="float64", help="weights must agree to 1e-9 in float64")
     parser.add_argument("--page", default=str(PAGE), help="into which the table is written; - prints it only")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a row's ranks end, too
-    machine, others = Machine.here(options.ranks), Others()
-    rows = list(_measured(options, machine.accelerator))
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way to ask for a GPU spoils what is forked later
+    machine, others, pool = Machine.here(options.ranks), Others(), Pool()
+    try:
+        rows = list(_measured(pool, options, machine.accelerator))
+    finally:
+        pool.close()
     done = [row for row in rows if isinstance(row, Measured)]
     if len(done) < len(rows):
         sys.exit(f"{len(rows) - len(done)} of {len(rows)} rows failed: no page was written")
