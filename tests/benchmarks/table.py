@@ -145,7 +145,7 @@ def table(rows: Sequence[Measured], ranks: int, tolerance: float) -> str:
     for row in rows:
         loop, *peers = row.sides
         assert loop.name == LOOP and loop.time is not None
-        begin = (row.row, row.model, str(ROWS[row.row].ranks or ranks), f"{loop.time.ours * 1e3:.3g}")
+        begin = (row.row, row.model, str(ROWS[row.row].ranks or ranks), _milliseconds(loop.time.ours))
         by_hand: Sequence[str] = _figures(loop, tolerance)
         for peer in peers or [Against("none", error="")]:
             if not peers:
@@ -164,6 +164,10 @@ def _figures(side: Against, tolerance: float) -> tuple[str, str, str]:
     if not side.apart <= tolerance:
         return f"trains to other weights: {side.apart:.1e} apart", "", ""
     return _ratio(side.time), _ratio(side.processor), f"{side.memory:.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}" if seconds > 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def _ratio(ratio: Ratio) -> str:

@@ -11,7 +11,7 @@ from tests.benchmarks import sequence_step
 from tests.benchmarks.measured import TOLERANCE, Against, Measured
 from tests.benchmarks.rounds import Ratio
 from tests.benchmarks.rows import LOOP, ROWS, measure
-from tests.benchmarks.table import BEGIN, END, PAGE, table, written
+from tests.benchmarks.table import BEGIN, END, PAGE, RowFailedError, run_row, table, written
 from tests.helpers.accelerator import accelerator
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
@@ -51,6 +51,11 @@ def test_a_loop_that_trains_to_something_else_fails_its_row(pool: Pool) -> None:
     assert "weights differ from those of the loop by hand by" in measured.wrong(EXACT)
     # so does DDP, which is with ours
     assert "trains to other weights" in table([measured], 2, EXACT).splitlines()[-1]
+
+
+def test_a_row_that_raises_fails_with_what_its_ranks_said(pool: Pool) -> None:
+    with pytest.raises(RowFailedError, match="(?s)placement, tiny.*rank 0.*Error"):
+        run_row(pool, "placement", "tiny", 1, 3, "float64", accelerator())  # of two devices
 
 
 def _measured(**changed: Any) -> Measured:
