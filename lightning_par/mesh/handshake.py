@@ -105,6 +105,8 @@ class Meeting:
         self._meet(self.axis, doing, advice, about, min(self.timeout or PATIENCE, PATIENCE))
 
     def _meet(self, axis: Axis, doing: str, advice: str, about: str, patience: timedelta) -> None:
+        if axis.dry:
+            return
         ranks = axis.ranks
         self._met[ranks] += 1
         store = default_store()

@@ -88,7 +88,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             if self.groups.replica.size > 1:
                 summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
         self._shard_model(trainer)
-        materialise(self.model)
+        self._materialise(self.model)
         self._close_gradients()
         if fitting:
             self._gradients = self._make_gradient_sync(self.model)
@@ -138,6 +138,10 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         first.forget()
         for part in self.parts:
             part.apply(first)
+
+    def _materialise(self, module: nn.Module) -> None:
+        """Give what this rank keeps of ``module`` its values."""
+        materialise(module)
 
     def _unshard_model(self) -> None:
         """Called after a run that ended well, on all ranks: make the module whole again, if there is room for it."""
