@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from lightning_par.mesh.ledger import ledger
     from lightning_par.planner import plan
     from lightning_par.strategies.lightning import (
+        AutoParallelStrategy,
         HybridParallelStrategy,
         LayerPlacementStrategy,
+        ParallelTrace,
         PipelineParallelStrategy,
         ReplicaGuard,
         ScheduleTrace,
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AutoParallelStrategy",
     "HybridParallelStrategy",
     "LayerPlacementStrategy",
     "Layout",
+    "ParallelTrace",
     "PipelineParallelStrategy",
     "ReplicaGuard",
     "ScheduleTrace",
@@ -52,9 +56,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "AutoParallelStrategy": "lightning_par.strategies.lightning",
     "HybridParallelStrategy": "lightning_par.strategies.lightning",
     "LayerPlacementStrategy": "lightning_par.strategies.lightning",
     "Layout": "lightning_par.mesh.layout",
+    "ParallelTrace": "lightning_par.strategies.lightning",
     "PipelineParallelStrategy": "lightning_par.strategies.lightning",
     "ReplicaGuard": "lightning_par.strategies.lightning",
     "ScheduleTrace": "lightning_par.strategies.lightning",

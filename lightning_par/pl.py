@@ -5,10 +5,12 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
+from lightning_par.callbacks.parallel_trace import ParallelTraceMixin
 from lightning_par.callbacks.replica_guard import ReplicaGuardMixin
 from lightning_par.callbacks.schedule_trace import ScheduleTraceMixin
 from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.strategies.namespace import PYTORCH_LIGHTNING
+from lightning_par.strategies.presets.auto import AutoParallelMixin
 from lightning_par.strategies.presets.hybrid import HybridParallelMixin
 from lightning_par.strategies.presets.pipeline import PipelineParallelMixin
 from lightning_par.strategies.presets.placement import LayerPlacementMixin
@@ -41,8 +43,18 @@ class HybridParallelStrategy(HybridParallelMixin, ParallelStrategy):  # type: ig
     namespace = PYTORCH_LIGHTNING
 
 
+class AutoParallelStrategy(AutoParallelMixin, ParallelStrategy):  # type: ignore[misc]  # typed for the other
+    __doc__ = AutoParallelMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
+
+
 class ScheduleTrace(ScheduleTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
     __doc__ = ScheduleTraceMixin.__doc__
+
+
+class ParallelTrace(ParallelTraceMixin, Callback):  # type: ignore[misc]  # typed for the other
+    __doc__ = ParallelTraceMixin.__doc__
+    namespace = PYTORCH_LIGHTNING
 
 
 class ReplicaGuard(ReplicaGuardMixin, Callback):  # type: ignore[misc]  # typed for the other

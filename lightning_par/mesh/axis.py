@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import Verb, is_open, note
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.objects import broadcast_object
-from lightning_par.mesh.progress import Progress
+from lightning_par.mesh.progress import Begun, Progress
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.world_groups import host_group
@@ -28,6 +29,9 @@ from lightning_par.private.process_groups import has_gloo, is_fake, kind_without
 from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
+
+if TYPE_CHECKING:
+    from lightning_par.mesh.recorder import Recorder
 
 Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
@@ -202,9 +206,16 @@ class Axis:
         return self._collective(dist.all_reduce, x, op=_OPS[op], async_op=True)
 
     def _collective(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
-        """``call`` of ``torch.distributed``, which writes the first of ``tensors``."""
+        """``call`` of ``torch.distributed``, which writes the first of ``tensors``; `_log` has noted it."""
         if self.dry:
             return None
+        recorder, begun = self.progress.recorder, self.progress.last
+        if recorder is None or begun is None:
+            return self._started(call, *tensors, **options)
+        nbytes = begun[4] * tensors[0].element_size()
+        return recorder.call(begun, nbytes, partial(self._started, call, *tensors, **options))  # type: ignore[no-any-return]
+
+    def _started(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
         if tensors[0].device.type != "cpu":
             return call(*tensors, group=self.group, **options)
         # Shards that a callback keeps on the host: NCCL takes none.
@@ -328,6 +339,8 @@ class Axis:
         """
         if not ops:
             return []
+        recorder: Recorder | None = self.progress.recorder
+        begun: list[tuple[Begun, int]] = []
         for op in ops:
             if self.guard is not None and op.purpose in _OF_SHARDS:
                 self.guard()
@@ -336,9 +349,17 @@ class Axis:
                 note(op.verb, self.name, op.purpose, numel, numel * op.x.element_size(), 2, None)
             counts = self._sent if op.verb == "send" else self._received
             counts[op.peer] += 1
+            if recorder is not None:
+                what = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
+                begun.append((what, op.x.numel() * op.x.element_size()))
         self.progress.last = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
         if self.dry:
             return [DONE] * len(ops)
+        if recorder is not None:
+            return recorder.exchange(begun, partial(self._exchanged, ops))
+        return self._exchanged(ops)
+
+    def _exchanged(self, ops: Sequence[PeerOp]) -> list[dist.Work]:
         if self._goes_by_tag(ops[0].x.device.type):
             return [self._start_message(op) for op in ops]
         functions = {"send": dist.isend, "recv": dist.irecv}
@@ -382,7 +403,7 @@ class Axis:
         self._log("broadcast", purpose, 1, 0)
         if self.dry:
             return value
-        return broadcast_object(value, self.ranks[source], host_group(self.group))
+        return self._timed(partial(broadcast_object, value, self.ranks[source], host_group(self.group)))
 
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
@@ -392,5 +413,10 @@ class Axis:
         self._log("all_gather", purpose, self.size, 0)
         if self.dry:
             return [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        self._timed(partial(dist.all_gather_object, values, value, group=self.group))
         return values
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        """``call``, of objects, which `_log` has noted."""
+        recorder = self.progress.recorder
+        return call() if recorder is None else recorder.call(self.progress.last, 0, call, of_objects=True)

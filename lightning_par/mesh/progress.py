@@ -6,7 +6,10 @@ microsecond. Since when it stands, and where, is found out by who asks; see `lig
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_par.mesh.recorder import Recorder
 
 Line = tuple[str, tuple[int, ...]]
 """An axis, or something that ranks come to: its name, and the global ranks that take part."""
@@ -25,6 +28,7 @@ class Progress:
         sent: by axis, how many messages went to each index along it.
         received: by axis, how many were asked for of each index along it.
         event: of a pipeline's step, what runs; something that `str` tells.
+        recorder: what notes when it was, while a trace is on.
 
     Example::
 
@@ -41,6 +45,7 @@ class Progress:
         self.sent: dict[Line, list[int]] = {}
         self.received: dict[Line, list[int]] = {}
         self.event: Any = None
+        self.recorder: Recorder | None = None
         self._outer: Progress | None = None
         self._ended = False
 

@@ -18,8 +18,13 @@ length, and who has no batch left goes on to the next point of all.
 
 from __future__ import annotations
 
+import sys
+
 Point = tuple[int, int]
 """The number of a point that all ranks come to, and how many of a replica's own came behind it."""
+
+ENDED: Point = (sys.maxsize, 0)
+"""The answer for a rank whose run has ended: the others, who have all that they need of it, stop nowhere."""
 
 
 class StopLine:

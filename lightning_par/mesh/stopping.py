@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.side_channel import Line, SideChannel
-from lightning_par.mesh.stop_line import Point, StopLine
+from lightning_par.mesh.stop_line import ENDED, Point, StopLine
 
 _PATIENCE = 5.0  # seconds: a thread answers, whatever the rank's own code does
 _HASTE = 1.0  # seconds, where a process is about to end
@@ -70,7 +70,7 @@ class Stopping:
         self._line = StopLine()
         self._changed = threading.Condition()
         self._round: threading.Thread | None = None
-        self._closed = False
+        self._ended = self._closed = False
         self._channel: SideChannel | None = None
         if world.size > 1:
             self._channel = SideChannel(name, self._me, self._answer)
@@ -113,11 +113,13 @@ class Stopping:
 
     def close(self) -> None:
         """The run has ended on this rank."""
+        with self._changed:
+            self._ended = True
+        if self._round is not None and self._round is not threading.current_thread():
+            self._round.join(_PATIENCE)  # others wait for the line
         self._closed = True
         if self._channel is not None:
             self._channel.close()
-        if self._round is not None and self._round is not threading.current_thread():
-            self._round.join(_PATIENCE)
 
     def _answer(self, question: Any, line: Line) -> None:
         """Called in a thread for each question of another rank."""
@@ -138,7 +140,7 @@ class Stopping:
     def _settle(self, request: Request) -> None:
         """On the first rank: tell all, once."""
         with self._changed:
-            if self._round is not None or self._closed:
+            if self._round is not None or self._ended:
                 return
             self._round = threading.Thread(target=self._run_round, args=(request,), name="stopping", daemon=True)
         self._round.start()
@@ -154,7 +156,8 @@ class Stopping:
             flush=True,
         )
         entered = [self._be_told(request)]
-        entered += [(number, own) for number, own in self._tell_all({"tell": asdict(request)}, _PATIENCE)]
+        told = self._tell_all({"tell": asdict(request)}, _PATIENCE)
+        entered += [ENDED if answer is None else tuple(answer) for answer in told]
         if not self.silent:
             line = max(entered)
             self._be_drawn(line)
@@ -175,13 +178,12 @@ class Stopping:
             self._changed.notify_all()
 
     def _tell_all(self, message: Any, patience: float) -> list[Any]:
-        """The answers of all other ranks whose run has not ended."""
+        """The answers of all other ranks, None where a rank's run has ended."""
         others = [rank for rank in self._ranks if rank != self._me]
         if not others:
             return []
         with ThreadPoolExecutor(min(_AT_ONCE, len(others))) as pool:
-            answers = [*pool.map(lambda rank: self._tell_surely(rank, message, patience), others)]
-        return [answer for answer in answers if answer is not None]
+            return [*pool.map(lambda rank: self._tell_surely(rank, message, patience), others)]
 
     def _tell_surely(self, rank: int, message: Any, patience: float) -> Any:
         """What ``rank`` answers, None where its run has ended; in `silent`, as long as it does not answer."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_par.mesh.progress import Progress
+
 
 def wait_for(work: dist.Work, about: Any = None) -> None:
     """`torch.distributed.Work.wait`.
@@ -17,4 +19,8 @@ def wait_for(work: dist.Work, about: Any = None) -> None:
     Raises:
         RuntimeError: it can't end, or has not in time.
     """
-    work.wait()
+    recorder = Progress.current.recorder
+    if recorder is None:
+        work.wait()
+    else:
+        recorder.wait(work)

@@ -68,18 +68,8 @@ class StagesPart(Part):
         return (SHARDED,) if self.groups.pipeline.size > 1 else ()
 
     def check(self, trainer: Any, module: nn.Module) -> None:
-        if self.groups.pipeline.size == 1:
-            return
-        asker = self.wanted.asker
-        if trainer.state.fn.value == "fit":
-            if not module.automatic_optimization:
-                raise ValueError(
-                    f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
-                    "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
-                    "TensorParallelStrategy, or automatic optimization with one optimizer."
-                )
-            _refuse_pruning(trainer.callbacks, self.wanted.namespace, asker)
-        _refuse_fetching(module, asker)
+        if self.groups.pipeline.size > 1:
+            check_run(trainer, module, self.wanted.namespace, self.wanted.asker)
 
     def listen(self, first: FirstStep) -> None:
         if self.groups.pipeline.size > 1 and first.trains:  # else modules are not yet as the loop will have them
@@ -241,6 +231,23 @@ class StagesPart(Part):
                 "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
                 world.rank,
             )
+
+
+def check_run(trainer: Any, module: Any, namespace: Namespace, asker: str) -> None:
+    """Refuse what no pipeline can run, whatever its stages.
+
+    Raises:
+        ValueError: the message says what, and what to use in place of ``asker``.
+    """
+    if trainer.state.fn.value == "fit":
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
+                "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
+                "TensorParallelStrategy, or automatic optimization with one optimizer."
+            )
+        _refuse_pruning(trainer.callbacks, namespace, asker)
+    _refuse_fetching(module, asker)
 
 
 def _warn(message: str, rank: int) -> None:

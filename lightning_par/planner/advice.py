@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_par.planner.evaluate import Planner
+from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.search import search
 
@@ -20,14 +21,16 @@ class Advice:
         short: bytes that the smallest layout lacks on a device.
         changes: what to change, in words, each with what it gives.
         devices: how many devices of this machine would do; 0: none that was tried.
+        subject: what lacks them.
     """
 
     short: float
     changes: tuple[str, ...]
     devices: int
+    subject: str = "No layout fits: the smallest"
 
     def __str__(self) -> str:
-        lines = [f"No layout fits: the smallest lacks {self.short / 1e9:.1f} GB on a device."]
+        lines = [f"{self.subject} lacks {self.short / 1e9:.1f} GB on a device."]
         lines += [f"  {change}" for change in self.changes]
         if self.devices:
             lines.append(f"  or take {self.devices} devices of this machine.")
@@ -35,9 +38,41 @@ class Advice:
 
 
 def advise(planner: Planner, smallest: Prediction, devices: int, samples: int) -> Advice:
-    """What would make it fit, the cheapest in speed first."""
+    """What would make it fit that no layout of a search fits, the cheapest in speed first."""
     changes = [text for text, other in _others(planner) if _fits(other, devices, samples)]
     return Advice(smallest.peak - smallest.memory, tuple(changes), _devices(planner, devices, samples))
+
+
+def advise_one(planner: Planner, one: Prediction, devices: int, samples: int | None) -> Advice:
+    """What would make one layout fit: smaller microbatches, then what else makes a layout fit."""
+    candidate = one.candidate
+    changes: list[str] = []
+    for micro in (size for size in (32, 16, 8, 4, 2, 1) if size < candidate.micro and candidate.micro % size == 0):
+        smaller = _cut_further(candidate, micro)
+        if planner.price(smaller, devices).fits:
+            changes.append(f"smaller microbatches: {_said(smaller)}")
+            break
+    if candidate.layout.data * candidate.layout.sequence > 1 and not candidate.stored:
+        if planner.price(replace(candidate, stored=True), devices).fits:
+            changes.append("weights stored in parts: data_parallel='fsdp'")
+    changes += [text for text, other in _others(planner) if other.price(candidate, devices).fits]
+    found = one.candidate.samples if samples is None else samples
+    return Advice(
+        one.peak - one.memory, tuple(changes), _devices(planner, devices, round(found)), "This layout does not fit: it"
+    )
+
+
+def _cut_further(candidate: Candidate, micro: int) -> Candidate:
+    more = round(candidate.micro / micro)
+    if candidate.layout.pipeline > 1:
+        return replace(candidate, micro=micro, microbatches=candidate.microbatches * more)
+    return replace(candidate, micro=micro, accumulated=candidate.accumulated * more)
+
+
+def _said(candidate: Candidate) -> str:
+    if candidate.layout.pipeline > 1:
+        return f"microbatches={candidate.microbatches}"
+    return f"batch_size={candidate.micro:g} in the DataLoader and accumulate_grad_batches={candidate.accumulated}"
 
 
 def _others(planner: Planner) -> Iterator[tuple[str, Planner]]:
@@ -45,6 +80,9 @@ def _others(planner: Planner) -> Iterator[tuple[str, Planner]]:
         yield "checkpoint activations in part: --recompute selective", planner.like(recompute="selective")
     if planner.recompute != "full":
         yield "checkpoint activations of whole layers: --recompute full", planner.like(recompute="full")
+    for name in ("bf16-mixed", "bf16-true") if planner.precision.weights > 2 else ():
+        if planner.precision.name != name:
+            yield f"half precision, which changes results: --precision {name}", planner.with_precision(name)
 
 
 def _fits(planner: Planner, devices: int, samples: int) -> bool:

@@ -29,7 +29,8 @@ def add_plan(commands: Any) -> None:
         "module", nargs="?", help="a LightningModule's class, or a function: FILE.py:NAME or PACKAGE.MODULE:NAME"
     )
     plan.add_argument("--batch", help="a batch or a DataLoader, or a function that makes one: as MODULE")
-    plan.add_argument("--machine", help="e.g. H100, 8xA100-80GB, H200; or a YAML")
+    plan.add_argument("--machine", help="e.g. H100, 8xA100-80GB, H200; a YAML; or measure, for this one")
+    plan.add_argument("--save-machine", help="write the machine to this YAML, to be given again")
     plan.add_argument("--devices", type=int, help="over all hosts (default: one host's)")
     plan.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
     plan.add_argument("--config", help="a LightningCLI's YAML, for the model, the precision and the devices")
@@ -59,9 +60,24 @@ def show_plan(asked: Namespace) -> int:
         made = partial(made, **asked.init)
     from lightning_par.planner import plan
 
+    machine = asked.machine
+    if asked.save_machine:
+        machine = _saved(machine, devices, asked.save_machine)
     found = plan(
-        made, batch, asked.machine, devices=devices, layout=asked.layout, precision=precision or "32-true",
+        made, batch, machine, devices=devices, layout=asked.layout, precision=precision or "32-true",
         global_batch=asked.global_batch, recompute=asked.recompute, eager=asked.eager,
     )  # fmt: skip
     print(found.json()) if asked.json else found.show()
     return FITS if found.chosen is not None else NOTHING_FITS
+
+
+def _saved(machine: str, devices: int | None, path: str) -> str:
+    """``path``, to which the machine was written; it is measured once."""
+    from lightning_par.planner.machines import machine_yaml, read_machine
+
+    if not path.endswith((".yaml", ".yml")):
+        raise ValueError(f"--save-machine {path}: a machine is a YAML. Write {path}.yaml.")
+    text = machine_yaml(read_machine(machine, devices)[0])
+    with open(path, "w") as file:
+        file.write(text)
+    return path

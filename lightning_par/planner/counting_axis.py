@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class _Nothing(Memo[Any, Any]):
 
 
 class _Counting(Axis):
-    _known: dict[int, tuple[Tensor, Tensor]]
+    _known: dict[int, tuple[weakref.ref[Tensor], Tensor]]
 
     def forget_calls(self) -> None:
         """Let each call run by its rule; to be called once after it was made."""
@@ -44,9 +45,13 @@ class _Counting(Axis):
         """As `Axis.entered`, without a look at the memory, which fakes have none of."""
         if self.size == 1 or self.gradient_shares or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        if id(x) not in self._known:
-            self._known[id(x)] = x, enter(x, self)
-        return self._known[id(x)][1]
+        key = id(x)
+        known = self._known.get(key)
+        if known is not None and known[0]() is x:
+            return known[1]
+        entry = enter(x, self)
+        self._known[key] = weakref.ref(x, lambda _: self._known.pop(key, None)), entry
+        return entry
 
     def start_all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> None:
         if self.size > 1:

@@ -21,8 +21,9 @@ from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
 from lightning_par.planner.profile import Profile
 from lightning_par.planner.recorded import RecordedStep, record
-from lightning_par.planner.replay import Place, replay
+from lightning_par.planner.replay import Place, StageReplay, replay
 from lightning_par.planner.stages import StageCut, cut_stages
+from lightning_par.planner.storage import Storage
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.tensor.plan import Dealt, deal
 
@@ -58,7 +59,10 @@ class Planner:
         built = built.to(self.precision.dtype)
         batch = tree_map(self._cast, batch)
         self.batch = batch
-        self.step = record(built, batch)
+        try:
+            self.step = record(built, batch)
+        except ValueError as error:
+            raise ValueError(f"{error} {self._weights(built)}") from error
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed, self.step.uses)
@@ -66,7 +70,7 @@ class Planner:
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
         self._steps: dict[int, RecordedStep] = {}
-        self._sent: dict[Any, tuple[dict[str, float], ...]] = {}
+        self._sent: dict[Any, tuple[StageReplay, ...]] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -79,6 +83,21 @@ class Planner:
         other.recompute = recompute
         return other
 
+    def with_precision(self, precision: str) -> Planner:
+        """As this one, but for the precision: the step is recorded anew."""
+        return Planner(self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused)
+
+    def _weights(self, module: nn.Module) -> str:
+        """What can be said without the step."""
+        numel = sum(x.numel() for x in module.parameters())
+        trained = sum(x.numel() for x in module.parameters() if x.requires_grad)
+        p = self.precision
+        held = numel * (p.weights + p.copy) + trained * (p.gradients + self.optimizer.by_element * p.weights / 4)
+        return (
+            f"What can be said without it: {numel:,} parameters, whose weights, gradients and optimizer states take "
+            f"{held / 1e9:.3g} GB on one device, and a share of that where data_parallel='fsdp' stores them in parts."
+        )
+
     def step_of(self, micro: float) -> RecordedStep:
         """The step on the first ``micro`` samples of the batch."""
         count = round(micro)
@@ -90,19 +109,28 @@ class Planner:
             )
         return self._steps[count]
 
-    def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[dict[str, float], ...]:
-        """What a rank sends along the tensor and sequence axes for each stage in one microbatch, run by the rules."""
+    def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:
+        """What one microbatch is to a rank in each stage, run by the rules."""
         layout, step = one.layout, self.step_of(one.micro)
         tensor = self.profile(layout.tensor, count, asked).alike[tensor]
         if self.sequences and all(length % (2 * layout.sequence) == 0 for length in self.sequences):
             sequence = 0  # all have as many tokens
         place = Place(
-            (layout.tensor, tensor), (layout.sequence, sequence), one.shard_residual, one.attention, not self.fused
+            (layout.tensor, tensor),
+            (layout.sequence, sequence),
+            one.shard_residual,
+            one.attention,
+            not self.fused,
+            one.splits_backward and not self.fused,
         )
-        key = place, step.samples, count, str(asked)
+        storage = None
+        if one.stored and not self.fused and layout.pipeline == 1 and layout.data * layout.sequence > 1:
+            held = self.profile(layout.tensor, count, asked).stages.held([0])
+            storage = Storage(self.tree.module, held, layout.data * layout.sequence, not one.reshard)
+        key = place, step.samples, count, str(asked), storage and (storage.ranks, storage.keep)
         if key not in self._sent:
             dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)
-            self._sent[key] = replay(step, dealt, cut_stages(step, count, asked), place)
+            self._sent[key] = replay(step, dealt, cut_stages(step, count, asked), place, storage)
         return self._sent[key]
 
     def profile(self, ranks: int, count: int = 1, asked: Any = None) -> Profile:

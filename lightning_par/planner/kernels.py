@@ -29,9 +29,9 @@ def product_time(product: Product, machine: Machine, dtype: str) -> float:
     if not batch * m * n * k:
         return 0.0
     rate = machine.peak.get(dtype, machine.peak["float32"]) * machine.product_share
+    tiles = zip(TILES, _TILE_SHARE) if machine.tiles is None else [(machine.tiles, 1.0)]
     best = min(
-        _tiled(batch, m, n, k + machine.ramp, rows, columns, machine.units) / share
-        for (rows, columns), share in zip(TILES, _TILE_SHARE)
+        _tiled(batch, m, n, k + machine.ramp, rows, columns, machine.units) / share for (rows, columns), share in tiles
     )
     arithmetic = best / rate
     item = 1 if dtype == "float8" else product.itemsize

@@ -46,6 +46,14 @@ class LayoutWork:
         inside = sum(rank < devices for rank in ranks)
         return Group(size, max(1, min(inside, size)))
 
+    @property
+    def cores(self) -> float:
+        """How many stages can compute at full speed at once, by the rates of ranks that all compute; 0: all."""
+        machine, layout = self.run.machine, self.one.layout
+        if not machine.cores:
+            return 0.0
+        return max(1.0, machine.cores * layout.pipeline / min(machine.devices, layout.world_size))
+
     @cached_property
     def outside(self) -> dict[str, float]:
         """By axis, the share of what a rank sends that leaves its host, on average over a host's ranks."""
@@ -77,8 +85,14 @@ class LayoutWork:
     def stage_time(self, units: Sequence[int]) -> tuple[StageTime, float]:
         """Of one microbatch; and how much of it waits for gathered weights."""
         costs = [self.units[u] for u in units]
-        forward = sum(c.forward + c.tensor_forward + c.ring_forward for c in costs)
+        overheads = self.run.machine.overheads
+        python = sum(c.python for c in costs) + overheads.pipeline.each * (self.one.layout.pipeline > 1)
+        if self.one.stored:
+            python += overheads.stored.each * sum(bool(self.profile.held((u,))[1]) for u in units)
+        # Autograd takes a backward's functions without Python.
+        forward = sum(c.forward + c.tensor_forward + c.ring_forward for c in costs) + python / 2
         inputs = sum(c.inputs + c.again + c.tensor_backward + c.tensor_again + c.ring_backward for c in costs)
+        inputs += python / 2
         weights = sum(c.weights for c in costs)
         waits = 0.0
         if self.one.stored and self.one.layout.pipeline == 1:
@@ -116,10 +130,14 @@ class LayoutWork:
         if self.one.stored:
             if self.one.layout.pipeline == 1:
                 return 0.0
-            return sum(self.gather(u) + self.scatter(u) for u in units)
+            moved = sum(self.gather(u) + self.scatter(u) for u in units)
+            # Processors that compute copy, too.
+            return moved + self.copies(units) * (self.run.machine.contention >= 1)
         size = self.profile.held(units)[0] * self.run.precision.gradients
         moved = message_time("all_reduce", size, self.replicas, self.run.machine)
-        hidden = 0.8 * backward if self.one.layout.pipeline == 1 else 0.0
+        # Nothing is hidden where the same processors do both.
+        hides = self.one.layout.pipeline == 1 and self.run.machine.contention < 1
+        hidden = 0.8 * backward if hides else 0.0
         return max(moved - hidden, moved * 0.05)
 
     def optimizer_time(self, units: Sequence[int]) -> float:
@@ -128,7 +146,18 @@ class LayoutWork:
         states = o.by_element * p.weights / 4
         # Gradients are read for their norm, and scaled, before the optimizer reads and frees them.
         moved = count * (2 * p.weights + 4 * p.gradients + 2 * states + p.copy)
-        return moved / (self.run.machine.bandwidth * self.run.machine.bandwidth_share)
+        machine = self.run.machine
+        return moved / (machine.bandwidth * (machine.update_share or machine.bandwidth_share))
+
+    def python(self, parameters: int) -> float:
+        """Seconds of Python in a step of the optimizer beside that of its functions, with so many parameters."""
+        one, overheads = self.one, self.run.machine.overheads
+        step = overheads.training_step(one.layout.tensor, one.layout.sequence, one.shard_residual)
+        step += overheads.pipeline.step * (one.layout.pipeline > 1) + overheads.stored.step * one.stored
+        found = step * one.accumulated + overheads.update.step + overheads.update.each * parameters
+        if self.replicas.size > 1 and not one.stored:
+            found += overheads.replicas.step + overheads.replicas.each * parameters
+        return found
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from lightning_par.pipeline.plan.schedule import SCHEDULES, stages_per_rank
 _SIZES = ("data", "pipeline", "sequence", "tensor")
 _PUBLISHED = {"interleaved": "interleaved_1f1b", "zb_1p": "zb1p", "zb_h1": "zb1p", "zb_v": "zbv", "zb_2p": "zb2p",
               "zb_h2": "zb2p"}  # fmt: skip
+_SPLIT = ("interleaved_zero_bubble", "zbv", "zb1p", "zb2p")
 EXTRA = ("micro_batch_size", "stages_per_rank", "token_order")
 """Keys of a layout that the strategies don't have: what a published run did."""
 
@@ -49,6 +50,11 @@ class Candidate:
     @property
     def stages(self) -> int:
         return self.layout.pipeline * self.chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs the weights' part of a backward by itself."""
+        return self.layout.pipeline > 1 and self.schedule in _SPLIT
 
     @property
     def samples(self) -> float:

@@ -45,6 +45,7 @@ def message_time(verb: Verb, nbytes: float, group: Group, machine: Machine) -> f
     moved = nbytes * (2 * share if verb == "all_reduce" else 1.0 if verb == "send" else share)
     steps = 1 if verb == "send" else (group.size - 1) * (2 if verb == "all_reduce" else 1)
     inside, outside = machine.link, machine.network
+    moved /= {"all_gather": inside.gather, "reduce_scatter": inside.scatter}.get(verb, 1.0)
     if group.hosts == 1:
         return _moved(moved, nbytes, inside.bandwidth, inside.ramp) + steps * inside.latency
     # Every device of the group on a host has a port of its own, over which its part of the ring goes.

@@ -15,7 +15,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_par.planner.overheads import Overhead, Overheads
+
 GB, GiB, TFLOPS = 1e9, 2**30, 1e12
+MEASURE = "measure"
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,15 @@ class Link:
         bandwidth: bytes a second that one device sends, while it receives as many.
         latency: seconds for each step of a ring.
         ramp: bytes of a message that reaches half of the bandwidth.
+        gather: of `bandwidth` that an all-gather reaches.
+        scatter: of `bandwidth` that a reduce-scatter reaches.
     """
 
     bandwidth: float
     latency: float
     ramp: float
+    gather: float = 1.0
+    scatter: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,17 @@ class Machine:
         ramp: of the length of a product's sum: what a tile takes to fill its pipeline and to write its result.
         attention_share: of `peak` that fused attention reaches, forward and backward, at long sequences.
         bandwidth_share: of `bandwidth` that kernels reach which do little beside reading and writing.
+        update_share: of `bandwidth` that the optimizer's step reaches; 0: as much.
         launch: seconds that every kernel takes beside its work.
         host: seconds that Python takes to start one function, where the device does not wait for anything else.
         context: bytes that the driver and libraries take for themselves.
         fragmentation: bytes that the allocator holds, by bytes that it was asked for.
         gpu: whether functions are fused, and masks of dropout take a byte.
         contention: of the processors, those that move messages, and are not there for products meanwhile.
+        tiles: rows and columns of a product that a unit computes at a time; None has a GPU's.
+        cores: ranks of a host that can compute at full speed at once; 0: all of them. The rates are those of a rank
+            while all compute.
+        overheads: seconds of Python that nothing hides, by axis.
     """
 
     name: str
@@ -70,12 +82,16 @@ class Machine:
     attention_share: tuple[float, float]
     ramp: int = 256
     bandwidth_share: float = 0.85
+    update_share: float = 0.0
     launch: float = 4e-6
     host: float = 8e-6
     context: float = 0.6 * GiB
     fragmentation: float = 1.02
     gpu: bool = True
     contention: float = 0.15
+    tiles: tuple[int, int] | None = None
+    cores: float = 0.0
+    overheads: Overheads = field(default=Overheads())
     aliases: tuple[str, ...] = field(default=())
 
 
@@ -136,11 +152,12 @@ def read_machine(text: str, devices: int | None = None) -> tuple[Machine, int]:
     """The machine that ``text`` names, and how many devices there are.
 
     Args:
-        text: a preset such as ``"H100"``, or with the devices of a host ``"8xH100"``, or the path of a YAML.
+        text: a preset such as ``"H100"``, or with the devices of a host ``"8xH100"``, or the path of a YAML, or
+            ``"measure"``: this one, see `lightning_par.planner.probe`.
         devices: over all hosts; None takes one host.
 
     Raises:
-        ValueError: there is none of that name; the message has the nearest.
+        ValueError: there is none of that name; the message has the nearest. Or it can't be measured.
 
     Example::
 
@@ -152,6 +169,11 @@ def read_machine(text: str, devices: int | None = None) -> tuple[Machine, int]:
     else:
         match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip())
         assert match is not None
+        if match[2].lower() == MEASURE:
+            from lightning_par.planner.probe import measure
+
+            machine = measure(int(match[1]) if match[1] else devices)
+            return machine, devices or machine.devices
         machine = _preset(match[2])
         if match[1]:
             machine = replace(machine, devices=int(match[1]))
@@ -166,7 +188,7 @@ def _preset(name: str) -> Machine:
         names = dict.fromkeys(known[x].name for x in near) or dict.fromkeys(one.name for one in PRESETS.values())
         raise ValueError(
             f"There is no machine {name!r}. Write one of {', '.join(map(repr, names))}, 8x before it for the devices "
-            "of a host, or the path of a YAML of your own."
+            "of a host, the path of a YAML of your own, or 'measure' for this one."
         )
     return found
 
@@ -186,14 +208,32 @@ def _from_yaml(path: Path) -> Machine:
         if isinstance(given.get(name), dict):
             old = asdict(getattr(base, name)) if base is not None else {}
             given[name] = Link(**{**old, **given[name]})
-    if "attention_share" in given:
-        given["attention_share"] = tuple(given["attention_share"])
+    for name in ("attention_share", "tiles"):
+        if given.get(name) is not None:
+            given[name] = tuple(given[name])
+    if "overheads" in given:
+        given["overheads"] = Overheads(**{axis: Overhead(**one) for axis, one in given["overheads"].items()})
     if base is not None:
         return replace(base, **{"name": path.stem, "aliases": (), **given})
     missing = sorted(f.name for f in fields(Machine) if f.name not in given and f.name in _NEEDED)
     if missing:
         raise ValueError(f"{path}: {', '.join(missing)} missing. Write them, or like: H100 for what is as there.")
     return Machine(**given)
+
+
+def machine_yaml(machine: Machine) -> str:
+    """``machine`` as a YAML that `read_machine` takes.
+
+    Example::
+
+        Path("mine.yaml").write_text(machine_yaml(machine))
+        assert read_machine("mine.yaml")[0] == machine
+    """
+    import yaml
+
+    told = {name: x for name, x in asdict(machine).items() if name != "aliases" and x is not None}
+    plain = {name: list(x) if isinstance(x, tuple) else x for name, x in told.items()}
+    return str(yaml.safe_dump(plain, sort_keys=False))
 
 
 _NEEDED = ("name", "peak", "memory", "bandwidth", "units", "devices", "link", "network", "product_share",

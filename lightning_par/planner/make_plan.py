@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_par.planner.advice import advise
+from lightning_par.planner.advice import advise, advise_one
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.report import Plan
@@ -32,12 +32,13 @@ def make_plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
-    planner = Planner(module, made(batch), hosts, precision, recompute, not eager)  # type: ignore[arg-type]
+    planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager)  # type: ignore[arg-type]
     notes = tuple(planner.notes)
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
         one = planner.evaluate(layout, count, global_batch)
-        return Plan((one,), (), title, count, hosts.devices, None, notes)
+        help_ = None if one.fits else advise_one(planner, one, count, global_batch)
+        return Plan((one,), (), title, count, hosts.devices, help_, notes)
     samples = global_batch or planner.step.samples * count
     found = search(planner, count, samples)
     title += f", {samples} samples a step"

@@ -113,7 +113,7 @@ class _Reader:
             for x in event.inputs
             if id(x) in self.step.of_batch and memory_of(x) not in made
         )
-        return Unit(run.path, tuple(operations), self.parameters(run), given, later)
+        return Unit(run.path, tuple(operations), self.parameters(run), given, later, len(events))
 
     def _operation(self, event: Event, kept: Sequence[Kept], entered: set[int]) -> Operation | None:
         kind = kind_of(event)

@@ -11,6 +11,7 @@ from lightning_par.pipeline.plan import schedules
 from lightning_par.pipeline.plan.schedule import Schedule, make_schedule
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.simulate import simulate
+from lightning_par.planner.shared_cores import simulate_shared
 
 UNSYNCED = ("zb1p", "zb2p")
 """Published runs whose ranks begin a step without waiting for all others (arXiv 2401.10241, section 4)."""
@@ -55,12 +56,14 @@ def schedule_of(name: str, ranks: int, microbatches: int, chunks: int) -> Schedu
 
 
 def pipeline_time(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime], hop: float = 0.0
-) -> PipelineTime:
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime], hop: float = 0.0,
+    cores: float = 0.0,
+) -> PipelineTime:  # fmt: skip
     """The time of a step, of which each stage takes what ``stages`` say for each microbatch.
 
     Messages of ``hop`` seconds go while ranks compute: only the first microbatch's way there and the last one's back
-    wait for them.
+    wait for them. Where ranks share ``cores``, and ``stages`` say how long they take while all compute, ranks are
+    faster while others wait.
 
     Example::
 
@@ -68,10 +71,10 @@ def pipeline_time(
         assert pipeline_time("1f1b", 4, 8, 1, stages).seconds == 33
     """
     busy = [0.0] * ranks
-    some = _simulated(ranks, microbatches)
+    some = simulated(ranks, microbatches)
     schedule = schedule_of(name, ranks, some, chunks)
     costs = [{"F": s.forward, "B": s.inputs + s.weights, "I": s.inputs, "W": s.weights} for s in stages]
-    spans = simulate(schedule, costs)  # type: ignore[arg-type]
+    spans = simulate_shared(schedule, costs, cores) if cores else simulate(schedule, costs)  # type: ignore[arg-type]
     seconds = max(span.end for span in spans)
     if name in UNSYNCED:
         first = [min(span.start for span in spans if span.rank == rank) for rank in range(ranks)]
@@ -91,7 +94,7 @@ def in_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Seque
 
         assert in_flight("1f1b", 4, 8, 1, [1.0] * 4) == [4, 3, 2, 1]
     """
-    schedule = schedule_of(name, ranks, _simulated(ranks, microbatches), chunks)
+    schedule = schedule_of(name, ranks, simulated(ranks, microbatches), chunks)
     found = []
     for order in schedule.actions:
         now = most = 0.0
@@ -106,8 +109,9 @@ def in_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Seque
 
 
 def rough_time(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime], hop: float = 0.0
-) -> PipelineTime:
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageTime], hop: float = 0.0,
+    cores: float = 0.0,
+) -> PipelineTime:  # fmt: skip
     """As `pipeline_time`, by the formulas of limits of each schedule's bubble."""
     places = schedule_of(name, ranks, ranks, chunks).placement
     busy = [0.0] * ranks
@@ -119,13 +123,15 @@ def rough_time(
         lost = (ranks - 1) * mean / 6
     elif name in ("zb1p", "interleaved_zero_bubble"):
         lost /= 3
-    seconds = microbatches * max(busy) + lost + hop * (len(stages) - 1)
+    # Ranks that wait leave their cores to others.
+    most, lost = (max(busy), lost) if not cores else (max(mean, max(busy) * cores / ranks), lost * cores / ranks)
+    seconds = microbatches * most + lost + hop * (len(stages) - 1)
     return PipelineTime(seconds, max(0.0, 1 - microbatches * mean / seconds))
 
 
 def rough_flight(name: str, ranks: int, microbatches: int, chunks: int, kept: Sequence[float]) -> list[float]:
     """As `in_flight`, for stages that are nearly alike."""
-    counts = _counts(name, ranks, _simulated(ranks, microbatches), chunks)
+    counts = _counts(name, ranks, simulated(ranks, microbatches), chunks)
     places = schedule_of(name, ranks, ranks, chunks).placement
     most = [0.0] * ranks
     for stage, size in enumerate(kept):
@@ -138,7 +144,7 @@ def _counts(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[floa
     return tuple(in_flight(name, ranks, microbatches, chunks, [1.0] * (ranks * chunks)))
 
 
-def _simulated(ranks: int, microbatches: int) -> int:
+def simulated(ranks: int, microbatches: int) -> int:
     """Fewer microbatches of which the schedule begins and ends as with all."""
     if microbatches <= MOST * ranks + ranks:
         return microbatches

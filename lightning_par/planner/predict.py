@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.layouts import Candidate
@@ -33,20 +34,23 @@ def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rou
         # A rank that waits for a message it has just asked for computes meanwhile, but for half of the time.
         times = [StageTime(t.forward + hop / 2, t.inputs + hop / 2, t.weights) for t in times]
         timed = rough_time if rough else pipeline_time
-        pipeline = timed(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, times, hop)
+        pipeline = timed(one.schedule, one.layout.pipeline, one.microbatches, one.chunks, times, hop, work.cores)
     ranks = stages.by_rank(one.schedule, one.layout.pipeline)
     backward = sum(t.inputs + t.weights for t in times)
     sync = max(work.sync([u for s in own for u in stages.units[s]], backward) for own in ranks)
     update = max(work.optimizer_time([u for s in own for u in stages.units[s]]) for own in ranks)
-    seconds = pipeline.seconds * one.accumulated + sync + update
+    python = max(work.python(profile.held([u for s in own for u in stages.units[s]])[1]) for own in ranks)
+    seconds = pipeline.seconds * one.accumulated + sync + update + python
     parts = _parts(work, ranks, pipeline, sync, update, sum(w for _, w in found))
+    parts["python"] += python
     layout, each = one.layout, ByRank(work, sent)
     model = sum(profile.kinds[k].flops for k in profile.order) * 3 * one.samples / profile.samples
     peak = run.machine.peak.get(run.precision.compute, run.machine.peak["float32"])
     if run.precision.compute == "float8":
         peak = run.machine.peak["bfloat16"]
+    beside = cache(partial(rank_memory, work, each, ranks, rough))
     return Prediction(
-        one, seconds, parts, pipeline.bubble, rank_memory(work, each, ranks, rough), each,
+        one, seconds, parts, pipeline.bubble, beside(0, 0), each, beside,
         run.machine.memory - run.machine.context, model, run.tokens * one.samples, peak * layout.world_size,
     )  # fmt: skip
 
@@ -68,4 +72,5 @@ def _parts(
         "bubble": pipeline.bubble * pipeline.seconds * one.accumulated,
         "replicas": sync,
         "optimizer": update,
+        "python": sum(c.python for c in costs) * times,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,11 @@ class RankMemory:
     activations: float
     buffers: float
     peak: float
+
+    @property
+    def live(self) -> float:
+        """Bytes of what a step makes and lets go: activations, and buffers of communication."""
+        return self.activations + self.buffers
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Prediction:
         bubble: the share of the pipeline's time in which ranks wait.
         stages: memory of the first rank of each place along the pipeline.
         each: what each rank holds and sends.
+        beside: the same as ``stages`` of the ranks with these indices along the tensor and sequence axes.
         memory: that a device has for a run.
         flops: of the model in one step, forward and backward once, over all replicas.
         tokens: in one step.
@@ -71,6 +77,7 @@ class Prediction:
     bubble: float
     stages: tuple[RankMemory, ...]
     each: EachRank
+    beside: Callable[[int, int], tuple[RankMemory, ...]]
     memory: float
     flops: float
     tokens: float

@@ -92,6 +92,7 @@ class Unit:
         parameters: that it uses.
         given: memory that comes from units before it, of the batch.
         used_later: memory of its own that other units use.
+        functions: how many functions it calls, views included.
     """
 
     path: str
@@ -99,6 +100,7 @@ class Unit:
     parameters: tuple[Parameter, ...]
     given: frozenset[int]
     used_later: frozenset[int]
+    functions: int = 0
 
     @cached_property
     def flops(self) -> float:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
-from lightning_par.planner.replay import RETURNED, TAKEN
+from lightning_par.planner.replay import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
 
 LOSS_BYTES = 4
 
-Sender = Callable[[int, int], tuple[dict[str, float], ...]]
-"""What a rank sends along the tensor and sequence axes for each stage in one microbatch, by its indices on the two."""
+Sender = Callable[[int, int], tuple[StageReplay, ...]]
+"""What one microbatch is to a rank in each stage, by its indices along the tensor and sequence axes."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class ByRank:
             return {"sequence": 0.0, "tensor": 0.0}
         stages = self.sender(tensor, replica % one.layout.sequence)
         times = one.microbatches * one.accumulated
-        found = {axis: sum(stages[s][axis] for s in own) * times for axis in ("sequence", "tensor")}
+        found = {axis: sum(stages[s].sent[axis] for s in own) * times for axis in ("sequence", "tensor")}
         again = [self.work.units[u].again_sent for s in own for u in self.work.profile.stages.units[s]]
         found["tensor"] += sum(again) * times  # what backward computes again is not in the recorded step
         if one.layout.pipeline > 1:
@@ -100,8 +100,8 @@ class ByRank:
         stages = work.profile.stages
         times = one.microbatches * one.accumulated
         crossing = self.sender(tensor, replica % one.layout.sequence)
-        there = sum(crossing[s + 1][TAKEN] for s in own if s + 1 < len(stages.units) and s + 1 not in own)
-        back = sum(crossing[s][RETURNED] for s in own if s and s - 1 not in own)
+        there = sum(crossing[s + 1].sent[TAKEN] for s in own if s + 1 < len(stages.units) and s + 1 not in own)
+        back = sum(crossing[s].sent[RETURNED] for s in own if s and s - 1 not in own)
         return (there + back) * times + self._tied(own) * one.accumulated
 
     def _tied(self, own: Sequence[int]) -> float:

@@ -3,43 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+from lightning_par.fsdp.buckets import BUCKET_BYTES as FSDP_BUCKET_BYTES
+from lightning_par.optim.gradient_sync import BUCKET_BYTES
 from lightning_par.planner.layout_work import LayoutWork
-from lightning_par.planner.pipeline_time import in_flight, rough_flight
+from lightning_par.planner.pipeline_time import in_flight, rough_flight, schedule_of, simulated
 from lightning_par.planner.prediction import RankMemory
 from lightning_par.planner.rank_bytes import ByRank
-from lightning_par.planner.replay import KEPT, PEAK
+from lightning_par.planner.step_memory import Averaged, StepOrder, order_of, peak_of
+from lightning_par.planner.stored_parts import stored_part
 
 
-def rank_memory(work: LayoutWork, each: ByRank, ranks: Sequence[Sequence[int]], rough: bool) -> tuple[RankMemory, ...]:
-    """The memory of each rank along the pipeline; a ``rough`` one goes by formulas for the schedule."""
-    stages, one, run, p = work.profile.stages, work.one, work.run, work.run.precision
+def rank_memory(
+    work: LayoutWork, each: ByRank, ranks: Sequence[Sequence[int]], rough: bool, tensor: int = 0, sequence: int = 0
+) -> tuple[RankMemory, ...]:
+    """The memory of each rank along the pipeline with these indices along the tensor and sequence axes.
+
+    A ``rough`` one goes by formulas for the schedule.
+    """
+    one, run, p = work.one, work.run, work.run.precision
     # Functions that run one by one keep what a run of them keeps; what a compiler fuses is reckoned.
-    counted = each.sender(0, 0) if not (rough or run.fused or run.recompute != "none") else None
-    if counted is None:
-        kept = [sum(work.units[u].kept for u in units) for units in stages.units]
-        extras = [max((work.units[u].extra for u in units), default=0.0) for units in stages.units]
-    else:
-        kept = [stage[KEPT] for stage in counted]
-        extras = [stage[PEAK] - stage[KEPT] for stage in counted]
+    counted = None if rough or run.fused or run.recompute != "none" else _counted(work, each, tensor, sequence)
+    held = _reckoned(work, ranks, rough) if counted is None else []
+    found = []
+    for rank, own in enumerate(ranks):
+        units = [u for s in own for u in work.profile.stages.units[s]]
+        fixed = each.held(rank, tensor, sequence)
+        count = fixed.parameters / p.weights
+        stored = one.stored and work.replicas.size > 1
+        buffers = _gathered(work, units) if stored else count * p.copy
+        if counted is None:
+            activations = held[rank]
+        elif stored and one.layout.pipeline > 1:
+            activations = peak_of(counted, rank, True, [])
+            buffers = 0.0
+            activations = max(activations + _whole(work, own, tensor, p.moved), _summed(work, own, tensor))
+        else:
+            apart = one.layout.pipeline > 1 and one.accumulated > 1
+            activations = peak_of(counted, rank, apart, _averaged(work, own, tensor))
+            buffers = 0.0 if stored else buffers
+        peak = (
+            fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
+        ) * run.machine.fragmentation
+        found.append(RankMemory(fixed.parameters, fixed.gradients, fixed.optimizer, activations, buffers, peak))
+    return tuple(found)
+
+
+def _reckoned(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -> list[float]:
+    """Bytes that the units keep for the microbatches under way, and beside them while the largest runs backward."""
+    stages, one = work.profile.stages, work.one
+    kept = [sum(work.units[u].kept for u in units) for units in stages.units]
+    extras = [max((work.units[u].extra for u in units), default=0.0) for units in stages.units]
     if one.layout.pipeline == 1:
         held = [sum(kept)]
     else:
         held = (rough_flight if rough else in_flight)(
             one.schedule, one.layout.pipeline, one.microbatches, one.chunks, kept
         )
-    found = []
-    for rank, own in enumerate(ranks):
-        units = [u for s in own for u in stages.units[s]]
-        fixed = each.held(rank, 0, 0)
-        count = fixed.parameters / p.weights
-        buffers = _gathered(work, units) if one.stored and work.replicas.size > 1 else count * p.copy
-        activations = held[rank] + max(extras[s] for s in own)
-        peak = (
-            fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
-        ) * run.machine.fragmentation
-        found.append(RankMemory(fixed.parameters, fixed.gradients, fixed.optimizer, activations, buffers, peak))
-    return tuple(found)
+    return [size + max(extras[s] for s in own) for size, own in zip(held, ranks)]
+
+
+def _counted(work: LayoutWork, each: ByRank, tensor: int, sequence: int) -> StepOrder | None:
+    """All ranks' events with what they make live."""
+    one = work.one
+    traces = [stage.trace for stage in each.sender(tensor, sequence)]
+    if any(trace is None for trace in traces):
+        return None
+    schedule = None
+    if one.layout.pipeline > 1:
+        schedule = schedule_of(
+            one.schedule, one.layout.pipeline, simulated(one.layout.pipeline, one.microbatches), one.chunks
+        )
+    return order_of(schedule, traces)  # type: ignore[arg-type]
+
+
+def _averaged(work: LayoutWork, own: Sequence[int], tensor: int) -> list[Averaged]:
+    """The messages of gradients' averages over replicas, where each holds all weights."""
+    size = work.replicas.size
+    if size == 1:
+        return []
+    p = work.run.precision
+    held = [x for x in work.profile.stages.held(own) if x.trained]
+    if work.one.stored:
+        held = [x for x in held if not stored_part(x, tensor, size, 0, True).message]
+    found: list[Averaged] = []
+    for x in reversed(held):
+        nbytes = prod(x.part(tensor)) * p.gradients
+        if not found or found[-1].nbytes + nbytes > BUCKET_BYTES:
+            found.append(Averaged(frozenset(), 0))
+        found[-1] = Averaged(found[-1].names | {x.name}, found[-1].nbytes + nbytes)
+    return found
 
 
 def _gathered(work: LayoutWork, units: Sequence[int]) -> float:
@@ -50,3 +104,21 @@ def _gathered(work: LayoutWork, units: Sequence[int]) -> float:
         # and one message of each kind, laid out in one piece
         return (sum(sizes) + sizes[0]) * (p.moved + p.gradients)
     return sum(sizes[:2]) * p.moved + sum(sizes[:1]) * (p.moved + p.gradients)
+
+
+def _whole(work: LayoutWork, own: Sequence[int], tensor: int, itemsize: int) -> float:
+    """Bytes of the weights that ranks store parts of, gathered."""
+    size = work.replicas.size
+    held = [x for x in work.profile.stages.held(own) if stored_part(x, tensor, size, 0, True).message]
+    return float(sum(prod(x.part(tensor)) for x in held) * itemsize)
+
+
+def _summed(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
+    """Bytes while whole gradients of a pipeline's step are summed, beside the whole weights: see `fsdp.buckets`."""
+    size, p = work.replicas.size, work.run.precision
+    parts = [stored_part(x, tensor, size, 0, True) for x in work.profile.stages.held(own) if x.trained]
+    own_bytes = sum(part.message for part in parts) * p.gradients
+    bucket = min(own_bytes * size, 2 * FSDP_BUCKET_BYTES)  # one is on its way while the next one is laid out
+    return (
+        _whole(work, own, tensor, p.moved) + _whole(work, own, tensor, p.gradients) + bucket + bucket / size + own_bytes
+    )

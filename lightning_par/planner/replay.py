@@ -19,10 +19,13 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
+from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
-from lightning_par.planner.live_bytes import LiveBytes
+from lightning_par.planner.gathered_blocks import GatheredBlocks
 from lightning_par.planner.recorded import RecordedStep
+from lightning_par.planner.stage_trace import StageTrace, TraceRecorder
 from lightning_par.planner.stages import StageCut
+from lightning_par.planner.storage import Storage, store
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
@@ -40,8 +43,18 @@ from lightning_par.trial.recording import Event, returned
 TAKEN, RETURNED = "taken", "returned"
 """Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
 
-KEPT, PEAK = "kept", "peak"
-"""Of a stage and one microbatch: bytes of live tensors between forward and backward, and the most at any time."""
+
+@dataclass(frozen=True)
+class StageReplay:
+    """What one microbatch is to a rank in one stage.
+
+    Attributes:
+        sent: bytes that the rank sends by axis; `TAKEN` and `RETURNED`.
+        trace: bytes of live tensors meanwhile; None where they are not counted.
+    """
+
+    sent: dict[str, float]
+    trace: StageTrace | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ class Place:
         residual: whether tokens are sharded over the tensor axis between islands.
         attention: the scheme of the sequence axis.
         live: whether live tensors are counted, too; slower.
+        split: whether a backward runs in two parts, of inputs and of weights.
     """
 
     tensor: tuple[int, int]
@@ -61,27 +75,25 @@ class Place:
     residual: bool
     attention: Any
     live: bool = False
+    split: bool = False
 
 
-@dataclass(frozen=True)
-class _Uncounted:
-    now: int = 0
-    peak: int = 0
-
-
-def replay(step: RecordedStep, dealt: Dealt, cut: StageCut, place: Place) -> tuple[dict[str, float], ...]:
-    """Bytes that a rank sends for each stage in one forward and backward of ``step``, by axis; `TAKEN` and `RETURNED`.
+def replay(
+    step: RecordedStep, dealt: Dealt, cut: StageCut, place: Place, storage: Storage | None = None
+) -> tuple[StageReplay, ...]:
+    """What one forward and backward of ``step`` is to a rank in each stage.
 
     Args:
         step: as recorded.
         dealt: the islands of the tensor axis.
         cut: into stages.
         place: the rank.
+        storage: parameters that are stored in parts; None: none is.
 
     Raises:
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
-    run = _Replay(step, dealt, place)
+    run = _Replay(step, dealt, place, storage)
     state = RunState.current
     with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
         state.streams.in_step = True
@@ -94,7 +106,7 @@ def replay(step: RecordedStep, dealt: Dealt, cut: StageCut, place: Place) -> tup
 
 
 class _Replay:
-    def __init__(self, step: RecordedStep, dealt: Dealt, place: Place) -> None:
+    def __init__(self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None) -> None:
         self.step, self.place = step, place
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
@@ -115,6 +127,10 @@ class _Replay:
         self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
         for x in step.recording.parameters.values():
             self.values[id(x)] = self._parameter(x, dealt)
+        self.parts: dict[int, Tensor] = {}  # of parameters that are stored in parts, by their ids
+        self.blocks: GatheredBlocks | None = None
+        if storage is not None:
+            self.blocks = store(storage, step, self.values, self.parts, self.tensor.rank, self.fake)
         if self.tokens is not None:
             self._mark_batch()
 
@@ -142,39 +158,65 @@ class _Replay:
             if positions is not None and dim is not None:
                 self.values[id(x)] = BatchTensor(x.detach(), dim, positions, self.tokens)
 
-    def stage(self, first: int, end: int) -> dict[str, float]:
-        """Bytes by axis of the events from ``first`` to ``end``, forward and backward."""
+    def stage(self, first: int, end: int) -> StageReplay:
+        """Of the events from ``first`` to ``end``, forward and backward."""
         made: set[int] = set()
-        for x in self.step.recording.parameters.values():  # what backward makes of it is added to what is there
-            leaf = _inner(self.values[id(x)])
+        leaves: dict[str, Tensor] = {}
+        for names, x in self.step.recording.parameters.items():  # what backward makes of it is added to what is there
+            leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else _inner(self.values[id(x)])
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
         sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
-        arrived = float(sum(size for size, _ in sizes))
-        counting = LiveBytes() if self.place.live else nullcontext(_Uncounted())
-        with ledger() as moved, counting as live:
-            for number, event in enumerate(self.step.events[first:end], first):
-                # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
-                if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
-                    continue
-                args, kwargs = tree_map(self._value, (event.args, event.kwargs))
-                with contextlib.ExitStack() as stack:
-                    if not any(x.requires_grad for x in event.outputs):
-                        stack.enter_context(torch.no_grad())
-                    result = self._run(event, args, kwargs)
-                new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-                for old, value in zip(event.outputs, new, strict=False):
-                    self.values[id(old)] = value
-                    made.add(id(old))
-                del args, kwargs, result, new
-                self._let_go(number)
-            kept = live.now + arrived
-            self._backward(made, end)
-        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: arrived, KEPT: kept, PEAK: live.peak + arrived}
+        arrived = [x for x in map(_inner, (self.values[id(x)] for x in taken if id(x) in self.values))
+                   if x.requires_grad and x.is_leaf]  # fmt: skip
+        recorder = TraceRecorder(leaves) if self.place.live else None
+
+        def counted(op: str) -> Any:
+            return nullcontext() if recorder is None else recorder.action(op)
+
+        with ledger() as moved:
+            with counted("F"):
+                self._forward(made, first, end)
+            roots, grads, after = self._ends(made, end)
+            if self.blocks is not None:
+                after = {}  # nothing follows: there is one stage
+            self._backward(roots, grads, arrived, after, counted)
+        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(size for size, _ in sizes))}
         found[RETURNED] = float(sum(size for size, wanted in sizes if wanted))
         for transfer in moved.transfers:
             found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer.sent
-        return found
+        return StageReplay(found, None if recorder is None else StageTrace(recorder.actions, tuple(sizes)))
+
+    def _forward(self, made: set[int], first: int, end: int) -> None:
+        blocks = self.blocks
+        if blocks is None:
+            self._run_events(made, first, end)
+            return
+        with blocks.saved():
+            for number in range(first, end):
+                self.values |= blocks.before(number)
+                self._run_events(made, number, number + 1)
+                for key in blocks.after(number):
+                    self.values.pop(key, None)
+            for key in blocks.end_forward():
+                self.values.pop(key, None)
+
+    def _run_events(self, made: set[int], first: int, end: int) -> None:
+        for number, event in enumerate(self.step.events[first:end], first):
+            # what takes nothing of the model or of a split batch sends nothing; what makes no tensor reads one
+            if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
+                continue
+            args, kwargs = tree_map(self._value, (event.args, event.kwargs))
+            with contextlib.ExitStack() as stack:
+                if not any(x.requires_grad for x in event.outputs):
+                    stack.enter_context(torch.no_grad())
+                result = self._run(event, args, kwargs)
+            new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            for old, value in zip(event.outputs, new, strict=False):
+                self.values[id(old)] = value
+                made.add(id(old))
+            del args, kwargs, result, new
+            self._let_go(number)
 
     def _let_go(self, number: int) -> None:
         """Of what the event ``number`` was the last to take, all but the loss."""
@@ -188,8 +230,8 @@ class _Replay:
         sharded = any(isinstance(x, ShardedTensor) for x in leaves)
         return dispatch(event.func, args, kwargs) if sharded else event.func(*args, **kwargs)
 
-    def _backward(self, made: set[int], end: int) -> None:
-        """From the values that the stage hands on, and from the loss; what is handed on begins anew."""
+    def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
+        """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew."""
         outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
         loss = [x for x in tree_leaves(self.step.recording.result) if isinstance(x, Tensor) and id(x) in made]
         ends: dict[int, Tensor] = {}
@@ -197,12 +239,26 @@ class _Replay:
             inner = _inner(self.values[id(x)])
             if inner.requires_grad and not inner.is_leaf:
                 ends[id(inner)] = inner
-        if ends:
-            roots = list(ends.values())
-            with unshared():  # gradients are summed up where steps are, not here
-                torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
-        for x in outs:
-            self.values[id(x)] = _anew(self.values[id(x)])
+        roots = [*ends.values()]
+        return roots, [torch.empty_like(x) for x in roots], {id(x): _anew(self.values[id(x)]) for x in outs}
+
+    def _backward(
+        self, roots: list[Tensor], grads: list[Tensor], inputs: list[Tensor], after: dict[int, Any], counted: Any
+    ) -> None:
+        with unshared():  # gradients are summed up where steps are, not here
+            if not self.place.split:
+                with counted("B"):
+                    backward(roots, grads, inputs)
+                    self.values |= after
+                    roots.clear()
+                return
+            split = SplitBackward()
+            with counted("I"):
+                split.inputs(roots, grads, inputs)
+                self.values |= after
+                roots.clear()
+            with counted("W"):
+                split.weights()
 
     def _value(self, x: Any) -> Any:
         return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
@@ -238,6 +294,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 def _anew(x: Any) -> Any:
+    """As another stage has it, in memory of its own."""
     if isinstance(x, ShardedTensor):
         return x.with_local(_anew(x._local))
-    return x.detach().requires_grad_(x.requires_grad)
+    return torch.empty_like(x).detach().requires_grad_(x.requires_grad)

@@ -76,7 +76,7 @@ class Plan:
         waits = sum(one.parts[name] for name in ("tensor", "sequence", "gather", "replicas")) / one.seconds
         return (
             "*" if number == self.chosen else "",
-            _named(one),
+            named(one),
             "yes" if one.fits else f"no, {(one.peak - one.memory) / 1e9:.1f} GB too much",
             f"{one.peak / 1e9:.1f} GB",
             f"{held / 1e9:.1f} GB",
@@ -95,7 +95,7 @@ def layout_dict(one: Prediction) -> dict[str, Any]:
     ranks = []
     for data, pipeline, sequence, tensor in product(*map(range, layout.sizes)):
         where = pipeline, tensor, data * layout.sequence + sequence
-        held, memory = one.each.held(*where), one.stages[pipeline]
+        held, memory = one.each.held(*where), one.beside(tensor, sequence)[pipeline]
         ranks.append(
             {
                 "parameters": round(held.parameters), "gradients": round(held.gradients),
@@ -147,7 +147,8 @@ def _written(one: Prediction) -> dict[str, Any]:
     return {k: v for k, v in one.candidate.arguments().items() if not (k.endswith("_size") and v == 1)}
 
 
-def _named(one: Prediction) -> str:
+def named(one: Prediction) -> str:
+    """A layout in words."""
     candidate = one.candidate
     named = [str(candidate.layout)]
     named += ["fsdp"] * candidate.stored + ["shard_residual"] * candidate.shard_residual

@@ -37,23 +37,39 @@ class Found:
     ruled_out: tuple[RuledOut, ...]
 
 
-def search(planner: Planner, devices: int, samples: int) -> Found:
+@dataclass(frozen=True)
+class Launched:
+    """What is settled of a run that is being started.
+
+    Attributes:
+        batch: samples that its DataLoader gives at a time.
+        replicas: how many there must be; None leaves it open.
+        pipelines: whether its layers may run in stages.
+    """
+
+    batch: int
+    replicas: int | None = None
+    pipelines: bool = True
+
+
+def search(planner: Planner, devices: int, samples: int, launched: Launched | None = None) -> Found:
     """Price the layouts of ``devices`` devices for ``samples`` samples a step.
 
     Args:
         planner: of the module and the machine.
         devices: over all hosts.
         samples: of one step of the optimizer, over all replicas.
+        launched: what the layouts must go with.
     """
     rough: list[Prediction] = []
     out: dict[str, RuledOut] = {}
     for layout in _layouts(planner, devices):
-        reason = _reason(planner, layout, samples)
+        reason = _reason(planner, layout, samples) or _launched_reason(layout, samples, launched)
         if reason is not None:
             key = reason.layout + reason.reason
             out.setdefault(key, reason)
             continue
-        for one in _candidates(planner, layout, samples):
+        for one in _candidates(planner, layout, samples, launched):
             try:
                 rough.append(planner.price(one, devices, rough=True))
             except ValueError as error:
@@ -97,13 +113,29 @@ def _reason(planner: Planner, layout: Layout, samples: int) -> RuledOut | None:
     return None
 
 
-def _candidates(planner: Planner, layout: Layout, samples: int) -> Iterator[Candidate]:
+def _launched_reason(layout: Layout, samples: int, launched: Launched | None) -> RuledOut | None:
+    if launched is None:
+        return None
+    if launched.replicas not in (None, layout.data):
+        return RuledOut(f"data {layout.data}", "a step would be on more batches")
+    if layout.pipeline > 1 and not launched.pipelines:
+        return RuledOut(f"pipeline {layout.pipeline}", "the run can't have stages")
+    if samples // layout.data % launched.batch:
+        return RuledOut(f"data {layout.data}", f"replicas can't share {samples} samples in batches of {launched.batch}")
+    return None
+
+
+def _candidates(planner: Planner, layout: Layout, samples: int, launched: Launched | None) -> Iterator[Candidate]:
     each = samples // layout.data
-    for micro in _micros(each, planner.step.samples):
-        count = each // micro
+    # What a DataLoader gives is one training step, which a pipeline alone cuts.
+    batch = each if launched is None else launched.batch
+    micros = _micros(batch, planner.step.samples)
+    for micro in micros if launched is None or layout.pipeline > 1 else [batch]:
+        count = batch // micro
+        accumulated = count if launched is None else each // batch
         for stored in (False, True) if layout.data * layout.sequence > 1 else (False,):
             for sharded in (False, True) if layout.tensor > 1 and layout.sequence == 1 else (False,):
-                base = Candidate(layout, stored, layout.pipeline == 1, "1f1b", 1, 1, micro, count, sharded)
+                base = Candidate(layout, stored, layout.pipeline == 1, "1f1b", 1, 1, micro, accumulated, sharded)
                 if layout.pipeline == 1:
                     yield base
                     continue
@@ -112,7 +144,13 @@ def _candidates(planner: Planner, layout: Layout, samples: int) -> Iterator[Cand
                         continue
                     if schedule == "interleaved_1f1b" and chunks != stages_per_rank(schedule):
                         continue  # the strategies have as many as the schedule says
-                    yield replace(base, schedule=schedule, chunks=chunks, microbatches=count, accumulated=1)
+                    yield replace(
+                        base,
+                        schedule=schedule,
+                        chunks=chunks,
+                        microbatches=count,
+                        accumulated=1 if launched is None else accumulated,
+                    )
 
 
 def _micros(each: int, batch: int) -> list[int]:

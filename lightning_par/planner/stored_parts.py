@@ -81,12 +81,14 @@ class BlockMessage:
 
     Attributes:
         paths: of the block's modules.
+        names: of its weights.
         numel: elements of a rank's part.
         trained: of those with gradients.
         flags: of several parameters with gradients, each an element of the sum's message.
     """
 
     paths: tuple[str, ...]
+    names: tuple[str, ...]
     numel: int
     trained: int
     flags: int
@@ -125,5 +127,6 @@ def _message(block: Block, known: Mapping[str, StoredPart]) -> BlockMessage:
     parts = [known[name] for name in block.weights]
     trained = [part for part in parts if part.parameter.trained]
     return BlockMessage(
-        block.paths, sum(p.message for p in parts), sum(p.message for p in trained), len(trained) * (len(trained) > 1)
+        block.paths, block.weights, sum(p.message for p in parts), sum(p.message for p in trained),
+        len(trained) * (len(trained) > 1),
     )  # fmt: skip

@@ -30,6 +30,7 @@ class UnitCost:
         again_sent: bytes that a rank sends along the tensor axis for what is computed again.
         ring_forward: seconds in which attention waits for keys and values of other ranks.
         ring_backward: the same in backward.
+        python: seconds of Python that no kernel hides, forward and backward.
     """
 
     forward: float
@@ -44,6 +45,7 @@ class UnitCost:
     again_sent: float
     ring_forward: float
     ring_backward: float
+    python: float
 
 
 def unit_cost(unit: Unit, s: Setting) -> UnitCost:
@@ -73,7 +75,7 @@ def unit_cost(unit: Unit, s: Setting) -> UnitCost:
     ring = sequence_messages(unit, s, times)
     return UnitCost(
         forward, inputs, weights, again, kept, (plain - kept if again_ops else 0.0) + _largest(unit, s),
-        *moved, *ring,
+        *moved, *ring, unit.functions * s.machine.overheads.function(s.tensor, s.sequence, s.shard_residual),
     )  # fmt: skip
 
 

@@ -50,6 +50,15 @@ def asked_checkpoint(trainer: Any) -> Any:
     return None if frame is None else frame.f_locals["ckpt_path"]
 
 
+def checkpoint_of_run(trainer: Any) -> tuple[Any, bool | None]:
+    """The path of the checkpoint that the running entry point will load, if any, and its ``weights_only``; Lightning
+    hands both on from function to function."""
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer):
+        frame = frame.f_back
+    return (None, None) if frame is None else (frame.f_locals["ckpt_path"], frame.f_locals.get("weights_only"))
+
+
 def begin_epoch(trainer: Any) -> None:
     """Let the fit loop, which is about to run, begin an epoch, whatever of another one it was restored from. It takes
     itself for within one wherever there are ``max_steps``."""

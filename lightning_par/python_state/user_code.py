@@ -95,7 +95,7 @@ def line_of(error: BaseException) -> str | None:
     """
     traceback, place = error.__traceback__, None
     while traceback is not None:
-        if not traceback.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_par.")):
+        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "lightning_par"):
             place = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place

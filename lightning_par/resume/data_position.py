@@ -61,21 +61,26 @@ class Resumed:
         batches: of the epoch that need not be run again.
         now: the generators when it was written.
         began: the generators when the epoch's iterator was made.
-        first: the generators when its first batch was asked for.
+        first: the generators when its first batch was asked for; None as long as it was not.
         loaders: states of those loaders that have one.
         loaders_began: the same when the epoch's iterator was made.
     """
 
     batches: int
     now: State
-    began: State
-    first: State
+    began: State | None
+    first: State | None
     loaders: list[Any] = field(default_factory=list)
     loaders_began: list[Any] = field(default_factory=list)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the epoch's iterator was made, which may have drawn, and no batch was asked for."""
+        return self.batches == 0 and self.began is not None and self.first is None
+
 
 class DataPosition:
-    """Where a run stands in its training data; of one fit.
+    """Where a run stands in its training data; of one fit, after whose end it can still be saved.
 
     Attributes:
         resumed: what is to be gone on from, until it was.
@@ -108,10 +113,6 @@ class DataPosition:
         """Of the loaders that have one."""
         return [loader.state_dict() for loader in self.stateful]
 
-    def forget(self) -> None:
-        """The run has ended: let its loaders go."""
-        self.found, self.stateful = [], []
-
     def saved(self, in_step: bool, in_validation: bool = False) -> State:
         """What goes into a checkpoint, by the names of `Resumed`.
 
@@ -119,7 +120,7 @@ class DataPosition:
             in_step: whether batches were run since the last optimizer step, which will be run again.
             in_validation: whether a validation runs, which will be run again.
         """
-        if self.resumed is not None and self.resumed.batches:  # it was not gone on from yet
+        if self.resumed is not None and (self.resumed.batches or self.resumed.has_begun):  # not gone on from yet
             return {name: getattr(self.resumed, name) for name in KEPT}
         again = self.step if in_step else self.validation if in_validation else None
         now = self.standing() if again is None else again

@@ -91,12 +91,21 @@ def at_next_epoch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
 
     Under ``max_steps`` Lightning takes itself for within the epoch, and runs a batch too many of it.
     """
-    progress, epoch = fit_loop[BATCHES], fit_loop["epoch_progress"]
-    return {
-        **fit_loop,
-        BATCHES: {**progress, "current": dict.fromkeys(progress["current"], 0), "is_last_batch": False},
-        "epoch_progress": {kind: dict.fromkeys(counts, counts["ready"]) for kind, counts in epoch.items()},
-    }
+    epoch = {kind: dict.fromkeys(counts, counts["ready"]) for kind, counts in fit_loop["epoch_progress"].items()}
+    return {**before_first_batch(fit_loop), "epoch_progress": epoch}
+
+
+def is_at_epoch_start(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was written by a hook at the start of an epoch, where batches are those of the last one."""
+    epoch = fit_loop["epoch_progress"]["current"]
+    return bool(epoch["started"] < epoch["ready"])
+
+
+def before_first_batch(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with no batch of its epoch run; of one that `is_at_epoch_start` Lightning runs the last batch alone."""
+    progress = fit_loop[BATCHES]
+    none = {**progress, "current": dict.fromkeys(progress["current"], 0), "is_last_batch": False}
+    return {**fit_loop, BATCHES: none}
 
 
 def in_batches_of(fit_loop: Mapping[str, Any], ratio: Fraction) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from lightning_par.resume.global_batch import GlobalBatch
 from lightning_par.resume.progress import (
     after_batch,
     at_next_epoch,
+    before_first_batch,
     in_batches_of,
+    is_at_epoch_start,
     is_over,
     is_within_batch,
     reopened,
@@ -91,6 +93,8 @@ def counted_anew(
         restarted: whether a launcher started the same run again. Else an epoch that ``max_steps`` has ended is over, as
             with Lightning on one device.
     """
+    if is_at_epoch_start(fit_loop):
+        fit_loop = before_first_batch(fit_loop)
     state = to_step(reopened(fit_loop) if restarted else fit_loop, window)
     if is_within_batch(state):
         state = after_batch(state)

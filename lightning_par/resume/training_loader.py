@@ -93,7 +93,7 @@ def _kind(base: Any, namespace: Namespace, stateful: bool) -> type:
                 with generators.kept(watch.position.found):
                     self._begin(resumed.loaders)
             else:
-                watch.position.began = watch.position.standing().saved()
+                watch.position.began, watch.position.first = watch.position.standing().saved(), None
                 self._begin([] if resumed is None else resumed.loaders)
             return self
 
@@ -117,21 +117,32 @@ def _kind(base: Any, namespace: Namespace, stateful: bool) -> type:
             position = self.watch.position
             resumed, position.resumed = position.resumed, None
             batches = self.watch.batches(resumed) if resumed is not None else 0
+            if resumed is not None and resumed.has_begun and self.early:
+                self._begin_again(resumed)
+                position.first = position.standing().saved()
+                return
             if resumed is None or not batches:
                 if self.early:
                     position.began = position.standing().saved()
                     self._begin(resumed.loaders if resumed is not None else [])
                 position.first = position.standing().saved()
                 return
-            position.began, position.first = resumed.began, resumed.first
-            states = resumed.loaders if self.stateful else resumed.loaders_began
+            assert resumed.first is not None
             with generators.kept(position.found):
-                put_back(resumed.began, position.found)
-                self._begin(states)
-                position.loaders_began = resumed.loaders_began
+                self._begin_again(resumed)
+                position.first = resumed.first
                 put_back(resumed.first, position.found)
                 if not self.stateful:
                     self._skip(batches)
+
+        def _begin_again(self, resumed: Resumed) -> None:
+            """Make the iterator as that of the epoch was made, and leave the generators where they stood then."""
+            position = self.watch.position
+            assert resumed.began is not None
+            put_back(resumed.began, position.found)
+            self._begin(resumed.loaders if self.stateful else resumed.loaders_began)
+            position.began, position.loaders_began = resumed.began, resumed.loaders_began
+            put_back(resumed.now, position.found)
 
         def _skip(self, batches: int) -> None:
             for i in range(batches):

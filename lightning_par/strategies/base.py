@@ -2,8 +2,8 @@
 
 No Lightning is imported here: the classes are mixins, and `lightning_par.strategies.lightning` and `lightning_par.pl`
 join them to the ``ParallelStrategy`` of their Lightning. `ranks` says who the ranks are, `building` how the module is
-built on them, `parts` what is laid out over them, `steps` what they do in a step, `saving` what they write; here is the
-order of a run.
+built on them, `parts` what is laid out over them, `steps` what they do in a step, `saving` what they write,
+`preempting` where they stop when they are told to; here is the order of a run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_par.absent.deferred.materialise import materialise
 from lightning_par.callbacks.model_summary import restore_summaries, summarize_whole
+from lightning_par.callbacks.parallel_trace import ParallelTraceMixin
 from lightning_par.callbacks.prediction_writers import refuse_batch_size_finder, restore_writers, write_predictions_once
 from lightning_par.callbacks.throughput import ThroughputMixin
 from lightning_par.callbacks.throughput_monitor import count_samples_once
@@ -40,6 +41,7 @@ from lightning_par.strategies.building import BuildingMixin
 from lightning_par.strategies.initial_weights import equalize
 from lightning_par.strategies.logging import gather_metrics_over, restore_metrics
 from lightning_par.strategies.parts import Parts, make_parts
+from lightning_par.strategies.preempting import PreemptingMixin
 from lightning_par.strategies.saving import SavingMixin
 from lightning_par.strategies.steps import StepsMixin
 from lightning_par.tensor.kept_tensors import make_held_whole
@@ -49,7 +51,7 @@ _LARGE = 4 << 20  # bytes of a block that is worth the system's work for it each
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
+class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
     """What every strategy of this package does for Lightning; a subclass says how the ranks are laid out.
 
     Subclasses override `resolve_layout` and `wanted`.
@@ -125,7 +127,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     def _shard_model(self, trainer: Any) -> None:
         """Called once the module is whole, equal on all ranks, converted and on the device; before optimizers exist."""
         assert self.lightning_module is not None
-        first = FirstStep(trainer, self.lightning_module, self.root_device, self.groups.world)
+        first = self._first_step(trainer)
         for part in self.parts:
             part.listen(first)
         for part in self.parts:
@@ -133,7 +135,7 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
                 self._preemption.at_start_up()
             part.make_plan(first)
         for callback in trainer.callbacks:
-            if isinstance(callback, ThroughputMixin):
+            if isinstance(callback, ThroughputMixin | ParallelTraceMixin):
                 callback.look(first)
         first.forget()
         for part in self.parts:
@@ -142,6 +144,10 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
     def _materialise(self, module: nn.Module) -> None:
         """Give what this rank keeps of ``module`` its values."""
         materialise(module)
+
+    def _first_step(self, trainer: Any) -> FirstStep:
+        assert self.lightning_module is not None
+        return FirstStep(trainer, self.lightning_module, self.root_device, self.groups.world)
 
     def _unshard_model(self) -> None:
         """Called after a run that ended well, on all ranks: make the module whole again, if there is room for it."""
@@ -223,20 +229,6 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._starting = False
         self._share_metrics()
 
-    def on_train_end(self) -> None:
-        if self._preemption is not None:
-            self._preemption.at_train_end()
-
-    def has_stopped_by(self, exception: BaseException) -> bool:
-        """Whether ``exception`` is the one by which all ranks have stopped, as a signal had told them to."""
-        return self._preemption is not None and exception is self._preemption.raised
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._preemption is not None and self.has_stopped_by(exception):
-            self._meet_after_exception()
-            self._preemption.finish(self)
-
     def on_validation_start(self) -> None:
         self._share_metrics()
 
@@ -247,6 +239,18 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
         self._share_metrics()
 
     def teardown(self) -> None:
+        try:
+            self._end_state()
+            self._stop_for_the_last_time()
+        except BaseException as exception:
+            if not self.has_stopped_by(exception):  # else Lightning tears down once more, after it was saved
+                self._close_preemption()
+            raise
+        preemption = self._close_preemption()
+        if preemption is not None:
+            preemption.at_the_end()
+
+    def _end_state(self) -> None:
         state, self._state = self._state, RunState()
         try:
             with state.entered():
@@ -256,11 +260,6 @@ class StrategyMixin(BuildingMixin, StepsMixin, SavingMixin):
             self._end_watch()
             give_back_freed(None)
             release(self, patches.all_kinds(self.namespace))
-            preemption, self._preemption = self._preemption, None
-            if preemption is not None:
-                preemption.close()
-        if preemption is not None:
-            preemption.at_the_end()
 
     def _undo_setup(self) -> None:
         module = self.lightning_module

@@ -131,7 +131,7 @@ class Preemption:
         self._stop(saves)
 
     def at_train_end(self) -> None:
-        """All batches are trained, and `on_train_end` hooks have run."""
+        """All batches are trained, and `on_train_end` hooks have run; or the module was made whole after these."""
         if self._arrives(of_all=True):
             self._stop(saves=self._has_trained())
 

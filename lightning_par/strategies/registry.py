@@ -23,6 +23,7 @@ CLASSES = {
     "sequence_parallel": "SequenceParallelStrategy",
     "layer_placement": "LayerPlacementStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
+    "auto_parallel": "AutoParallelStrategy",
 }
 
 # The module that holds a namespace's registry -> our module with the classes made for that namespace.

@@ -270,8 +270,6 @@ class ResumingMixin(RanksMixin):
     def _end_resuming(self) -> None:
         """Called at the end of a run."""
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        if self._position is not None:
-            self._position.forget()
         if self._handed_out is not None:
             self._handed_out.end()
         if self._unnoted is not None:

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def peek_batch(trainer: Any, module: Any) -> Any:
+def peek_batch(trainer: Any, module: Any, resuming: bool = False) -> Any:
     """The batch that the running entry point's step will get first, as the step will get it; None if there is none.
 
     All ranks must call it, and all get the first rank's batch. No sample is consumed and no generator of random
@@ -41,6 +41,7 @@ def peek_batch(trainer: Any, module: Any) -> Any:
     Args:
         trainer: in an entry point, its ``strategy.setup_environment()`` done.
         module: whose batch transfer hooks are applied.
+        resuming: whether a checkpoint will be loaded that is not yet.
 
     Raises:
         ValueError: looking would change what the run gets; on all ranks.
@@ -50,7 +51,7 @@ def peek_batch(trainer: Any, module: Any) -> Any:
     source = data_source(trainer)
     vars(source).pop("dataloader", None)  # of a run that ended before it came to its data
     with generators.kept():
-        peeked = _request(trainer, module, source, strategy.namespace)
+        peeked = _request(trainer, module, source, strategy.namespace, resuming)
         batch = peeked.batch if peeked is not None and strategy.groups.world.tells() else None
         batch = broadcast_batch(batch, strategy.groups.world, strategy.root_device)
         if isinstance(batch, _Refused):
@@ -85,7 +86,7 @@ def count_loaders(trainer: Any) -> int:
     return again.loaders if isinstance(again, _Again) else 1
 
 
-def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _Peeked | None:
+def _request(trainer: Any, module: Any, source: Any, namespace: Namespace, resuming: bool) -> _Peeked | None:
     """Ask the user's hook for the loader; arrange what Lightning gets when it asks, later."""
     if not source.is_defined() or _skips(trainer, module):
         return None
@@ -95,7 +96,7 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace) -> _P
     except Exception:
         state.restore()
         return None  # a hook may need what exists only once the run has begun; there it raises again, or not
-    fixed = generators.same_global_state(before) and not resumes(trainer)
+    fixed = generators.same_global_state(before) and not resuming and not resumes(trainer)
     if not fixed:
         state.restore()
     read = read_by(source)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lightning_par.mesh.stop_line import Point, StopLine
+from lightning_par.mesh.stop_line import ENDED, Point, StopLine
 
 
 @dataclass
@@ -59,6 +59,11 @@ class State:
                 state = copy.deepcopy(self)
                 state.told[i] = state.ranks[i].line.tell()
                 yield state
+                if self.ranks[i].done == len(self.ranks[i].points):  # its run has ended: it is not told, nor asked
+                    state = copy.deepcopy(self)
+                    state.told[i] = ENDED
+                    state.drawn.add(i)
+                    yield state
             elif len(self.told) == len(self.ranks) and i not in self.drawn:
                 state = copy.deepcopy(self)
                 state.ranks[i].line.draw(max(self.told.values()))

@@ -167,10 +167,14 @@ def ranks_of(layout: dict[str, Any]) -> int:
 @lru_cache
 def planner(case: str) -> Planner:
     """Of ``case``, on a machine that does not matter here."""
-    model = MODELS[case]
-    batch = default_collate(model.data(0)[: model.batch_size])
     machine, _ = read_machine("8xH100")
-    return Planner(model.module, batch, machine)
+    return Planner(MODELS[case].module, batch_of(case), machine)
+
+
+def batch_of(case: str) -> Any:
+    """Its first."""
+    model = MODELS[case]
+    return default_collate(model.data(0)[: model.batch_size])
 
 
 def planned(case: str, layout: dict[str, Any]) -> list[Counted]:

@@ -16,6 +16,7 @@ from lightning_par.private.trainer import (
     before_validations,
     begin_epoch,
     begin_evaluation,
+    checkpoint_of_run,
     dummy_experiment,
     go_on_after_batch,
     is_entry_point,
@@ -168,6 +169,25 @@ def test_another_checkpoint_is_restored_than_was_asked_for(namespace: Namespace,
     trainer.ckpt_path = tmp_path / "two.ckpt"
     trainer.fit(Asking())
     assert seen[3:] == [tmp_path / "two.ckpt"], "once"
+
+
+@both
+def test_the_path_that_a_run_will_load_is_known_in_its_hooks(namespace: Namespace, tmp_path: Path) -> None:
+    trainer_class = namespace.from_pytorch("trainer", "Trainer")
+    module_class = namespace.from_pytorch("demos.boring_classes", "BoringModel")
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    options |= dict(accelerator="cpu", devices=1, limit_val_batches=0, limit_train_batches=3)
+    seen: list[Any] = []
+
+    class Asking(module_class):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            seen.append(checkpoint_of_run(self.trainer))
+
+    trainer = trainer_class(max_steps=1, **options)
+    trainer.fit(Asking())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    trainer_class(max_steps=2, **options).fit(Asking(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert seen == [(None, None), (tmp_path / "one.ckpt", True)] and checkpoint_of_run(trainer) == (None, None)
 
 
 @both

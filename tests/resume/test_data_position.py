@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,52 @@ def _resumes(folder: Path, kind: str, accumulate: int, sizes: dict[str, int], wh
         assert losses[-len(again) :] == again, (kind, step)
         assert all(torch.equal(a, b) for a, b in zip(weights, trained)), (kind, step)
         assert asked is None or len(asked) == len(again), "batches were asked for that had been run"
+
+
+class SavesAndStops(L.Callback):
+    """Saves before the first batch of the third epoch, or when the second has ended."""
+
+    def __init__(self, path: Path, hook: str) -> None:
+        self.path, self.epoch = path, 2
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+            raise KeyboardInterrupt
+
+
+def _goes_on_between_epochs(folder: Path, kind: str, accumulate: int, sizes: dict[str, int], hook: str) -> None:
+    losses, weights, _ = fit(folder, kind, accumulate, sizes, None, saves=False)
+    path, ends = folder / "end.ckpt", hook == "end"
+    with quiet():
+        L.seed_everything(7, verbose=False)
+        options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = Trainer(
+            strategy=HybridParallelStrategy(**sizes), accelerator="cpu", devices=max(sizes.values(), default=1),
+            max_epochs=2 if ends else 3, accumulate_grad_batches=accumulate,
+            callbacks=[] if ends else [SavesAndStops(path, hook)], **options,
+        )  # fmt: skip
+        with nullcontext() if ends else pytest.raises(SystemExit):
+            trainer.fit(Net(), loader(kind))
+        if ends:
+            trainer.save_checkpoint(path)
+    again, trained, _ = fit(folder, kind, accumulate, sizes, path, saves=False)
+    assert len(again) == len(losses) // 3, (len(again), len(losses))
+    assert losses[-len(again) :] == again
+    assert all(torch.equal(a, b) for a, b in zip(weights, trained))
+
+
+@slow("augmented-*1-*", "generator-*2-*", "*stateful-*2-*", "half*", "two-*", "stream-*", "*-3")
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "end"])
+@pytest.mark.parametrize("kind", ["augmented", "generator", "two", "stream", "stateful", "half stateful"])
+def test_a_run_goes_on_between_epochs(
+    kind: str, hook: str, ranks: int, accumulate: int, pool: Pool, tmp_path: Path
+) -> None:
+    sizes = {} if ranks == 1 else {"data_parallel_size": 2}
+    pool.run(ranks, _goes_on_between_epochs, tmp_path, kind, accumulate, sizes, hook)
 
 
 KINDS = ["augmented", "generator", "weighted", "two", "stream", "stateful", "half stateful"]

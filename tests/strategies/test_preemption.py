@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,10 +14,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins import Precision
 from torch.utils.data import DataLoader
 
 from tests.endurance.signal_job import STRATEGIES, Loader, Net
-from tests.endurance.signals import SENDINGS
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 
@@ -62,7 +60,8 @@ def _run(
 ) -> dict[str, Any]:
     """Run an entry point; what it ended by, and what it left."""
     torch.set_default_dtype(torch.float64)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it for what it runs aside
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     threads = _threads()
     tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(1))
@@ -212,17 +211,66 @@ def _shuffled(folder: Path, path: Path | None, *callbacks: Any) -> list[torch.Te
     return [x.detach().clone() for x in net.parameters()]
 
 
-def _resumes_in_validation(folder: Path) -> float:
+def _resumes(folder: Path, hook: str, times: int) -> float:
     folder.mkdir(exist_ok=True)
     whole = _shuffled(folder, None)
-    _shuffled(folder, None, Sends("on_validation_batch_start", times=2))
+    _shuffled(folder, None, Sends(hook, times=times, **HEARD))
     (path,) = folder.glob("last-preempted*")
-    resumed = _shuffled(folder, path)
+    resumed = _shuffled(folder, path, Draws())
     return max(float((a - b).abs().max()) for a, b in zip(whole, resumed, strict=True))
 
 
+class Draws(Callback):
+    """In a run that is resumed."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1 and trainer.fit_loop.restarting:
+            torch.rand(3)
+
+
 def test_data_that_is_drawn_is_gone_on_with_from_within_a_validation(pool: Pool, tmp_path: Path) -> None:
-    assert max(pool.run(2, _resumes_in_validation, tmp_path / "run")) < 1e-9
+    assert max(pool.run(2, _resumes, tmp_path / "run", "on_validation_batch_start", 2)) < 1e-9
+
+
+def test_data_that_is_drawn_is_gone_on_with_before_an_epochs_first_batch(pool: Pool, tmp_path: Path) -> None:
+    assert max(pool.run(2, _resumes, tmp_path / "run", "on_train_epoch_start", 1)) < 1e-9
+
+
+class Tells(Precision):
+    """Sends signals while the strategy tears down."""
+
+    def __init__(self, *sends: Sends) -> None:
+        self.sends = sends
+
+    def teardown(self) -> None:
+        for send in self.sends:
+            send._send()
+
+
+def _ends(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint that is there of a signal in the last hook, and that of one as the run is torn down."""
+    _fit(folder / "hook", kind, "on_train_end", 0, **HEARD)
+    tells = Tells(Sends("_", **HEARD))
+    case = _fit(folder / "torn", kind, "on_exception", 99, plugins=[tells])
+    assert case["restored"] and not case["threads"] and case["code"] == 143, case
+    hook, torn = (torch.load(*(folder / name).rglob("*.ckpt"), weights_only=True) for name in ("hook", "torn"))
+    return hook, torn
+
+
+@slow(but=["fsdp"])
+@pytest.mark.parametrize("kind", ["fsdp", "pipeline", "placement"])
+def test_a_signal_while_a_fit_is_torn_down_saves_what_it_has_trained(kind: str, pool: Pool, tmp_path: Path) -> None:
+    hook, torn = pool.run(2, _ends, tmp_path, kind)[0]
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step"):
+        assert _same(hook[name], torn[name]), name
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(_same, a, b)) if isinstance(a, list) else bool(a == b)
 
 
 def _with_a_users_handler(folder: Path) -> list[int]:
@@ -235,93 +283,3 @@ def _with_a_users_handler(folder: Path) -> list[int]:
 
 def test_a_users_handler_is_called_besides(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, _with_a_users_handler, tmp_path) == [[signal.SIGTERM, 143], [143]]
-
-
-@slow(but=["tensor-SIGUSR1"])
-@pytest.mark.parametrize("sending", [*SENDINGS])
-@pytest.mark.parametrize("strategy", [*STRATEGIES])
-def test_a_job_resumes_from_a_random_moment(strategy: str, sending: str) -> None:
-    command = [sys.executable, "-m", "tests.endurance.signals", "--moments", "1"]
-    command += ["--strategies", strategy, "--sendings", sending]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
-SCRIPT = Path(__file__).parents[1] / "endurance" / "signal_script.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-@slow()
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
-@pytest.mark.parametrize("to", ["parent", "rank 1", "group"])
-@pytest.mark.parametrize("start", ["popen", "fork", "spawn", "torchrun", "workers"])
-def test_launchers(start: str, to: str, number: int, code: int, tmp_path: Path) -> None:
-    """A signal to who started the ranks, to one of them, or to all processes: all end, and one checkpoint is there."""
-    command = [*(TORCHRUN if start == "torchrun" else []), str(SCRIPT), str(tmp_path)]
-    method = "popen" if start in ("torchrun", "workers") else start
-    process = _start([*command, method, str(2 if start == "workers" else 0)])
-    try:
-        _wait_for(tmp_path / "trained")
-        time.sleep(0.5)
-        if to == "group":
-            os.killpg(process.pid, number)
-        else:
-            os.kill(process.pid if to == "parent" else int((tmp_path / "pid-1").read_text()), number)
-        ended = process.wait(60)
-    finally:
-        left = _end(process)
-    assert not left
-    assert [path.name[:15] for path in (tmp_path / "checkpoints").glob("last*")] == ["last-preempted-"]
-    # A fork that ends by itself ends its parent by another exception; torchrun's code is its own.
-    assert ended == (1 if start == "torchrun" or to == "rank 1" and start in ("fork", "spawn") else code)
-
-
-@slow()
-@pytest.mark.parametrize("how", ["hang", "twice", "early"])
-def test_a_job_that_cannot_save_ends(how: str, tmp_path: Path) -> None:
-    grace = "5" if how == "hang" else "100"
-    process = _start([str(SCRIPT), str(tmp_path), "popen", "0", grace, "" if how == "early" else "hang"])
-    try:
-        _wait_for(tmp_path / ("started" if how == "early" else "hangs"))
-        since = time.monotonic()
-        os.kill(process.pid, signal.SIGTERM)
-        if how == "twice":
-            time.sleep(1.5)
-            os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(60) in (143, -signal.SIGTERM)
-        assert time.monotonic() - since < 10.0
-        time.sleep(1.0)
-    finally:
-        left = _end(process)
-    assert not left
-    assert not [*(tmp_path / "checkpoints").glob("last*")]
-
-
-def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    folder = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 (a shell may ignore it)
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, env=environment, cwd=folder, start_new_session=True, preexec_fn=restore)
-
-
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + 100.0
-    while not path.exists():
-        assert time.monotonic() < end, path
-        time.sleep(0.02)
-
-
-def _end(process: subprocess.Popen[bytes]) -> bool:
-    """End what is left once it had some seconds to end by itself; whether there was anything."""
-    end = time.monotonic() + 10.0
-    try:
-        while process.poll() is not None and time.monotonic() < end:
-            os.killpg(process.pid, 0)
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    finally:
-        process.wait()
-    return True

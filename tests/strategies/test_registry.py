@@ -20,6 +20,7 @@ CLASSES = {
     "sequence_parallel": "SequenceParallelStrategy",
     "layer_placement": "LayerPlacementStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
+    "auto_parallel": "AutoParallelStrategy",
 }
 NAMES = tuple(CLASSES)
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -140,6 +141,9 @@ print("cut", cut.settings.schedule)
 trace = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
     "--trainer.callbacks={home}.ScheduleTrace", "--trainer.callbacks.step=5"]).trainer.callbacks
 print("trace", [c.step for c in trace if type(c).__name__ == "ScheduleTrace"])
+trace = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
+    "--trainer.callbacks={home}.ParallelTrace", "--trainer.callbacks.last=7"]).trainer.callbacks
+print("steps", [(c.first, c.last) for c in trace if type(c).__name__ == "ParallelTrace"])
 asked = {{"class_path": "{home}.TensorParallelStrategy", "init_args": {{"tensor_parallel_size": 1}}}}
 print("class_path", cli("--trainer.strategy=" + json.dumps(asked)).tensor_parallel_size)
 made = cli("--trainer.strategy.class_path={home}.TensorParallelStrategy")
@@ -165,7 +169,13 @@ def test_string_without_import(namespace: str, loaded: Outputs) -> None:
 def test_lightning_cli(namespace: str, loaded: Outputs) -> None:
     out = loaded(namespace)
     assert "string TensorParallelStrategy" in out
-    assert "dotted 1" in out and "class_path 1" in out and "cut zbv" in out and "trace [5]" in out
+    assert (
+        "dotted 1" in out
+        and "class_path 1" in out
+        and "cut zbv" in out
+        and "trace [5]" in out
+        and "steps [(2, 7)]" in out
+    )
     assert "refused" in out and "no_such_argument" in out
 
 

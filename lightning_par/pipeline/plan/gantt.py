@@ -85,7 +85,7 @@ def _axis(spans: list[Span], ranks: int, unit: str) -> Iterator[str]:
         y = _TOP + rank * _ROW
         yield f'<text x="{_LEFT - 10}" y="{y + 19}" text-anchor="end">rank {rank}</text>'
         yield f'<rect x="{_LEFT}" y="{y + 2}" {whole}/>'
-    step = _tick(end)
+    step = tick(end)
     for k in range(floor(end / step + 1e-9) + 1):
         x = _LEFT + k * step * scale
         yield f'<path d="M{x:.2f} {bottom}v5" stroke="{_GREY}"/>'
@@ -131,7 +131,7 @@ def _lightness(chunk: int, chunks: int) -> float:
     return 38 + (36 * chunk / (chunks - 1) if chunks > 1 else 0)
 
 
-def _tick(length: float) -> float:
+def tick(length: float) -> float:
     """The smallest of 1, 2 or 5 times a power of ten that makes at most a dozen ticks."""
     if length <= 0:
         return 1.0

@@ -52,7 +52,10 @@ class RowSpread(Spread):
         return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)
 
     def automatic(self, samples: int) -> int:
-        name, ranks = self.settings.schedule, self.axis.size
+        name, ranks, preferred = self.settings.schedule, self.axis.size, self.settings.preferred
+        if preferred is not None and preferred <= samples:
+            self.reason = "as planned"
+            return preferred
         count = microbatches_for(name, ranks, BUBBLE, most=samples, stages=self.stages)
         bubble = predicted_bubble(name, ranks, count, stages=self.stages)
         enough = "for a bubble of at most 10%" if bubble <= BUBBLE else f"as many as a batch has samples ({samples})"

@@ -23,6 +23,7 @@ class Settings:
         allow_batch_coupling: whether microbatches may be trained as batches of their own where samples need one
             another.
         asker: the strategy's name, for messages.
+        preferred: the count that ``"auto"`` takes where samples don't need one another and a batch can be cut so.
 
     Raises:
         ValueError: the schedule is unknown, or the count is no positive int.
@@ -34,6 +35,7 @@ class Settings:
     stages: Wishes | None = None
     allow_batch_coupling: bool = False
     asker: str = "PipelineParallelStrategy"
+    preferred: int | None = None
 
     def __post_init__(self) -> None:
         stages_per_rank(self.schedule)

@@ -69,8 +69,9 @@ class ForwardBackward:
 
     def run(self) -> Effects:
         """Run the step; returns what it did, in plain tensors, on the rank that knows."""
-        order, trace, finals = self._begin(), self.engine.trace, self.finals
+        order, finals = self._begin(), self.finals
         progress = self.engine.axis.progress
+        traces = self._traces()
         for event in order:
             progress.event = event
             if isinstance(event, Exchange):
@@ -84,26 +85,35 @@ class ForwardBackward:
             if isinstance(event, Settling):
                 self._effects = self._end_forwards()
                 continue
-            began = self.messenger.clock() - self.messenger.waited if trace is not None else 0.0
+            began = self.messenger.clock() - self.messenger.waited if traces else 0.0
             if event.op == "F":
                 self._forward(event.stage, event.microbatch)
             else:
                 self._backward(event)
-            if trace is not None:
+            if traces:
                 start = began + self.messenger.waited  # what it waited for messages is no part of the span
-                trace.append(Span(self.engine.axis.rank, event, start, self.messenger.clock()))
+                span = Span(self.engine.axis.rank, event, start, self.messenger.clock())
+                for trace in traces:
+                    trace.append(span)
         progress.event = None
         effects = self._end_forwards() if self._effects is None else self._effects
         if self.meets and not self.rehearses:
             self.in_backward.end()
         return effects
 
+    def _traces(self) -> list[list[Span]]:
+        """Who wants to know when each action ran."""
+        recorder = self.engine.axis.progress.recorder
+        wanted = [self.engine.trace, None if recorder is None else recorder.actions]
+        return [trace for trace in wanted if trace is not None]
+
     def _begin(self) -> tuple[Event, ...]:
         """Agree with the other ranks on what is told; returns this rank's events."""
         engine, ready, inner, hooks = self.engine, self.ready, self.inner_state, self.engine.programs.hooks
         if engine.agree is not None:
             engine.agree(len(ready.parts))
-        self.messenger.timed = engine.trace is not None
+        recorder = engine.axis.progress.recorder
+        self.messenger.timed = engine.trace is not None or (recorder is not None and recorder.waits_in_place)
         hooked = inner.agree(ready.program) or hooks.on_backwards
         self.meets = hooked and self.settle is not None and len(ready.parts) == 1  # backwards what the step did
         if not self.rehearses:

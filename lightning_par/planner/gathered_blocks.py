@@ -1,0 +1,291 @@
+"""Weights that ranks store parts of, in a run by the rules: gathered around the calls of their blocks, on fakes.
+
+What is allocated, and when, is as `lightning_par.fsdp.block_use` has it: the next block's gather is under way while one
+computes, what a call has used is let go and gathered again for backward, and a block's gradients are on their way to
+their sum while the block before runs backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.private.storage import memory_of
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """One weight of a block.
+
+    Attributes:
+        key: of the tensor that stands for it in the step.
+        part: a leaf that stands for what this rank stores.
+        shape: of what is gathered.
+        message: elements of its part in a message.
+        ordered: whether the ranks' parts follow one another in it.
+        used: makes of the gathered weight what the step uses.
+    """
+
+    key: int
+    part: Tensor
+    shape: tuple[int, ...]
+    message: int
+    ordered: bool
+    used: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredBlock:
+    """Weights that are gathered together.
+
+    Attributes:
+        weights: in the order of their message.
+        ranks: that store a part of each.
+        stays: whether they stay from the first call to the end of backward.
+    """
+
+    weights: tuple[BlockWeight, ...]
+    ranks: int
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A call of a block, by the events in which it begins and ends."""
+
+    first: int
+    last: int
+    block: GatheredBlock
+
+
+class _Use:
+    """The weights of a block for one call of it."""
+
+    def __init__(self, block: GatheredBlock, before: _Use | None) -> None:
+        self.block, self.before = block, before
+        self.arriving: list[Tensor] | None = None
+        self.wholes: list[Tensor | None] | None = None
+        self.token: Tensor | None = None
+        self.refers: Counter[int] = Counter()
+        self.left: Counter[int] | None = None
+        self.begun = False
+        self.memories: dict[int, int] = {}
+        self.sums: list[Tensor] = []
+
+    def _like(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.block.weights[0].part.dtype)
+
+    def start(self) -> None:
+        if self.arriving is None and self.wholes is None:
+            entries = sum(w.message for w in self.block.weights)
+            self.arriving = [self._like(entries)] if len(self.block.weights) > 1 else []
+            self.arriving.append(self._like(entries * self.block.ranks))
+
+    def land(self) -> None:
+        if self.wholes is not None:
+            return
+        self.start()
+        assert self.arriving is not None
+        weights = self.block.weights
+        if len(weights) == 1 and weights[0].ordered:
+            self.wholes = [self.arriving[-1][: prod(weights[0].shape)].view(weights[0].shape)]
+        else:
+            self.wholes = [self._like(w.message * self.block.ranks)[: prod(w.shape)].view(w.shape) for w in weights]
+        self.arriving = None
+        self.memories |= {memory_of(x): i for i, x in enumerate(self.wholes) if x is not None}
+
+    def track(self) -> None:
+        parts = [w.part for w in self.block.weights]
+        if any(x.requires_grad for x in parts) and torch.is_grad_enabled():
+            self.token = _Parts.apply(self, *parts)
+
+    def weights(self) -> Sequence[Tensor]:
+        token, self.token = self.token, None
+        if token is not None:
+            return _Whole.apply(token, self)  # type: ignore[no-any-return]
+        self.land()
+        assert self.wholes is not None
+        return [x.detach() for x in self.wholes if x is not None]
+
+    def let_go(self) -> None:
+        self.wholes = self.left = None
+
+    def begin_backward(self) -> None:
+        if self.begun:
+            return
+        self.begun = True
+        self.land()
+        before = self.before
+        while before is not None and not before.refers and not before.begun:
+            before = before.before
+        if before is not None and not before.begun:
+            before.start()
+
+    def for_backward(self, number: int) -> Tensor:
+        self.begin_backward()
+        self.land()
+        assert self.wholes is not None
+        if self.left is None:
+            self.left = Counter(self.refers)
+            self.wholes = [x if self.left[i] else None for i, x in enumerate(self.wholes)]
+        found = self.wholes[number]
+        assert found is not None
+        self.left[number] -= 1
+        if not self.left[number]:
+            self.wholes[number] = None
+        return found
+
+    def sum(self, gradients: Sequence[Tensor | None]) -> None:
+        if self.refers:
+            self.begin_backward()
+        self.let_go()
+        trained = [w for w in self.block.weights if w.part.requires_grad]
+        entries = sum(w.message for w in trained) + len(trained) * (len(trained) > 1)
+        if len(trained) > 1:
+            self.sums.append(self._like(entries * self.block.ranks))
+        else:
+            self.sums += [g for g in gradients if g is not None]  # sent from where it is
+        self.sums.append(self._like(entries))
+
+    def summed(self) -> list[Tensor | None]:
+        found = [torch.empty_like(w.part) if w.part.requires_grad else None for w in self.block.weights]
+        self.sums.clear()
+        return found
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, use: _Use, *parts: Tensor) -> Tensor:
+        ctx.use = use
+        return torch.empty(1)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.use.summed()
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, use: _Use) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        use.land()
+        assert use.wholes is not None
+        weights = [x.detach() for x in use.wholes if x is not None]
+        trained = [w.part.requires_grad for w in use.block.weights]
+        ctx.mark_non_differentiable(*(x for x, trains in zip(weights, trained) if not trains))
+        return tuple(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        if all(g is None for g in gradients):
+            return None, None
+        ctx.use.sum(gradients)
+        return torch.empty(1), None
+
+
+class GatheredBlocks:
+    """Follows the events of a step, and gathers blocks around their calls.
+
+    Args:
+        calls: in the order of the step.
+        keep: whether weights stay whole until the end of backward.
+
+    Example::
+
+        blocks = GatheredBlocks(calls, keep=False)
+        with blocks.saved():
+            for number, event in enumerate(events):
+                values |= blocks.before(number)
+                ...
+                blocks.after(number)
+            blocks.end_forward()
+        loss.backward()
+    """
+
+    def __init__(self, calls: Sequence[BlockCall], keep: bool) -> None:
+        self._calls, self._keep = list(calls), keep
+        self._begins = {call.first: [c for c in calls if c.first == call.first] for call in calls}
+        self._ends = {call.last: [c for c in calls if c.last == call.last] for call in calls}
+        self._uses: dict[GatheredBlock, _Use] = {}  # that have weights now
+        self._ahead: dict[GatheredBlock, _Use] = {}
+        self._last: _Use | None = None
+        passing = [call.block for call in calls if not call.block.stays]
+        self._final = passing[-1] if passing else None
+
+    def before(self, number: int) -> dict[int, Tensor]:
+        """The weights of the calls that begin with an event, by their keys."""
+        found: dict[int, Tensor] = {}
+        for call in self._begins.get(number, ()):
+            known = self._uses.get(call.block)
+            if known is not None:
+                self._begin_next(call)
+                if call.block.stays and self._last is not known:
+                    known.before, self._last = self._last, known
+                continue
+            use = self._ahead.pop(call.block, None) or self._made(call.block)
+            self._uses[call.block] = use
+            wholes = use.weights()
+            self._begin_next(call)
+            found |= {w.key: w.used(x) for w, x in zip(call.block.weights, wholes)}
+        return found
+
+    def _made(self, block: GatheredBlock) -> _Use:
+        use = self._last = _Use(block, self._last)
+        use.start()
+        use.track()
+        return use
+
+    def _begin_next(self, call: BlockCall) -> None:
+        later = self._calls[self._calls.index(call) + 1 :]
+        following = next((c.block for c in later if c.block not in self._uses), None)
+        if following is not None and not self._ahead:
+            self._ahead[following] = self._made(following)
+
+    def after(self, number: int) -> list[int]:
+        """Let go of what calls that end with an event have used; returns the keys of these weights."""
+        gone: list[int] = []
+        for call in self._ends.get(number, ()):
+            use = self._uses.get(call.block)
+            if use is None or call.block.stays or self._keep:
+                continue
+            del self._uses[call.block]
+            gone += [w.key for w in call.block.weights]
+            if call.block is not self._final or not use.refers:  # else backward begins with it
+                use.let_go()
+        return gone
+
+    def saved(self) -> Any:
+        """Around forward: of gathered weights the graph keeps no more than which they are."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, x: Tensor) -> Any:
+        memory = memory_of(x)
+        for use in self._uses.values():
+            number = use.memories.get(memory)
+            if number is not None and not self._keep:
+                use.refers[number] += 1
+                return use, number, x.size(), x.stride(), int(x.storage_offset())
+        return x
+
+    def end_forward(self) -> list[int]:
+        """What lives on is the graph's; returns the keys of the weights that are gone."""
+        gone = [w.key for block in self._uses for w in block.weights]
+        self._uses.clear()
+        self._ahead.clear()
+        self._last = None
+        return gone
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    use, number, size, stride, offset = kept
+    found: Tensor = use.for_backward(number).as_strided(size, stride, offset)
+    return found

@@ -1,0 +1,38 @@
+"""The peak of live tensors that a plan says of each rank against that of real runs: within 5 %. See `peaks`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
+from tests.planner.counted import CASES, LAYOUTS, ranks_of
+from tests.planner.peaks import WITHIN, planned, run
+from tests.planner.test_counted import IMPOSSIBLE
+
+OPEN = {("lstm", name) for name in LAYOUTS} | {
+    ("encoder_decoder", "tensor"), ("encoder_decoder", "shard_residual"), ("encoder_decoder", "tensor_4"),
+    ("encoder_decoder", "data_tensor"), ("unet", "pipeline_4"), ("unet", "fsdp_tensor"), ("mlp_deep", "zbv"),
+    ("mlp_deep", "fsdp_pipeline"), ("hf_bert", "all_gather"), ("hf_bert", "fsdp_pipeline"),
+}  # fmt: skip
+"""Not within 5 %; docs/planning.md says why."""
+
+TRIES = 3  # a message that is late on a busy machine holds its memory for longer
+
+ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE | OPEN]
+DEFAULT = [
+    "gqa_repeat-shard_residual", "gpt-ring", "gpt-fsdp", "mlp_deep-gpipe", "hf_llama-interleaved", "hf_llama-zbv",
+]  # fmt: skip
+
+
+@slow(but=DEFAULT)
+@pytest.mark.parametrize(("case", "name"), ROWS, ids=[f"{case}-{name}" for case, name in ROWS])
+def test_memory_peaks_where_the_plan_says(case: str, name: str, pool: Pool) -> None:
+    layout, said = LAYOUTS[name], planned(case, LAYOUTS[name])
+    counted = [float("inf")] * len(said)
+    for _ in range(TRIES):
+        found = pool.run(ranks_of(layout), run, case, layout)
+        counted = [min(before, peak) for before, (peak, _) in zip(counted, found, strict=True)]
+        if counted == [pytest.approx(size, rel=WITHIN) for size in said]:
+            return
+    assert counted == [pytest.approx(size, rel=WITHIN) for size in said]
