@@ -130,7 +130,8 @@ class Buckets:
             if work is not None:
                 wait_for(work)
             # Reading the flags waits for the device, so they are read only where something is missing here.
-            got = here if all(here) or anyones is None else [bool(flag) for flag in anyones.tolist()]
+            known = all(here) or anyones is None or self._axis.dry
+            got = here if known else [bool(flag) for flag in anyones.tolist()]
             return [pair for pair, there in zip(landed, got) if there]
 
         return land
