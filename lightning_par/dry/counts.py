@@ -39,7 +39,7 @@ class Counts:
 
 
 class StepEndedError(BaseException):
-    """The step that was to be looked at has ended: nothing else of the run is wanted. No error that user code catches."""
+    """The step that was to be looked at has ended: nothing else of the run is wanted. No error that user code takes."""
 
 
 class CountMixin:

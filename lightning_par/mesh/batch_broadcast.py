@@ -167,9 +167,7 @@ def broadcast_batch(
     """
     if axis.size == 1:
         return batch
-    header, tensors, copied = (
-        _pack(batch, device, detach, known or Known()) if axis.tells(source) else (None, [], True)
-    )
+    header, tensors, copied = _pack(batch, device, detach, known or Known()) if axis.tells(source) else (None, [], True)
     header = axis.broadcast_object(header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.broadcast import send_to_all
-from lightning_par.mesh.host_values import on_device
+from lightning_par.mesh.host_values import agreed, on_device
 from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.remote_state import StatesAway
@@ -94,7 +94,7 @@ class FollowingStages(Following):
             )
         device = next((leaf(p).device for p in located), torch.device("cpu"))
         flags = self.axis.all_reduce_(on_device(mine, torch.uint8, device), "gradient flags", "max")
-        for p, there in zip(located, flags.tolist()):
+        for p, there in zip(located, agreed(flags, mine, self.axis)):
             if isinstance(p, Elsewhere):
                 p.grad = Elsewhere(p.shape, p.dtype, p.device, replace(p.origin)) if there else None
 

@@ -12,5 +12,4 @@ def begin_fake_world(rank: int, size: int, timeout: timedelta | None) -> None:
     """Initialise ``torch.distributed`` as rank ``rank`` of ``size``, with no other process."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
 
-    kwargs = {} if timeout is None else {"timeout": timeout}
-    dist.init_process_group("fake", rank=rank, world_size=size, store=dist.HashStore(), **kwargs)
+    dist.init_process_group("fake", rank=rank, world_size=size, store=dist.HashStore(), timeout=timeout)
