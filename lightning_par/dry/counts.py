@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.ledger import ledger
 from lightning_par.sharded.tensor import leaf
+from lightning_par.strategies.startup_table import bytes_text, format_rows
 
 
 @dataclass
@@ -18,24 +20,50 @@ class Counts:
     """Of one rank and one step of the optimizer, in bytes.
 
     Attributes:
+        title: of which rank of what.
         parameters: that it holds.
         gradients: of them, as the optimizer meets them.
         optimizer: the optimizer's state.
-        peak: the most that lived at one time, parameters and all.
-        kept: what lived before the step began.
-        sent: by axis and purpose.
-        messages: by axis, purpose and verb, how many.
-        checkpoint: of what it writes of a checkpoint.
+        kept: that lived before the step began: weights, buffers, the optimizer's state, what the module keeps.
+        peak: the most that lived at one time in the step, ``kept`` and all.
+        sent: by the ledger's axis and purpose.
+        messages: by axis, purpose and verb, how many calls.
     """
 
+    title: str = ""
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    peak: int = 0
     kept: int = 0
+    peak: int = 0
     sent: dict[tuple[str, str], float] = field(default_factory=dict)
     messages: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    checkpoint: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        names = ("parameters", "gradients", "optimizer", "kept", "peak")
+        sent = [
+            {"axis": axis, "purpose": purpose, "bytes": size, "messages": self._verbs(axis, purpose)}
+            for (axis, purpose), size in self.sent.items()
+        ]
+        return {**{name: getattr(self, name) for name in names}, "sent": sent}
+
+    def json(self) -> str:
+        return json.dumps(self.as_dict())
+
+    def __str__(self) -> str:
+        held = ((name, getattr(self, name)) for name in ("parameters", "gradients", "optimizer", "peak"))
+        rows = [("axis", "purpose", "bytes sent", "messages")]
+        for (axis, purpose), size in self.sent.items():
+            verbs = self._verbs(axis, purpose)
+            rows.append((axis, purpose, f"{size:,.0f}", ", ".join(f"{n} {verb}" for verb, n in verbs.items())))
+        memory = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
+        return "\n".join(
+            [self.title, f"Memory: {memory}.", *(format_rows(rows) if self.sent else ["Nothing is sent."])]
+        )
+
+    def _verbs(self, axis: str, purpose: str) -> dict[str, int]:
+        return {verb: n for (a, p, verb), n in self.messages.items() if (a, p) == (axis, purpose)}
 
 
 class StepEndedError(BaseException):
@@ -76,7 +104,8 @@ class CountMixin:
         sent: dict[tuple[str, str], float] = defaultdict(float)
         for transfer in self.moved.transfers:
             sent[transfer.axis, transfer.purpose] += transfer.sent
-        found.sent, found.messages = dict(sent), dict(self.moved.counts())
+        found.sent = {key: sent[key] for key in sorted(sent)}
+        found.messages = dict(Counter(self.moved.counts()))
         raise StepEndedError
 
     def close(self) -> None:

@@ -29,12 +29,10 @@ class DryMixin(_Base):
     Attributes:
         stack: what was entered when the fakes began; to be closed after the run.
         live: bytes of the fakes.
-        target: the device that they are of.
     """
 
     stack: contextlib.ExitStack
     live: LiveBytes
-    target: torch.device
     _fakes: FakeTensorMode | None = None
     _begun = False
 
@@ -46,14 +44,13 @@ class DryMixin(_Base):
 
     def _connect(self, backend: str, device: torch.device) -> None:
         assert self.layout is not None and self.cluster_environment is not None
-        if self.layout.world_size > 1:
-            join(self.cluster_environment.global_rank(), self.layout.world_size, self.timeout)
+        join(self.cluster_environment.global_rank(), self.layout.world_size, self.timeout)
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
 
     def _materialise(self, module: nn.Module) -> None:
         self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
         with self._fakes, self.live:
-            give_fakes(module, self._fakes, self.target)
+            give_fakes(module, self._fakes)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """The batch has its values until the user's hooks and the replica's ranks have had it; fakes begin behind."""
@@ -65,7 +62,7 @@ class DryMixin(_Base):
             self._begun = True
             self.stack.enter_context(self._fakes)
             self.stack.enter_context(self.live)
-        return apply_to_collection(batch, Tensor, lambda x: fake_of(x, self._fakes, self.target))
+        return apply_to_collection(batch, Tensor, lambda x: fake_of(x, self._fakes))
 
     def teardown(self) -> None:
         self.stack.close()

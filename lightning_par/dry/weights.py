@@ -80,20 +80,20 @@ def _standing(x: Tensor) -> nn.Parameter:
         return nn.Parameter(Deferred(Store(History(memory)), meta), requires_grad=x.requires_grad)
 
 
-def give_fakes(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
-    """Put fakes of ``mode`` on ``device`` in the place of what ``module`` holds on this rank, in place.
+def give_fakes(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Put fakes of ``mode`` in the place of what ``module`` holds on this rank, in place.
 
     Example::
 
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            give_fakes(module, mode, torch.device("cuda", 0))
+            give_fakes(module, mode)
     """
     with swappable(module.modules()):
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
             if is_elsewhere(x):
                 continue
             held = leaf(x)
-            fake = fake_of(held, mode, device)
+            fake = fake_of(held, mode)
             if isinstance(held, nn.Parameter):
                 mark_parameter(fake)  # not a copy, to which fakes have weak references
             become(held, fake, name)

@@ -26,6 +26,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "WITHOUT_VALUE",
     "UnsupportedOperatorException",
     "copyable_fakes",
     "unset_fake_temporarily",
@@ -33,6 +34,9 @@ __all__ = [
 
 log = logging.getLogger(fake_tensor.__name__)
 """Where torch tells of what fakes can't run."""
+
+WITHOUT_VALUE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What a fake raises where its value is asked for."""
 
 
 def makes_fakes(frame: types.FrameType) -> bool:
