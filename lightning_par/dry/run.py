@@ -80,7 +80,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
     with contextlib.ExitStack() as stack:
         stack.enter_context(generators.kept())
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # all of them are 0, which will do
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, which will do
         stack.enter_context(copyable_fakes())
         built = build_deferred(module)
         namespace = namespace_of(type(built))
