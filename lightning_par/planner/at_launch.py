@@ -16,7 +16,7 @@ from lightning_par.planner.report import named
 from lightning_par.planner.search import Launched, search
 from lightning_par.private.pytree import tree_leaves, tree_map
 
-HEADER = ("", "layout", "predicted step", "peak of a rank", "fits")
+HEADER = ("", "layout", "step", "peak", "fits")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def choose(
             "A step is on the batches of one device: replicas would each add theirs. With global_batch=N, samples of a "
             "step, they share them.",
         )
-    title = f"auto_parallel over {devices} x {machine.name}, {planner.precision.name}"
+    title = f"auto_parallel, predicted for {devices} x {machine.name}, {planner.precision.name}"
     rows = tuple(_row(mark, one) for mark, one in zip(("chosen", "runner-up"), (best, *others[:1])))
     return Choice(best.candidate.arguments(), best.candidate.accumulated, devices, global_batch, title, rows, notes)
 

@@ -5,7 +5,6 @@ A ``CombinedLoader`` is what Lightning makes of all that a user hands it; one th
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,116 +42,126 @@ def watched(loaders: Any, watch: Watch, namespace: Namespace) -> Any:
     combined_loader = namespace.from_pytorch("utilities.combined_loader", "CombinedLoader")
     # a fit's way to combine several, where the user chose none
     made = loaders if isinstance(loaders, combined_loader) else combined_loader(loaders, "max_size_cycle")
-    loader = copy.copy(made)  # the user's own stays one of its class
     given = [*made.flattened]
     stateful = all(is_stateful(namespace, each) for each in given)
-    loader.__class__ = _kind(type(made), namespace, stateful)  # type: ignore[arg-type]  # a class is hashable
+    kind = _kind(type(made), namespace, stateful)  # type: ignore[arg-type]  # a class is hashable
+    loader: Any = object.__new__(kind)
+    vars(loader).update(vars(made))  # the user's own stays as it is
     loader.watch, loader.fresh, loader.given, loader.stateful = watch, False, given, stateful
     return loader
+
+
+class TrainingLoader:
+    """Goes before a class of ``CombinedLoader``.
+
+    Attributes:
+        watch: what it tells and asks.
+        fresh: whether the epoch's first batch was not asked for yet.
+        given: the user's loaders.
+        stateful: whether all of them have a state.
+        begun, early: whether it was iterated, and whether that was before its time.
+        lightning_kind: the class before which it goes.
+        namespace: of its Lightning.
+    """
+
+    watch: Watch
+    fresh: bool
+    given: list[Any]
+    stateful: bool
+    begun = early = False
+    lightning_kind: type
+    namespace: Namespace
+
+    @property
+    def flattened(self) -> list[Any]:
+        return super().flattened  # type: ignore[misc, no-any-return]
+
+    @flattened.setter
+    def flattened(self, loaders: list[Any]) -> None:
+        self.lightning_kind.flattened.fset(self, self.watch.share(loaders, self.given))  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A trainer that is copied or saved as a whole has Lightning's own, and watches its runs anew."""
+        state = {name: x for name, x in vars(self).items() if name not in _OURS}
+        return object.__new__, (self.lightning_kind,), state
+
+    def __iter__(self) -> Any:
+        watch, self.fresh = self.watch, True
+        watch.agree()
+        watch.position.found = own_generators(self.flattened)
+        watch.position.stateful = [each for each in self.flattened if is_stateful(self.namespace, each)]
+        resumed, self.early = watch.position.resumed, False
+        if resumed is not None and not self.begun:
+            # before the run that is resumed would: it draws nothing, and is made again in its time
+            self.begun = self.early = True
+            generators.load_states(watch.position.found, resumed.now["own"])
+            with generators.kept(watch.position.found):
+                self._begin(resumed.loaders)
+        else:
+            watch.position.began, watch.position.first = watch.position.standing().saved(), None
+            self._begin([] if resumed is None else resumed.loaders)
+        return self
+
+    def _begin(self, states: list[Any]) -> None:
+        position = self.watch.position
+        for each, state in zip(position.stateful, states):
+            each.load_state_dict(state)
+        position.loaders_began = position.states()
+        super().__iter__()  # type: ignore[misc]
+
+    def __next__(self) -> Any:
+        if self.fresh:
+            self.fresh = False
+            self._first()
+        if self.watch.begins_step():
+            self.watch.position.step = self.watch.position.standing()
+        return super().__next__()  # type: ignore[misc]
+
+    def _first(self) -> None:
+        self.watch.agree()
+        position = self.watch.position
+        resumed, position.resumed = position.resumed, None
+        batches = self.watch.batches(resumed) if resumed is not None else 0
+        if resumed is not None and resumed.has_begun and self.early:
+            self._begin_again(resumed)
+            position.first = position.standing().saved()
+            return
+        if resumed is None or not batches:
+            if self.early:
+                position.began = position.standing().saved()
+                self._begin(resumed.loaders if resumed is not None else [])
+            position.first = position.standing().saved()
+            return
+        assert resumed.first is not None
+        with generators.kept(position.found):
+            self._begin_again(resumed)
+            position.first = resumed.first
+            put_back(resumed.first, position.found)
+            if not self.stateful:
+                self._skip(batches)
+
+    def _begin_again(self, resumed: Resumed) -> None:
+        """Make the iterator as that of the epoch was made, and leave the generators where they stood then."""
+        position = self.watch.position
+        assert resumed.began is not None
+        put_back(resumed.began, position.found)
+        self._begin(resumed.loaders if self.stateful else resumed.loaders_began)
+        position.began, position.loaders_began = resumed.began, resumed.loaders_began
+        put_back(resumed.now, position.found)
+
+    def _skip(self, batches: int) -> None:
+        for i in range(batches):
+            try:
+                super().__next__()  # type: ignore[misc]
+            except StopIteration:
+                raise RuntimeError(
+                    f"The checkpoint was written after {batches} batches of an epoch, and the training dataloader "
+                    f"gives {i}. Resume with the data that the run began with."
+                ) from None
 
 
 @functools.cache
 def _kind(base: Any, namespace: Namespace, stateful: bool) -> type:
     # Without, those that have a state go on from the epoch's beginning, with the others.
     parent = base if stateful else without_states(base)
-
-    class TrainingLoader(parent):  # type: ignore[misc, valid-type]
-        """A ``CombinedLoader`` of training data."""
-
-        watch: Watch
-        fresh: bool  # whether the epoch's first batch was not asked for yet
-        given: list[Any]  # by the user
-        stateful: bool  # whether all of them have a state
-        begun = early = False  # whether it was iterated, and whether that was before its time
-
-        @property
-        def flattened(self) -> list[Any]:
-            return super().flattened  # type: ignore[no-any-return]
-
-        @flattened.setter
-        def flattened(self, loaders: list[Any]) -> None:
-            base.flattened.fset(  # type: ignore[attr-defined]
-                self, self.watch.share(loaders, self.given)
-            )
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            """A trainer that is copied or saved as a whole has Lightning's own, and watches its runs anew."""
-            state = {name: x for name, x in vars(self).items() if name not in _OURS}
-            return object.__new__, (base,), state
-
-        def __iter__(self) -> Any:
-            watch, self.fresh = self.watch, True
-            watch.agree()
-            watch.position.found = own_generators(self.flattened)
-            watch.position.stateful = [each for each in self.flattened if is_stateful(namespace, each)]
-            resumed, self.early = watch.position.resumed, False
-            if resumed is not None and not self.begun:
-                # before the run that is resumed would: it draws nothing, and is made again in its time
-                self.begun = self.early = True
-                generators.load_states(watch.position.found, resumed.now["own"])
-                with generators.kept(watch.position.found):
-                    self._begin(resumed.loaders)
-            else:
-                watch.position.began, watch.position.first = watch.position.standing().saved(), None
-                self._begin([] if resumed is None else resumed.loaders)
-            return self
-
-        def _begin(self, states: list[Any]) -> None:
-            position = self.watch.position
-            for each, state in zip(position.stateful, states):
-                each.load_state_dict(state)
-            position.loaders_began = position.states()
-            super().__iter__()
-
-        def __next__(self) -> Any:
-            if self.fresh:
-                self.fresh = False
-                self._first()
-            if self.watch.begins_step():
-                self.watch.position.step = self.watch.position.standing()
-            return super().__next__()
-
-        def _first(self) -> None:
-            self.watch.agree()
-            position = self.watch.position
-            resumed, position.resumed = position.resumed, None
-            batches = self.watch.batches(resumed) if resumed is not None else 0
-            if resumed is not None and resumed.has_begun and self.early:
-                self._begin_again(resumed)
-                position.first = position.standing().saved()
-                return
-            if resumed is None or not batches:
-                if self.early:
-                    position.began = position.standing().saved()
-                    self._begin(resumed.loaders if resumed is not None else [])
-                position.first = position.standing().saved()
-                return
-            assert resumed.first is not None
-            with generators.kept(position.found):
-                self._begin_again(resumed)
-                position.first = resumed.first
-                put_back(resumed.first, position.found)
-                if not self.stateful:
-                    self._skip(batches)
-
-        def _begin_again(self, resumed: Resumed) -> None:
-            """Make the iterator as that of the epoch was made, and leave the generators where they stood then."""
-            position = self.watch.position
-            assert resumed.began is not None
-            put_back(resumed.began, position.found)
-            self._begin(resumed.loaders if self.stateful else resumed.loaders_began)
-            position.began, position.loaders_began = resumed.began, resumed.loaders_began
-            put_back(resumed.now, position.found)
-
-        def _skip(self, batches: int) -> None:
-            for i in range(batches):
-                try:
-                    super().__next__()
-                except StopIteration:
-                    raise RuntimeError(
-                        f"The checkpoint was written after {batches} batches of an epoch, and the training dataloader "
-                        f"gives {i}. Resume with the data that the run began with."
-                    ) from None
-
-    TrainingLoader.__name__ = TrainingLoader.__qualname__ = base.__name__
-    return TrainingLoader
+    return type(base.__name__, (TrainingLoader, parent), {"lightning_kind": base, "namespace": namespace})

@@ -172,7 +172,7 @@ def _rows(mask: Tensor, query: ShardedTensor) -> tuple[Tensor, bool]:
     if isinstance(mask, ShardedTensor):
         if mask._dim == mask.ndim - 2 and mask._positions is query._positions:
             return mask._local, True
-        mask = collectives.gather(mask._local, mask._dim, mask._positions, mask._axis, PURPOSE)
+        mask = mask.full_tensor(PURPOSE)  # of what the batch alone determines all is here
     if mask.requires_grad:
         return mask, False
     for dim in range(mask.ndim):  # what was expanded is one row for all, which need not be cut

@@ -215,9 +215,14 @@ def _places(
     """The dim of each output that is the sequence, and who holds what of it; None where it has none."""
     leaves = tree_leaves((args, kwargs))
     key = (func, tuple(map(_described, leaves)), tuple(x.shape for x in outputs), lead._axis.ranks)
-    if key not in _dims:
-        _dims[key] = tuple(_tried(func, args, kwargs, outputs, lead))
-    return _dims[key]
+    places = _dims.get(key)
+    if places is None:
+        places = _dims[key] = tuple(_tried(func, args, kwargs, outputs, lead))
+    elif getattr(func, "__name__", "") in SLICES:
+        for place in places:
+            if place is not None:
+                lead._axis.spread(place[1].size)  # this axis may hear of the length for the first time
+    return places
 
 
 def _described(x: Any) -> Any:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_par.mesh.axis import Axis
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import full
+from lightning_par.tensor.residual_stream import ResidualAxis
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
 
 
@@ -84,3 +86,11 @@ def _draws(axis: Any, x: Tensor) -> list[Tensor]:
 def test_a_step_draws_the_same_whatever_this_process_has_met() -> None:
     for first, second in run_ranks(2, _draws, torch.ones(2, 8, 4), kind=SequenceThreadAxis):
         assert torch.equal(first == 0, second == 0)
+
+
+def test_an_axis_that_shares_out_tokens_knows_a_length_that_an_earlier_run_has_met() -> None:
+    for _ in range(2):
+        axis = ResidualAxis(Axis("tensor", ranks=(0, 1), rank=0, group=None))
+        ids = BatchTensor(torch.arange(27).view(3, 9), 1, axis.spread(9), axis)  # type: ignore[arg-type]
+        ids[:, :-1]
+        assert axis.lengths == {9, 8}
