@@ -36,7 +36,7 @@ def dry_run(
         module: a LightningModule, its class, or a function that makes one; one that is there is copied, without its
             weights.
         batch: one batch as a replica's `training_step` gets it, or a function that makes one.
-        layout: `HybridParallelStrategy`'s arguments, without stages of a pipeline.
+        layout: `HybridParallelStrategy`'s arguments.
         devices: over all hosts.
         rank: which of them.
         devices_per_host: of each host.
@@ -48,8 +48,9 @@ def dry_run(
         Bytes and messages of that rank; printable.
 
     Raises:
-        ValueError: an argument is out of range; the layout can't be, or has a pipeline; the module can't be built, or
+        ValueError: an argument is out of range; the layout can't be; the module can't be built, or
             its step asks for the values of tensors. The message says what to write instead.
+        NotImplementedError: the module asks another stage of a pipeline, outside of a step.
         TypeError: ``module`` makes no LightningModule.
         RuntimeError: this process is a rank of a run already.
 

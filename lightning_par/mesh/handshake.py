@@ -162,6 +162,19 @@ def _come(keys: Iterable[str], seconds: float) -> bool:
     return True
 
 
+def refuse_alone(axis: Axis, doing: str) -> None:
+    """To be called before what a rank hears of others decides what it does: in a dry run none is there to be asked.
+
+    Raises:
+        NotImplementedError: the axis is that of a dry run.
+    """
+    if axis.dry:
+        raise NotImplementedError(
+            f"The run {doing}, which asks other stages of the pipeline, and in a dry run these are not there. Leave it "
+            "out of the module for the dry run, or dry-run a layout without a pipeline."
+        )
+
+
 def number_of(axis: Axis, name: str) -> int:
     """How often it was asked for in this job, by ranks of the axis that ask alike: of a meeting, or of a run."""
     if axis.size == 1:

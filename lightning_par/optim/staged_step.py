@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.broadcast import send_to_all
-from lightning_par.mesh.host_values import agreed, on_device
+from lightning_par.mesh.handshake import refuse_alone
+from lightning_par.mesh.host_values import on_device
 from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
 from lightning_par.optim.remote_state import StatesAway
@@ -85,6 +86,7 @@ class FollowingStages(Following):
 
     def _learn_gradients(self) -> None:
         """Let every rank know which parameters have a gradient, on the ranks that hold them."""
+        refuse_alone(self.axis, "steps an optimizer that is not torch's own")
         self._gradients_known = True
         located = list({id(p): p for p in self._located()}.values())
         mine = [not isinstance(p, Elsewhere) and leaf(p).grad is not None for p in located]
@@ -94,7 +96,7 @@ class FollowingStages(Following):
             )
         device = next((leaf(p).device for p in located), torch.device("cpu"))
         flags = self.axis.all_reduce_(on_device(mine, torch.uint8, device), "gradient flags", "max")
-        for p, there in zip(located, agreed(flags, mine, self.axis)):
+        for p, there in zip(located, flags.tolist()):
             if isinstance(p, Elsewhere):
                 p.grad = Elsewhere(p.shape, p.dtype, p.device, replace(p.origin)) if there else None
 

@@ -13,26 +13,38 @@ from lightning_par import dry_run
 from tests.helpers.models import MODELS
 from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
-
-IMPOSSIBLE = {("gpt_5_heads", "ulysses")}
-"""What the strategies refuse: heads that don't divide."""
+from tests.planner.test_counted import IMPOSSIBLE
 
 BY_VALUES = {"encoder_decoder"}
 """Models whose step goes by values of the batch."""
 
-SHARED_TOKENS = ("shard_residual", "ring", "ulysses", "all_gather", "ring_4", "fsdp_ring", "tensor_ring")
+SHARED_TOKENS = (
+    "shard_residual",
+    "ring",
+    "ulysses",
+    "all_gather",
+    "ring_4",
+    "fsdp_ring",
+    "tensor_ring",
+    "pipeline_ring",
+)
 """Under which the mask of hf_bert is one that its code reads."""
 
 ROWS = [
     (case, name)
     for case in CASES
-    for name, layout in LAYOUTS.items()
-    if "pipeline_parallel_size" not in layout
-    and (case, name) not in IMPOSSIBLE
-    and case not in BY_VALUES
-    and not (case == "hf_bert" and name in SHARED_TOKENS)
+    for name in LAYOUTS
+    if (case, name) not in IMPOSSIBLE and case not in BY_VALUES and not (case == "hf_bert" and name in SHARED_TOKENS)
 ]
-DEFAULT = ["gpt-tensor", "hf_llama-ring", "gpt_tied-shard_residual", "lstm-data", "mlp_deep-fsdp", "gpt-fsdp_ring"]
+DEFAULT = [
+    "gpt-1f1b",
+    "gpt-tensor",
+    "hf_llama-ring",
+    "gpt_tied-shard_residual",
+    "lstm-data",
+    "mlp_deep-fsdp",
+    "gpt-fsdp_ring",
+]
 
 
 @slow(but=DEFAULT)

@@ -71,6 +71,25 @@ def test_accumulated_batches_and_the_clip_are_counted() -> None:
     assert ("tensor", "clip") in found.sent and ("tensor", "clip") not in once.sent
 
 
+class Elsewhere(GPT):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+def test_ranks_of_a_pipeline_hold_their_stage_and_what_goes_to_others_is_counted() -> None:
+    layout = {"pipeline_parallel_size": 2, "microbatches": 2}
+    ranks = [dry_run(small, BATCH, layout, devices=2, rank=rank, gradient_clip_val=1.0) for rank in range(2)]
+    assert ranks[0].sent["pipeline", "forward"] == ranks[1].sent["pipeline", "backward"] == 2 * 8 * 32 * 4
+    assert ranks[0].messages["pipeline", "forward", "send"] == ranks[1].messages["pipeline", "forward", "recv"] == 2
+    assert 0 < ranks[0].parameters < ranks[0].kept
+
+
+def test_what_asks_another_stage_is_refused() -> None:
+    layout = {"pipeline_parallel_size": 2, "microbatches": 2}
+    with pytest.raises(NotImplementedError, match="asks other stages of the pipeline"):
+        dry_run(lambda: Elsewhere(2, 32, 4, 128, 64, 8), BATCH, layout, devices=2)
+
+
 def test_a_module_that_is_there_stays_as_it_is_and_nothing_is_left_behind() -> None:
     module = small()
     before = {name: x.clone() for name, x in module.state_dict().items()}
@@ -99,7 +118,6 @@ def test_what_goes_by_values_is_refused_by_its_line() -> None:
         ({}, {"devices": 4, "rank": 4}, "rank must be one of 0 to 3"),
         ({}, {"devices": 0}, "devices must be a positive int, got 0"),
         ({}, {"devices": 12}, "no multiple of devices_per_host=8"),
-        ({"pipeline_parallel_size": 2}, {"devices": 2}, "no stages of a pipeline yet"),
     ],
 )
 def test_what_can_not_be_is_told_at_once(layout: dict[str, Any], given: dict[str, Any], said: str) -> None:

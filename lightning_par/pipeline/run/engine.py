@@ -204,7 +204,9 @@ class Engine:
         present = partial(watch.present, batch)
         within = self.inner_state.made
         form = ready.program.result
-        return effects.travel(self.axis, source, self.device, known, watch.made, self.programs.tree, present, within, form)
+        return effects.travel(
+            self.axis, source, self.device, known, watch.made, self.programs.tree, present, within, form
+        )
 
     def _store(self, ready: Prepared, effects: Effects) -> None:
         """In a rehearsal: what the step stored is there where its backward meets it, and nothing else is done."""
