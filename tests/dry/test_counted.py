@@ -18,16 +18,7 @@ from tests.planner.test_counted import IMPOSSIBLE
 BY_VALUES = {"encoder_decoder"}
 """Models whose step goes by values of the batch."""
 
-SHARED_TOKENS = (
-    "shard_residual",
-    "ring",
-    "ulysses",
-    "all_gather",
-    "ring_4",
-    "fsdp_ring",
-    "tensor_ring",
-    "pipeline_ring",
-)
+SHARED_TOKENS = {name for name, x in LAYOUTS.items() if "sequence_parallel_size" in x or "shard_residual" in x}
 """Under which the mask of hf_bert is one that its code reads."""
 
 ROWS = [

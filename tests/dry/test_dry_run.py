@@ -79,8 +79,16 @@ class Elsewhere(GPT):
 def test_ranks_of_a_pipeline_hold_their_stage_and_what_goes_to_others_is_counted() -> None:
     layout = {"pipeline_parallel_size": 2, "microbatches": 2}
     ranks = [dry_run(small, BATCH, layout, devices=2, rank=rank, gradient_clip_val=1.0) for rank in range(2)]
-    assert ranks[0].sent["pipeline", "forward"] == ranks[1].sent["pipeline", "backward"] == 2 * 8 * 32 * 4
-    assert ranks[0].messages["pipeline", "forward", "send"] == ranks[1].messages["pipeline", "forward", "recv"] == 2
+    assert (
+        ranks[0].sent["pipeline", "activations"]
+        == ranks[1].sent["pipeline", "gradients of activations"]
+        == 2 * 8 * 32 * 4
+    )
+    assert (
+        ranks[0].messages["pipeline", "activations", "send"]
+        == ranks[1].messages["pipeline", "activations", "recv"]
+        == 2
+    )
     assert 0 < ranks[0].parameters < ranks[0].kept
 
 

@@ -243,8 +243,8 @@ class JointGradients:
         """The names of the parameters that have a gradient, on any rank."""
         if self._known is None:
             if self.axis.dry:  # others are taken to have some where this rank has
-                mine = [p for p in self._parameters.values() if _held(p) is not None]
-                self._known = {name for name, p in self._parameters.items() if mine and p.requires_grad}
+                some = any(_held(p) is not None for p in self._parameters.values())
+                self._known = {name for name, p in self._parameters.items() if some and p.requires_grad}
                 return self._known
             self.meet("looked which parameters have gradients")
             first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
