@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_par.strategies import registry
 
 if TYPE_CHECKING:
+    from lightning_par.dry import dry_run
     from lightning_par.mesh.layout import Layout
     from lightning_par.mesh.ledger import ledger
     from lightning_par.planner import plan
@@ -51,6 +52,7 @@ __all__ = [
     "TensorParallelStrategy",
     "Throughput",
     "check",
+    "dry_run",
     "ledger",
     "plan",
 ]
@@ -68,6 +70,7 @@ _HOME = {
     "TensorParallelStrategy": "lightning_par.strategies.lightning",
     "Throughput": "lightning_par.strategies.lightning",
     "check": "lightning_par.verdict",
+    "dry_run": "lightning_par.dry",
     "ledger": "lightning_par.mesh.ledger",
     "plan": "lightning_par.planner",
 }

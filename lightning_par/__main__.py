@@ -1,4 +1,4 @@
-"""The commands: ``python -m lightning_par check ...``, ``plan ...``, ``stacks ...`` and ``trace ...``."""
+"""The commands: ``python -m lightning_par`` with ``check``, ``dry-run``, ``plan``, ``stacks`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lightning_par.dry.command import add_dry_run
 from lightning_par.hang_report.command import add_stacks
 from lightning_par.planner.command import add_plan
 from lightning_par.trace.command import add_trace
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog="python -m lightning_par")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_check, add_plan, add_stacks, add_trace):
+    for add in (add_check, add_dry_run, add_plan, add_stacks, add_trace):
         add(commands)
     given = sys.argv[1:] if arguments is None else [*arguments]
     try:

@@ -18,6 +18,7 @@ from lightning_par.fsdp.served import Served
 from lightning_par.fsdp.stored_block import StoredBlock
 from lightning_par.fsdp.stored_gradient import StoredGradient
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.mesh.host_values import agreed
 from lightning_par.private.graph import in_backward
 from lightning_par.private.module_calls import set_inner_call
 from lightning_par.private.storage import memory_of
@@ -92,10 +93,11 @@ class BlockCalls:
             return
         self._decided.add(self.kind)
         precisions = [block.precisions for block in self.blocks]
-        flags = torch.tensor([flag for x in precisions for flag in x.asked], dtype=torch.uint8)
-        found = iter(self.blocks[0].axis.all_reduce_(flags, "precisions", "max").tolist())
+        mine, axis = [flag for x in precisions for flag in x.asked], self.blocks[0].axis
+        flags = axis.all_reduce_(torch.tensor(mine, dtype=torch.uint8), "precisions", "max")
+        found = iter(agreed(flags, mine, axis))
         for block in self.blocks:
-            block.precisions.asked = [next(found) for _ in block.precisions.asked]
+            block.precisions.asked = [int(next(found)) for _ in block.precisions.asked]
             block.decide()
 
     def forget(self) -> None:

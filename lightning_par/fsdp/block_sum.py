@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.fsdp.stored_parameter import PURPOSE
+from lightning_par.mesh.host_values import agreed
 from lightning_par.mesh.waits import wait_for
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Sum:
             self.out.div_(use.block.axis.copies)
         found: list[Tensor | None] = [*flat.split(self.out)]
         if not all(self.there):  # reading it waits for the device
-            anyones = self.out[flat.entries :].tolist()
+            anyones = agreed(self.out[flat.entries :], self.there, use.block.axis)
             found = [x if flag else None for x, flag in zip(found, anyones)]
         rest = iter(found)
         return [next(rest) if trained else None for trained in use.trains]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_par.fsdp.place import Place
 from lightning_par.fsdp.stored_parameter import Stored
+from lightning_par.mesh.host_values import agreed
 from lightning_par.private.tensors import get_data, is_referred, mark_parameter, set_data
 from lightning_par.sharded import aliases
 
@@ -172,12 +173,12 @@ class Escaped:
 
     def _ask(self) -> None:
         self._asks = False
-        flags = torch.zeros(len(self.weights), dtype=torch.uint8)
+        here = [False] * len(self.weights)
         if self.may_be_here:
             here = [any(place.is_there for place in self._places(x)) for x in self.weights]
-            flags = torch.tensor(here, dtype=torch.uint8)
-        self.weights[0]._peers.all_reduce_(flags, "views", "max")
-        self._anywhere = {id(self.weights[i]) for i in flags.nonzero()[:, 0].tolist()}
+        peers = self.weights[0]._peers
+        flags = peers.all_reduce_(torch.tensor(here, dtype=torch.uint8), "views", "max")
+        self._anywhere = {id(x) for x, there in zip(self.weights, agreed(flags, here, peers)) if there}
 
     def end_backward(self) -> None:
         """No call, and no backward, uses them any more: what is still there someone keeps."""

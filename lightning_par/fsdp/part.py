@@ -16,6 +16,7 @@ from lightning_par.fsdp.prefetch import Prefetch, keep_after_calls, let_go_after
 from lightning_par.fsdp.stored_block import StoredBlock, fits
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored, dim_of
 from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.host_values import agreed
 from lightning_par.mesh.layout import Groups
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import is_within_call
@@ -127,8 +128,9 @@ class StoragePart(Part):
         Raises:
             RuntimeError: they don't.
         """
-        counts = torch.tensor([microbatches, -microbatches])  # the most and the fewest in one message
-        most, fewest = self.peers.all_reduce_(counts, "microbatches", "max").tolist()
+        counts = [microbatches, -microbatches]  # the most and the fewest in one message
+        reduced = self.peers.all_reduce_(torch.tensor(counts), "microbatches", "max")
+        most, fewest = agreed(reduced, counts, self.peers)
         if most != -fewest:
             raise RuntimeError(
                 f"Of the ranks that store parts of the same weights one cuts its batch into {-fewest} microbatches, "

@@ -15,7 +15,7 @@ from lightning_par.fsdp.buckets import gather_all, sum_all
 from lightning_par.fsdp.regathered import Again, Regathered, Together
 from lightning_par.fsdp.saved import Packed, Viewed, unpacked
 from lightning_par.fsdp.stored_parameter import Stored
-from lightning_par.mesh.host_values import on_device
+from lightning_par.mesh.host_values import agreed, on_device
 from lightning_par.private.module_hooks import drop_forward_hooks
 from lightning_par.private.modules import parameters_of
 from lightning_par.private.storage import memory_of
@@ -228,7 +228,7 @@ def parts_of_gradients(gradients: Mapping[Stored, Tensor | None]) -> dict[Stored
     mine = [g is not None for g in gradients.values()]
     flags = peers.all_reduce_(on_device(mine, torch.uint8, device), "gradient flags", "max")
     # Reading the flags waits for the device, so they are read only where something is missing here.
-    there = [x for x, flag in zip(gradients, mine if all(mine) else flags.tolist(), strict=True) if flag]
+    there = [x for x, flag in zip(gradients, mine if all(mine) else agreed(flags, mine, peers), strict=True) if flag]
     # all peers take part in the sum
     given = [(x, x.held_like() if (g := gradients[x]) is None else g) for x in there]
     found: dict[Stored, Tensor | None] = dict.fromkeys(gradients)

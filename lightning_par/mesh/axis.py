@@ -25,7 +25,7 @@ from lightning_par.mesh.progress import Begun, Progress
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.world_groups import host_group
-from lightning_par.private.process_groups import has_gloo, kind_without_hosts, start_receive, start_send
+from lightning_par.private.process_groups import has_gloo, is_fake, kind_without_hosts, start_receive, start_send
 from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.memo import Memo
@@ -55,6 +55,19 @@ class PeerOp(NamedTuple):
     peer: int
     purpose: str
     tag: int = 0
+
+
+class _Done(dist.Work):
+    """Of a message that nobody waits for, since none was sent."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
 
 
 class Axis:
@@ -107,6 +120,8 @@ class Axis:
         self._by_tag: dict[str, bool] = {}
         self._peers: list[int] = []  # the ranks' numbers in the group
         self._hosts: tuple[dist.ProcessGroup | None, str | None] | None = None
+        self.dry = is_fake(group)
+        """Whether no other rank is there, and nothing moves: what would is noted, and this rank stands for all."""
         self._line = name, ranks
         # one that only pretends to move anything, as in a trial of the step, counts for itself
         self.progress = Progress() if group is None else Progress.current
@@ -126,6 +141,10 @@ class Axis:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def tells(self, source: int = 0) -> bool:
+        """Whether it is for this rank to say what index ``source`` says to all: it is that one, or nobody else is."""
+        return self.rank == source or self.dry
 
     @heard
     def entered(self, x: Tensor) -> Tensor:
@@ -188,6 +207,8 @@ class Axis:
 
     def _collective(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
         """``call`` of ``torch.distributed``, which writes the first of ``tensors``; `_log` has noted it."""
+        if self.dry:
+            return None
         recorder, begun = self.progress.recorder, self.progress.last
         if recorder is None or begun is None:
             return self._started(call, *tensors, **options)
@@ -332,6 +353,8 @@ class Axis:
                 what = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
                 begun.append((what, op.x.numel() * op.x.element_size()))
         self.progress.last = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
+        if self.dry:
+            return [DONE] * len(ops)
         if recorder is not None:
             return recorder.exchange(begun, partial(self._exchanged, ops))
         return self._exchanged(ops)
@@ -374,10 +397,12 @@ class Axis:
         return self.start_exchange([PeerOp("recv", x, source, purpose, tag)])[0]
 
     def broadcast_object(self, value: Any, purpose: str, source: int = 0) -> Any:
-        """``value`` of index ``source`` along the axis, pickled, on every rank."""
+        """``value`` of index ``source`` along the axis, pickled, on every rank; who `tells` it must have it."""
         if self.size == 1:
             return value
         self._log("broadcast", purpose, 1, 0)
+        if self.dry:
+            return value
         return self._timed(partial(broadcast_object, value, self.ranks[source], host_group(self.group)))
 
     def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
@@ -386,6 +411,8 @@ class Axis:
             return [value]
         values: list[Any] = [None] * self.size
         self._log("all_gather", purpose, self.size, 0)
+        if self.dry:
+            return [value] * self.size
         self._timed(partial(dist.all_gather_object, values, value, group=self.group))
         return values
 

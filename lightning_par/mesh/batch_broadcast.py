@@ -167,14 +167,12 @@ def broadcast_batch(
     """
     if axis.size == 1:
         return batch
-    header, tensors, copied = (
-        _pack(batch, device, detach, known or Known()) if axis.rank == source else (None, [], True)
-    )
+    header, tensors, copied = _pack(batch, device, detach, known or Known()) if axis.tells(source) else (None, [], True)
     header = axis.broadcast_object(header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)
     structure, forms = header
-    if axis.rank != source:
+    if not axis.tells(source):
         tensors = [torch.empty_strided(f.shape, f.stride, dtype=f.dtype, device=device) for f in forms]
     for tensor, form in zip(tensors, forms):
         if form.begins is not None:
@@ -196,7 +194,7 @@ def _send_rest(x: Tensor, begins: Beginning, known: Known, axis: Axis, purpose: 
     rest = begins.rest(x).contiguous()
     if rest.numel():
         axis.broadcast_(raw_bytes(rest), purpose, source)
-    if axis.rank != source:
+    if not axis.tells(source):
         begins.rest(x).copy_(rest)
         x.narrow(begins.dim, 0, begins.size).copy_(known.begins[begins.name])
 

@@ -105,6 +105,8 @@ class Meeting:
         self._meet(self.axis, doing, advice, about, min(self.timeout or PATIENCE, PATIENCE))
 
     def _meet(self, axis: Axis, doing: str, advice: str, about: str, patience: timedelta) -> None:
+        if axis.dry:
+            return
         ranks = axis.ranks
         self._met[ranks] += 1
         store = default_store()
@@ -158,6 +160,19 @@ def _come(keys: Iterable[str], seconds: float) -> bool:
         time.sleep(pause)
         pause = min(1.5 * pause, 0.02)
     return True
+
+
+def refuse_alone(axis: Axis, doing: str) -> None:
+    """To be called before what a rank hears of others decides what it does: in a dry run none is there to be asked.
+
+    Raises:
+        NotImplementedError: the axis is that of a dry run.
+    """
+    if axis.dry:
+        raise NotImplementedError(
+            f"The run {doing}, which asks other stages of the pipeline, and in a dry run these are not there. Leave it "
+            "out of the module for the dry run, or dry-run a layout without a pipeline."
+        )
 
 
 def number_of(axis: Axis, name: str) -> int:

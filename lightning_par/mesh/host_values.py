@@ -1,4 +1,4 @@
-"""Small values that the host knows, on their way to the device."""
+"""Small values that the host knows, on their way to the device, and back once all ranks have had a say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from lightning_par.mesh.axis import Axis
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -17,3 +19,14 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     """
     # CUDA has copied memory that is not pinned before it returns: nothing need be kept for it.
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def agreed(reduced: Tensor, mine: Sequence[float], axis: Axis) -> list[float]:
+    """What a reduction of small values has left, on the host, which waits for the device.
+
+    Args:
+        reduced: over the ranks of ``axis``.
+        mine: what this rank had given. Of a dry run no other rank is there: all are taken to give the same.
+        axis: along which it was.
+    """
+    return [*mine] if axis.dry else reduced.tolist()

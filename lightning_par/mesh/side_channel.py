@@ -17,8 +17,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_par.mesh.interfaces import address_towards, is_loopback
-from lightning_par.private.process_groups import default_store, host_of_store
+from lightning_par.private.process_groups import default_store, host_of_store, is_fake
 
 _LENGTH = struct.Struct("!Q")
 _LONGEST = 1 << 26  # bytes of a message: one in JSON may list an index each row of a table of words
@@ -143,6 +145,8 @@ class SideChannel:
     def look_up(self, rank: int) -> tuple[str, int, str]:
         """Where the global ``rank`` listens, and its secret; waits for it at the first time."""
         if rank not in self._known:
+            if is_fake(dist.group.WORLD) and rank != dist.get_rank():
+                raise RuntimeError(f"Rank {rank} is asked for its weights, and in a dry run it is not there.")
             host, port, secret = json.loads(default_store().get(self._key(rank)))
             self._known[rank] = host, port, secret
         return self._known[rank]

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_par.private.process_groups import number_of_groups, splits
+from lightning_par.private.process_groups import is_fake, number_of_groups, splits
 
 Lines = tuple[tuple[int, ...], ...]
 """Sets of global ranks, ascending, of which none has a rank in common with another."""
@@ -64,7 +64,7 @@ def connect_hosts(lines: Sequence[tuple[int, ...]], timeout: timedelta | None) -
 
         connect_hosts([(0, 1), (2, 3)], timedelta(minutes=30))
     """
-    if "cpu:" in str(dist.get_backend_config()):  # as "cpu:gloo,cuda:nccl"
+    if "cpu:" in str(dist.get_backend_config()) or is_fake(dist.group.WORLD):  # as "cpu:gloo,cuda:nccl"
         return
     group, hosts = process_group(lines, timeout), process_group(lines, timeout, "values of the hosts", "gloo")
     if group is not None and hosts is not None:
@@ -104,6 +104,8 @@ def _new(line: tuple[int, ...], timeout: timedelta | None, backend: str | None, 
 def _count_alike() -> bool:
     """Whether all ranks have made equally many groups, which goes into the names by which members of one find each
     other. Groups of some ranks alone, as user code makes, are in the way; then all ranks make every group."""
+    if is_fake(dist.group.WORLD):
+        return True
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, number_of_groups())
     return len(set(counts)) == 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.host_values import on_device
+from lightning_par.mesh.host_values import agreed, on_device
 from lightning_par.mesh.waits import wait_for
 
 Gradient = Callable[[Tensor], Tensor | None]
@@ -130,7 +130,7 @@ class Buckets:
             if work is not None:
                 wait_for(work)
             # Reading the flags waits for the device, so they are read only where something is missing here.
-            got = here if all(here) or anyones is None else [bool(flag) for flag in anyones.tolist()]
+            got = here if all(here) or anyones is None else [bool(x) for x in agreed(anyones, here, self._axis)]
             return [pair for pair, there in zip(landed, got) if there]
 
         return land

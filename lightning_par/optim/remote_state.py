@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere
 from lightning_par.mesh.broadcast import Pickled, kind_of
+from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.optim.stand_ins import with_inner
 from lightning_par.optim.value_places import StagePlaces, mark, unmark
 from lightning_par.python_state.nested_tensors import map_tensors
@@ -60,6 +61,7 @@ def _agree(optimizer: Any, stages: StagePlaces) -> None:
     Afterwards the others have what stands for the state of these, and of what ``optimizer`` keeps in attributes it is
     known where it is.
     """
+    refuse_alone(stages.axis, "steps an optimizer that is not torch's own")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     located = {i: p for i, p in enumerate(parameters) if stages.holders(p) is not None}
     first = {i for i, p in located.items() if stages.holders(p)[0] == stages.axis.rank}  # type: ignore[index]

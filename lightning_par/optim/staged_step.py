@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.broadcast import send_to_all
+from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.host_values import on_device
 from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
@@ -85,6 +86,7 @@ class FollowingStages(Following):
 
     def _learn_gradients(self) -> None:
         """Let every rank know which parameters have a gradient, on the ranks that hold them."""
+        refuse_alone(self.axis, "steps an optimizer that is not torch's own")
         self._gradients_known = True
         located = list({id(p): p for p in self._located()}.values())
         mine = [not isinstance(p, Elsewhere) and leaf(p).grad is not None for p in located]

@@ -5,8 +5,11 @@ Tensors on ``meta``, which are public, forget the device on which the real ones 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import types
+from collections.abc import Iterator
+from typing import Any
 
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
@@ -23,15 +26,37 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "WITHOUT_VALUE",
     "UnsupportedOperatorException",
+    "copyable_fakes",
     "unset_fake_temporarily",
 ]
 
 log = logging.getLogger(fake_tensor.__name__)
 """Where torch tells of what fakes can't run."""
 
+WITHOUT_VALUE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What a fake raises where its value is asked for."""
+
 
 def makes_fakes(frame: types.FrameType) -> bool:
     """Whether what runs there describes a tensor, with its gradient, for a fake of it, as the compiler does with all
     that a graph uses. What the user's code asks for the compiler reads in frames of its own."""
     return str(frame.f_globals.get("__name__", "")).startswith("torch._subclasses.")
+
+
+@contextlib.contextmanager
+def copyable_fakes() -> Iterator[None]:
+    """Inside, fakes can be copied deeply, which torch's own way fails at for one that knows its value, as
+    ``torch.tensor(0.0)`` does: it copies the real tensor that it keeps, too, in a mode that makes no real ones."""
+
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__

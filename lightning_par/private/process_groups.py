@@ -58,6 +58,11 @@ def has_gloo(group: Any, kind: str) -> bool:
     return backends.get(kind, config) == "gloo"
 
 
+def is_fake(group: Any) -> bool:
+    """Whether a group is one of torch's own "fake" backend, which sends nothing."""
+    return group is not None and torch.distributed.get_backend(group) == "fake"
+
+
 def kind_without_hosts(group: Any) -> str | None:
     """The kind of devices, as "cuda" under NCCL, whose memory a group carries, where it carries none of the hosts'."""
     kinds = [part.split(":")[0] for part in str(torch.distributed.get_backend_config(group)).split(",")]

@@ -230,7 +230,7 @@ def _in_arrays(state: Any) -> Any:
 def share(axis: Axis) -> None:
     """Put the global generators of every rank along ``axis`` where the first rank's stand."""
     if axis.size > 1:
-        packed = axis.broadcast_object(packed_state() if axis.rank == 0 else b"", "generators")
+        packed = axis.broadcast_object(packed_state() if axis.tells() else b"", "generators")
         if axis.rank > 0:
             unpack_state(packed)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.rendezvous import uses_agent_store
 from lightning_par.private.process_groups import default_store, underlying_store
 from lightning_par.strategies.namespace import Namespace
@@ -31,7 +32,7 @@ class LaunchedRun:
     restarted: bool = False
 
     @classmethod
-    def of(cls, environment: Any, namespace: Namespace, rank: int) -> LaunchedRun:
+    def of(cls, environment: Any, namespace: Namespace, world: Axis) -> LaunchedRun:
         """The one that this process belongs to; the first rank says so, and all must ask.
 
         Under an agent, as `torchrun`, it is what its store, or the agent of any host, was first used for: it lives as
@@ -41,9 +42,11 @@ class LaunchedRun:
         Args:
             environment: the strategy's ``cluster_environment``; the process group must be there.
             namespace: which Lightning's.
-            rank: this process's.
+            world: all ranks.
         """
-        store = default_store()
+        if world.dry:
+            return cls()
+        store, rank = default_store(), world.rank
         if not store.check([f"{_KEY}/{rank}"]):
             store.set(f"{_KEY}/{rank}", _name_by_agent())
             if rank == 0:

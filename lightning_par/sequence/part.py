@@ -103,7 +103,7 @@ class TokensPart(Part):
         """
         first.batch  # noqa: B018  # all ranks come for it, whatever it takes
         started = time.monotonic()
-        _, told = agree(first.world, lambda: self._planned(first), lambda plan: None if first.world.rank else plan)
+        _, told = agree(first.world, lambda: self._planned(first), lambda plan: plan if first.world.tells() else None)
         self.plan, self.axis.zigzag = told[0], told[0].zigzag
         self._seconds = time.monotonic() - started
 

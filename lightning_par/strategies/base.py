@@ -90,7 +90,7 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
             if self.groups.replica.size > 1:
                 summarize_whole(trainer.callbacks, trainer, self.lightning_module, self.namespace)
         self._shard_model(trainer)
-        materialise(self.model)
+        self._materialise(self.model)
         self._close_gradients()
         if fitting:
             self._gradients = self._make_gradient_sync(self.model)
@@ -140,6 +140,10 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         first.forget()
         for part in self.parts:
             part.apply(first)
+
+    def _materialise(self, module: nn.Module) -> None:
+        """Give what this rank keeps of ``module`` its values."""
+        materialise(module)
 
     def _first_step(self, trainer: Any) -> FirstStep:
         assert self.lightning_module is not None

@@ -32,7 +32,7 @@ class Fetching(Iterator[tuple[Any, int, int]]):
     def __next__(self) -> tuple[Any, int, int]:
         batch, batch_idx, dataloader_idx = next(self._inner, (_END, 0, 0))
         if self._replica.size > 1:
-            state = generators.packed_state() if self._replica.rank == 0 else b""
+            state = generators.packed_state() if self._replica.tells() else b""
             batch, state = broadcast_batch((batch, state), self._replica, self._device)
             if self._replica.rank > 0:
                 generators.unpack_state(state)

@@ -37,3 +37,15 @@ class Namespace:
 LIGHTNING = Namespace("lightning.pytorch", "lightning.fabric", "lightning_par")
 PYTORCH_LIGHTNING = Namespace("pytorch_lightning", "lightning_fabric", "lightning_par.pl")
 OTHER = {LIGHTNING: PYTORCH_LIGHTNING, PYTORCH_LIGHTNING: LIGHTNING}
+
+
+def namespace_of(kind: type) -> Namespace:
+    """The Lightning of a LightningModule's class.
+
+    Raises:
+        TypeError: it is no such class.
+    """
+    for namespace in OTHER:
+        if any(f"{base.__module__}.".startswith(f"{namespace.pytorch}.") for base in kind.__mro__):
+            return namespace
+    raise TypeError(f"module must be a LightningModule or make one, not a {kind.__name__}.")

@@ -62,7 +62,7 @@ class ResumingMixin(RanksMixin):
         trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
         if trainer is None or trainer.state.fn.value != "fit":
             return
-        self._launched = LaunchedRun.of(self.cluster_environment, self.namespace, self.groups.world.rank)
+        self._launched = LaunchedRun.of(self.cluster_environment, self.namespace, self.groups.world)
         if self.groups.world.rank == 0:
             self._fit = number_of_fit()
         around_restore(trainer, self._chosen, self._resume)

@@ -37,7 +37,7 @@ class StepsMixin(RanksMixin):
         if replica.size == 1:
             return batch
         # Code that one rank alone ran may have drawn random numbers: a replica's generators start each step equal.
-        state = generators.packed_state() if replica.rank == 0 else b""
+        state = generators.packed_state() if replica.tells() else b""
         batch, state = broadcast_batch((batch, state), replica, self.root_device)
         if replica.rank > 0:
             generators.unpack_state(state)

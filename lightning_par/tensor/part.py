@@ -79,7 +79,7 @@ class TensorPart(Part):
     def _planned(self, first: FirstStep, styles: dict[str, Style]) -> TensorPlan | None:
         """The plan, on the first rank."""
         recording = _of_parameters(first.module) if first.batch is None else first.recording
-        if first.world.rank > 0:
+        if not first.world.tells():
             return None
         if not first.trains:  # a layer that only training uses stays as it is
             styles = _used(recording, styles)

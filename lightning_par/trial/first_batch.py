@@ -52,7 +52,7 @@ def peek_batch(trainer: Any, module: Any, resuming: bool = False) -> Any:
     vars(source).pop("dataloader", None)  # of a run that ended before it came to its data
     with generators.kept():
         peeked = _request(trainer, module, source, strategy.namespace, resuming)
-        batch = peeked.batch if peeked is not None and strategy.global_rank == 0 else None
+        batch = peeked.batch if peeked is not None and strategy.groups.world.tells() else None
         batch = broadcast_batch(batch, strategy.groups.world, strategy.root_device)
         if isinstance(batch, _Refused):
             raise ValueError(batch.reason)
@@ -101,7 +101,7 @@ def _request(trainer: Any, module: Any, source: Any, namespace: Namespace, resum
         state.restore()
     read = read_by(source)
     peeked = _Peeked()
-    if trainer.strategy.global_rank == 0:
+    if trainer.strategy.groups.world.tells():
         with generators.kept([loader]):
             peeked = _peek(loader, trainer.state.fn.value, namespace)
 

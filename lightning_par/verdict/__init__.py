@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.python_state import generators
 from lightning_par.sharded.random_streams import Draws
-from lightning_par.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+from lightning_par.strategies.namespace import Namespace, namespace_of
 from lightning_par.verdict.compare import Finding as Finding
 from lightning_par.verdict.fresh import judge_fresh
 from lightning_par.verdict.layouts import read_layouts
@@ -109,8 +109,4 @@ def _namespace(module: Any) -> Namespace:
             raise TypeError(f"module must be a LightningModule, its class or a function, got {module!r}.")
         with generators.kept():
             made = module()
-    kind = made if isinstance(made, type) else type(made)
-    for namespace in (LIGHTNING, PYTORCH_LIGHTNING):
-        if any(f"{base.__module__}.".startswith(f"{namespace.pytorch}.") for base in kind.__mro__):
-            return namespace
-    raise TypeError(f"module must be a LightningModule or make one, not a {kind.__name__}.")
+    return namespace_of(made if isinstance(made, type) else type(made))

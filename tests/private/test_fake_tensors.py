@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from lightning_par.private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    copyable_fakes,
     makes_fakes,
     unset_fake_temporarily,
 )
@@ -66,3 +69,20 @@ def test_a_gradient_is_asked_for_by_what_makes_fakes_and_by_what_reads_code() ->
     assert asked and all(asked)
     asked.clear()
     assert x.grad is None and asked == [False]
+
+
+def test_fakes_that_know_their_value_can_be_copied() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        known = torch.tensor(0.0)
+        with pytest.raises((RuntimeError, AssertionError)):
+            copy.deepcopy({"step": known})["step"].add_(1)
+        with copyable_fakes():
+            twins = copy.deepcopy([known, known])
+            assert twins[0] is twins[1] is not known and twins[0].shape == ()
+    assert "__deepcopy__" not in vars(FakeTensor)
+
+
+def test_an_address_of_a_fake_can_be_read() -> None:
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.ones(2).data_ptr() == 0

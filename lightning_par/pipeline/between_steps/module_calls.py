@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch
-from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
@@ -153,6 +153,7 @@ class Outside:
         holders = self._holders[path]
         given = Given(path, (args, kwargs))
         shapes = ", ".join(f"{tuple(x.shape)}" for x in given.tensors.values())
+        refuse_alone(self.axis, f"calls {path!r} outside a step")
         self.meeting(f"called {path!r} outside a step with tensors of shape {shapes}" if shapes else f"called {path!r}")
         told, error = _Told(), None
         if self.axis.rank in holders:

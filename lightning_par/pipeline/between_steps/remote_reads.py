@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.optim.closures import with_closures
 from lightning_par.optim.optimizers import begin_anew
 from lightning_par.optim.stand_ins import with_inner
@@ -242,6 +242,10 @@ class JointGradients:
     def known(self) -> set[str]:
         """The names of the parameters that have a gradient, on any rank."""
         if self._known is None:
+            if self.axis.dry:  # others are taken to have some where this rank has
+                some = any(_held(p) is not None for p in self._parameters.values())
+                self._known = {name for name, p in self._parameters.items() if some and p.requires_grad}
+                return self._known
             self.meet("looked which parameters have gradients")
             first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
             mine = [name for name in first if _held(self._parameters[name]) is not None]
@@ -250,6 +254,7 @@ class JointGradients:
 
     def meet(self, doing: str) -> None:
         """Wait for the other ranks, which must do the same."""
+        refuse_alone(self.axis, doing)
         self.meeting(doing, _ADVICE)
 
     def _shown(self, closure: Callable[[], Any]) -> Any:

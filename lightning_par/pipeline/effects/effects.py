@@ -26,6 +26,7 @@ from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricRefer
 from lightning_par.private.metrics import with_latest
 from lightning_par.private.modules import ModuleTree
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.effects.watched_run import Watch
@@ -65,7 +66,7 @@ class Effects:
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
         made: Made = _NOTHING, module: nn.Module | ModuleTree | None = None, present: Callable[[], Made] = dict,
-        within: ByPlace = _NOTHING,
+        within: ByPlace = _NOTHING, form: Any = None,
     ) -> Effects:  # fmt: skip
         """The effects of index ``source`` along ``axis``, on every rank; tensors lose their graph.
 
@@ -78,11 +79,16 @@ class Effects:
             module: what it is made of does not travel, either; its `ModuleTree`, where it is asked often.
             present: what this rank has where another has made something: it had made that before.
             within: what all ranks made within units when the step was recorded.
+            form: what the step returned then. In a dry run of another rank than the source it is zeros of that form
+                that arrive, and nothing that the step logged or stored.
 
         Raises:
             TypeError: the step stored or returned what can't be sent; on every rank, and it names the attribute.
             Exception: what the step raised, on every rank.
         """
+
+        if axis.dry:
+            return self._travel_alone(axis, source, form)
 
         def named(made: Made) -> dict[str, Any]:
             return {place_of_made(*key): x for key, x in made.items()}
@@ -107,6 +113,15 @@ class Effects:
             # where it was raised it has its traceback
             raise self.raised if isinstance(self.raised, Exception) else pickle.loads(arrived.raised)
         return arrived
+
+    def _travel_alone(self, axis: Axis, source: int, form: Any) -> Effects:
+        """See `travel`, where no other rank is there."""
+        here = self if axis.rank == source else Effects(result=map_tensors(_zeros, form))
+        axis.broadcast_object(None, "effects", source)
+        told = map_tensors(torch.Tensor.detach, replace(here, names={}, kept=[]))
+        for x in tensors_in(told):
+            axis.broadcast_(x, "effects", source)
+        return told
 
     def _left_behind(self, device: torch.device, known: Known, made: Made, within: ByPlace) -> list[tuple[str, Any]]:
         """What can't travel and has nothing of the model's values in it: each rank has made it for itself."""
@@ -147,6 +162,10 @@ class Effects:
         for said in self.said:
             yield "What the step gives to a logger", said
         yield "What the step returns", self.result
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
 
 
 def _packed(error: Exception) -> bytes:

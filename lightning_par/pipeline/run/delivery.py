@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.private.leaf_hooks import put_hooks, take_hooks
+from lightning_par.trial.fake_functions import is_fake
 
 
 class _Deliver(torch.autograd.Function):
@@ -34,7 +35,7 @@ class _Deliver(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         factor = grad / ctx.scale  # Lightning's own scaling of the loss, over what the schedule took for it
         # Where both agree no pass over all gradients is needed; a GPU makes it sooner than it tells whether they do.
-        if factor.device.type != "cpu" or float(factor) != 1.0:
+        if not is_fake(factor) and (factor.device.type != "cpu" or float(factor) != 1.0):
             # One after another, not into their own memory, which two of them may share: as many again may be too many.
             for place, g in enumerate(grads):
                 grads[place] = g * (factor.to(g.dtype) if g.dtype.is_floating_point else factor)

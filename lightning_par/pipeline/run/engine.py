@@ -203,7 +203,10 @@ class Engine:
         source, known = ready.program.last_rank, watch.objects(batch)
         present = partial(watch.present, batch)
         within = self.inner_state.made
-        return effects.travel(self.axis, source, self.device, known, watch.made, self.programs.tree, present, within)
+        form = ready.program.result
+        return effects.travel(
+            self.axis, source, self.device, known, watch.made, self.programs.tree, present, within, form
+        )
 
     def _store(self, ready: Prepared, effects: Effects) -> None:
         """In a rehearsal: what the step stored is there where its backward meets it, and nothing else is done."""

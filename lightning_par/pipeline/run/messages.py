@@ -126,7 +126,7 @@ class Messenger:
     def _outward(self, x: Tensor) -> Tensor:
         if x.layout != torch.strided:
             raise TypeError(f"A tensor of layout {x.layout} can't be sent to the next stage; call .to_dense() on it.")
-        if is_fake(x):  # nothing would leave, and the receiver wait for it
+        if is_fake(x) and not self._axis.dry:  # nothing would leave, and the receiver wait for it
             raise RuntimeError(
                 "A value that stood for another stage's in a trial of the step has come into its run, as what a "
                 "module is given by torch.func.functional_call. Give it as an argument of the module's forward."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_par.fsdp.prefetch import in_use, parts_of_gradients
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.host_values import on_device
+from lightning_par.mesh.host_values import agreed, on_device
 from lightning_par.mesh.layout import Groups
 from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.world_groups import process_group
@@ -141,8 +141,8 @@ class _Message:
         sizes = [x.numel() for x in self._like.values()]
         *parts, flags = self._flat.split([*sizes, len(sizes)])
         # Reading the flags waits for the device, so they are read only where something is missing here.
-        complete = all(grad is not None for grad in self._grads.values())
-        got = [1.0] * len(sizes) if complete else flags.tolist()
+        there = [grad is not None for grad in self._grads.values()]
+        got = there if all(there) else agreed(flags, there, self._axis)
         return {
             name: part.view(x.shape).clone() if flag else None  # a copy: a view would keep the whole message in memory
             for (name, x), part, flag in zip(self._like.items(), parts, got, strict=True)

@@ -1,0 +1,124 @@
+"""What one step of a rank holds and sends, counted while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.mesh.ledger import ledger
+from lightning_par.sharded.tensor import leaf
+from lightning_par.strategies.startup_table import bytes_text, format_rows
+
+
+@dataclass
+class Counts:
+    """Of one rank and one step of the optimizer, in bytes.
+
+    Attributes:
+        title: of which rank of what.
+        parameters: that it holds.
+        gradients: of them, as the optimizer meets them.
+        optimizer: the optimizer's state.
+        kept: that lived before the step began: weights, buffers, the optimizer's state, what the module keeps.
+        peak: the most that lived at one time in the step, ``kept`` and all.
+        sent: by the ledger's axis and purpose.
+        messages: by axis, purpose and verb, how many calls.
+    """
+
+    title: str = ""
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    peak: int = 0
+    sent: dict[tuple[str, str], float] = field(default_factory=dict)
+    messages: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        names = ("parameters", "gradients", "optimizer", "kept", "peak")
+        sent = [
+            {"axis": axis, "purpose": purpose, "bytes": size, "messages": self._verbs(axis, purpose)}
+            for (axis, purpose), size in self.sent.items()
+        ]
+        return {**{name: getattr(self, name) for name in names}, "sent": sent}
+
+    def json(self) -> str:
+        return json.dumps(self.as_dict())
+
+    def __str__(self) -> str:
+        held = ((name, getattr(self, name)) for name in ("parameters", "gradients", "optimizer", "peak"))
+        rows = [("axis", "purpose", "bytes sent", "messages")]
+        for (axis, purpose), size in self.sent.items():
+            verbs = self._verbs(axis, purpose)
+            rows.append((axis, purpose, f"{size:,.0f}", ", ".join(f"{n} {verb}" for verb, n in verbs.items())))
+        memory = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
+        return "\n".join(
+            [self.title, f"Memory: {memory}.", *(format_rows(rows) if self.sent else ["Nothing is sent."])]
+        )
+
+    def _verbs(self, axis: str, purpose: str) -> dict[str, int]:
+        return {verb: n for (a, p, verb), n in self.messages.items() if (a, p) == (axis, purpose)}
+
+
+class StepEndedError(BaseException):
+    """The step that was to be looked at has ended: nothing else of the run is wanted. No error that user code takes."""
+
+
+class CountMixin:
+    """Counts the last of ``steps`` steps of the optimizer, and ends the run behind it.
+
+    Args:
+        steps: of the optimizer.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.found = steps, Counts()
+        self._open: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self._open is None and trainer.global_step == self.steps - 1:
+            live = trainer.strategy.live
+            self.found.kept = live.peak = live.now
+            self._open = ledger()
+            self.moved = self._open.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        held = [leaf(x) for x in module.parameters() if not is_elsewhere(x)]
+        self.found.parameters = sum(map(_bytes, held))
+        self.found.gradients = sum(_bytes(x.grad) for x in held if x.grad is not None)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step < self.steps:
+            return
+        self.close()
+        found = self.found
+        found.peak = trainer.strategy.live.peak
+        states = [x for one in trainer.optimizers for state in _own(one).values() for x in state.values()]
+        found.optimizer = sum(_bytes(leaf(x)) for x in states if isinstance(x, Tensor) and not is_elsewhere(x))
+        sent: dict[tuple[str, str], float] = defaultdict(float)
+        for transfer in self.moved.transfers:
+            sent[transfer.axis, transfer.purpose] += transfer.sent
+        found.sent = {key: sent[key] for key in sorted(sent)}
+        found.messages = dict(Counter(self.moved.counts()))
+        raise StepEndedError
+
+    def close(self) -> None:
+        """The ledger is closed, however the run has ended."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+
+def _own(optimizer: Any) -> Any:
+    """Without asking other stages."""
+    return getattr(optimizer.state, "own", optimizer.state)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,141 @@
+"""One rank's real training step, with no other rank and no values."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_par.dry.counts import CountMixin, Counts, StepEndedError
+from lightning_par.dry.strategy import dry
+from lightning_par.dry.weights import build_deferred
+from lightning_par.dry.world import make_environment, world_of
+from lightning_par.planner.make_plan import made
+from lightning_par.private.fake_tensors import WITHOUT_VALUE, copyable_fakes
+from lightning_par.python_state import generators
+from lightning_par.python_state.user_code import line_of
+from lightning_par.strategies.namespace import namespace_of
+
+_STEPS = 2
+"""Of the optimizer: the first one alone makes its state, and shows in which precisions and order weights are used."""
+
+
+@dataclass(frozen=True)
+class DryRank:
+    """Which rank of what is run; see `lightning_par.dry_run`.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+
+    rank: int
+    devices: int
+    on_host: int
+    layout: Mapping[str, Any]
+    precision: str | int = "32-true"
+    accumulated: int = 1
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = {
+            "devices": self.devices,
+            "devices_per_host": self.on_host,
+            "accumulate_grad_batches": self.accumulated,
+        }
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be a positive int, got {count!r}.")
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.devices:
+            raise ValueError(
+                f"rank must be one of 0 to {self.devices - 1}, as devices={self.devices}, got {self.rank!r}."
+            )
+        if self.devices % min(self.devices, self.on_host):
+            raise ValueError(
+                f"devices={self.devices} is no multiple of devices_per_host={self.on_host}: Lightning starts equally "
+                "many processes on each host."
+            )
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """How many there are, and ranks on each."""
+        each = min(self.devices, self.on_host)
+        return self.devices // each, each
+
+
+def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
+    """Train two steps of the optimizer as one rank; see `lightning_par.dry_run`.
+
+    Args:
+        module: a LightningModule, its class, or a function that makes one.
+        batch: of a replica, or a function that makes one.
+        asked: the rank.
+    """
+    batch = made(batch)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(generators.kept())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, which will do
+        stack.enter_context(copyable_fakes())
+        built = build_deferred(module)
+        namespace = namespace_of(type(built))
+        lightning, ours = import_module(namespace.pytorch), import_module(namespace.ours)
+        strategy = dry(ours.HybridParallelStrategy)(**{"verify": False, **asked.layout})
+        hosts, on_host = asked.hosts
+        stack.enter_context(world_of(namespace))
+        strategy.stack = stack.enter_context(contextlib.ExitStack())
+        count = type("Count", (CountMixin, lightning.Callback), {})(_STEPS)
+        stack.callback(count.close)
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=on_host, num_nodes=hosts, strategy=strategy,
+            plugins=[make_environment(namespace, asked.rank, asked.devices, on_host)], max_steps=_STEPS,
+            accumulate_grad_batches=asked.accumulated, gradient_clip_val=asked.clip, precision=asked.precision,
+            callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False,
+        )  # fmt: skip
+        data: Any = _Again(batch, asked.accumulated * _STEPS + 1)
+        with _without_values():
+            try:
+                trainer.fit(built, DataLoader(data, batch_size=None))
+            except StepEndedError:
+                count.found.title = _title(asked, strategy.layout, built)
+                return count.found
+    raise RuntimeError(f"The run ended before its step {_STEPS}: the module, or a callback of it, has stopped it.")
+
+
+def _title(asked: DryRank, layout: Any, module: nn.Module) -> str:
+    name = f"{type(module).__name__}, {asked.precision}"
+    return f"Rank {asked.rank} of {asked.devices} ({layout}), {name}: step {_STEPS} of the optimizer"
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """
+    Raises:
+        ValueError: what runs inside asks for the values of tensors that have none.
+    """
+    try:
+        yield
+    except WITHOUT_VALUE as error:
+        raise ValueError(
+            f"The step asks for the values of tensors at {line_of(error) or 'an unknown line'} ({error}), and in a dry "
+            "run these have none. Keep what goes by values, as `if x.isnan().any():` or `x.item()`, out of the step."
+        ) from error
+
+
+class _Again:
+    """A data set of batches that are all the same."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Any:
+        return self.batch

@@ -1,0 +1,83 @@
+"""The strategy of a dry run: the user's own, in a world where no other rank is."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_par.absent.deferred.deferred_tensor import fake_of
+from lightning_par.dry.weights import give_fakes
+from lightning_par.dry.world import join
+from lightning_par.planner.live_bytes import LiveBytes
+from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
+
+if TYPE_CHECKING:
+    from lightning_par.strategies.base import StrategyMixin as _Base
+else:
+    _Base = object
+
+T = TypeVar("T")
+
+
+class DryMixin(_Base):
+    """Plans on real values, as the batch's, and trains on fakes: nobody is waited for, asked or watched.
+
+    Attributes:
+        stack: what was entered when the fakes began; to be closed after the run.
+        live: bytes of the fakes.
+    """
+
+    stack: contextlib.ExitStack
+    live: LiveBytes
+    _fakes: FakeTensorMode | None = None
+    _begun = False
+
+    def _heed_signals(self) -> None:
+        """This process alone ends by a signal."""
+
+    def _begin_watch(self, world: Any) -> None:
+        """Nobody can hang."""
+
+    def _connect(self, backend: str, device: torch.device) -> None:
+        assert self.layout is not None and self.cluster_environment is not None
+        join(self.cluster_environment.global_rank(), self.layout.world_size, self.timeout)
+        self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
+
+    def _materialise(self, module: nn.Module) -> None:
+        self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
+        with self._fakes, self.live:
+            give_fakes(module, self._fakes)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """The batch has its values until the user's hooks and the replica's ranks have had it; fakes begin behind."""
+        if self._fakes is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with unset_fake_temporarily():
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        if not self._begun:
+            self._begun = True
+            self.stack.enter_context(self._fakes)
+            self.stack.enter_context(self.live)
+        return apply_to_collection(batch, Tensor, lambda x: fake_of(x, self._fakes))
+
+    def teardown(self) -> None:
+        self.stack.close()
+        self.optimizers, self._lightning_module = [], None  # fakes can't be moved to the host
+        super().teardown()
+
+    def barrier(self, name: str | None = None) -> None: ...
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+
+def dry(strategy: Any) -> type[Any]:
+    """The class of a dry run in the place of the class ``strategy``."""
+    return type(strategy.__name__, (DryMixin, strategy), {"__module__": strategy.__module__})

@@ -1,0 +1,57 @@
+"""What a dry run counts of each rank, against what a plan says of it, to the byte; plans against real runs in
+`tests.planner.test_counted`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_par import dry_run
+from tests.helpers.models import MODELS
+from tests.helpers.slow import slow
+from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
+from tests.planner.test_counted import IMPOSSIBLE
+
+BY_VALUES = {"encoder_decoder"}
+"""Models whose step goes by values of the batch."""
+
+SHARED_TOKENS = {name for name, x in LAYOUTS.items() if "sequence_parallel_size" in x or "shard_residual" in x}
+"""Under which the mask of hf_bert is one that its code reads."""
+
+ROWS = [
+    (case, name)
+    for case in CASES
+    for name in LAYOUTS
+    if (case, name) not in IMPOSSIBLE and case not in BY_VALUES and not (case == "hf_bert" and name in SHARED_TOKENS)
+]
+DEFAULT = [
+    "gpt-1f1b",
+    "gpt-tensor",
+    "hf_llama-ring",
+    "gpt_tied-shard_residual",
+    "lstm-data",
+    "mlp_deep-fsdp",
+    "gpt-fsdp_ring",
+]
+
+
+@slow(but=DEFAULT)
+@pytest.mark.parametrize(("case", "name"), ROWS, ids=[f"{case}-{name}" for case, name in ROWS])
+def test_each_rank_holds_and_sends_what_was_said(case: str, name: str) -> None:
+    layout = LAYOUTS[name]
+    counted = [dried(case, layout, rank) for rank in range(ranks_of(layout))]
+    lines = differences(counted, planned(case, layout))
+    assert not lines, "\n" + "\n".join(lines)
+
+
+def dried(case: str, layout: dict[str, Any], rank: int) -> Counted:
+    torch.manual_seed(0)
+    found = dry_run(MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank)
+    sent: dict[str, float] = defaultdict(float, dict.fromkeys(("data", "pipeline", "sequence", "tensor"), 0.0))
+    for (axis, purpose), size in found.sent.items():
+        if axis in AXES and purpose not in APART:
+            sent[AXES[axis]] += size
+    return Counted(found.parameters, found.gradients, found.optimizer, dict(sent), found.sent)
