@@ -7,6 +7,7 @@ the Trainer around it, `command` the command line.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -65,4 +66,7 @@ def dry_run(
     asked = DryRank(
         rank, devices, devices_per_host, layout, precision, accumulate_grad_batches, gradient_clip_val
     )  # fmt: skip
-    return run_rank(module, batch, asked)
+    try:
+        return run_rank(module, batch, asked)
+    finally:
+        gc.collect()  # a Trainer and its module hold each other, and patches of torch stay while there are shards

@@ -67,9 +67,6 @@ class _Done(dist.Work):
         return True
 
 
-DONE = _Done()
-
-
 class Axis:
     """One mesh axis as this rank sees it.
 
@@ -91,6 +88,8 @@ class Axis:
     """Of a tensor sharded over two axes, the one of smaller depth is the outer one."""
     pretends = False
     """Whether nothing moves along it, since tensors are fake."""
+    dry = False
+    """Whether no other rank is there, and nothing moves: what would is noted, and this rank stands for all."""
     stores = False
     """Whether its ranks store parts of weights that each of them uses whole."""
     gradient_shares = False
@@ -121,7 +120,6 @@ class Axis:
         self._peers: list[int] = []  # the ranks' numbers in the group
         self._hosts: tuple[dist.ProcessGroup | None, str | None] | None = None
         self.dry = is_fake(group)
-        """Whether no other rank is there, and nothing moves: what would is noted, and this rank stands for all."""
         self._line = name, ranks
         # one that only pretends to move anything, as in a trial of the step, counts for itself
         self.progress = Progress() if group is None else Progress.current
@@ -354,7 +352,7 @@ class Axis:
                 begun.append((what, op.x.numel() * op.x.element_size()))
         self.progress.last = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
         if self.dry:
-            return [DONE] * len(ops)
+            return [_Done()] * len(ops)
         if recorder is not None:
             return recorder.exchange(begun, partial(self._exchanged, ops))
         return self._exchanged(ops)

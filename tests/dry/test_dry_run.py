@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,18 @@ def test_ranks_in_the_middle_of_many_are_like_the_first() -> None:
     assert first.sent == middle.sent == last.sent and first.parameters == middle.parameters == last.parameters
     assert first.messages["tensor", "leave", "all_reduce"] == middle.messages["tensor", "leave", "all_reduce"] > 0
     assert 0 < first.parameters < first.kept < first.peak
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_patched() -> Iterator[None]:
+    yield
+    gc.collect()  # what an error had in hand
+    assert "data" not in vars(torch.Tensor)
+
+
+def test_torch_is_as_before_when_a_dry_run_has_ended() -> None:
+    dry_run(small, BATCH, {"tensor_parallel_size": 2}, devices=2)
+    assert "data" not in vars(torch.Tensor)
 
 
 def test_one_device_sends_nothing() -> None:

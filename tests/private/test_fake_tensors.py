@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_par.private import fake_tensors
 from lightning_par.private.fake_tensors import (
+    WITHOUT_VALUE,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -86,3 +87,9 @@ def test_an_address_of_a_fake_can_be_read() -> None:
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.ones(2).data_ptr() == 0
+
+
+def test_a_value_that_a_fake_has_not_is_told_by_these() -> None:
+    assert {DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException} == {*WITHOUT_VALUE}
+    with FakeTensorMode() as mode, pytest.raises(WITHOUT_VALUE):
+        mode.from_tensor(torch.ones(2)).sum().item()

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.process_groups import (
     closed_by_peer,
     default_store,
     has_gloo,
     host_of_store,
     init_process_group,
+    is_fake,
     kind_without_hosts,
     number_of_groups,
     splits,
@@ -107,3 +109,12 @@ def test_errors_of_lost_peers_are_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.ones(2) + torch.ones(3)
     assert not tells_of_a_lost_peer(caught.value)
+
+
+def test_a_group_in_which_nothing_moves_is_known_and_one_that_torch_does_not_know_is_none() -> None:
+    begin_fake_world(3, 8, timedelta(minutes=1))
+    try:
+        assert is_fake(dist.group.WORLD) and is_fake(dist.new_group([1, 3]))
+    finally:
+        dist.destroy_process_group()
+    assert not is_fake(None) and not is_fake(object())
