@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import fake_of
 from lightning_par.dry.weights import give_fakes
-from lightning_par.dry.world import join
 from lightning_par.planner.live_bytes import LiveBytes
+from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DryMixin(_Base):
 
     def _connect(self, backend: str, device: torch.device) -> None:
         assert self.layout is not None and self.cluster_environment is not None
-        join(self.cluster_environment.global_rank(), self.layout.world_size, self.timeout)
+        begin_fake_world(self.cluster_environment.global_rank(), self.layout.world_size, self.timeout)
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
 
     def _materialise(self, module: nn.Module) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.strategies.namespace import Namespace
 
 
@@ -58,8 +56,3 @@ def world_of(namespace: Namespace) -> Iterator[None]:
         only.rank = before
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def join(rank: int, size: int, timeout: timedelta | None) -> None:
-    """Make the process group of all ranks, of which only ``rank`` is there."""
-    begin_fake_world(rank, size, timeout)

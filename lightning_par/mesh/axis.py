@@ -57,7 +57,7 @@ class PeerOp(NamedTuple):
     tag: int = 0
 
 
-class _Done(dist.Work):
+class Done(dist.Work):
     """Of a message that nobody waits for, since none was sent."""
 
     def wait(self, *_: Any) -> bool:
@@ -352,7 +352,7 @@ class Axis:
                 begun.append((what, op.x.numel() * op.x.element_size()))
         self.progress.last = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
         if self.dry:
-            return [_Done()] * len(ops)
+            return [Done()] * len(ops)
         if recorder is not None:
             return recorder.exchange(begun, partial(self._exchanged, ops))
         return self._exchanged(ops)

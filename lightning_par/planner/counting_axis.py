@@ -9,20 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_par.mesh.axis import Axis, PeerOp
+from lightning_par.mesh.axis import Axis, Done, PeerOp
 from lightning_par.mesh.collectives import enter
 from lightning_par.mesh.ledger import note
 from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.tensor.residual_stream import ResidualAxis
 from lightning_par.trial.memo import Memo
-
-
-class _Done:
-    """The work of a message that has arrived, since none was sent."""
-
-    def wait(self) -> bool:
-        return True
 
 
 class _Nothing(Memo[Any, Any]):
@@ -85,7 +78,7 @@ class _Counting(Axis):
     def start_exchange(self, ops: Sequence[PeerOp]) -> list[Any]:
         for op in ops:
             note(op.verb, self.name, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
-        return [_Done()] * len(ops)
+        return [Done()] * len(ops)
 
 
 class _Shallow(DeepMasks):

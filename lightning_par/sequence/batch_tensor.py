@@ -29,10 +29,8 @@ from lightning_par.sharded.rules.in_place import targets
 from lightning_par.sharded.rules.lookup import RULES, dispatch, run_whole, writes
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full
-from lightning_par.trial.memo import Memo
 
 _NOT_TENSORS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout)
-_dims: Memo[Any, tuple[tuple[int, Positions] | None, ...]] = Memo()
 
 
 class BatchTensor(ShardedTensor):
@@ -214,15 +212,11 @@ def _places(
 ) -> tuple[tuple[int, Positions] | None, ...]:
     """The dim of each output that is the sequence, and who holds what of it; None where it has none."""
     leaves = tree_leaves((args, kwargs))
-    key = (func, tuple(map(_described, leaves)), tuple(x.shape for x in outputs), lead._axis.ranks)
-    places = _dims.get(key)
-    if places is None:
-        places = _dims[key] = tuple(_tried(func, args, kwargs, outputs, lead))
-    elif getattr(func, "__name__", "") in SLICES:
-        for place in places:
-            if place is not None:
-                lead._axis.spread(place[1].size)  # this axis may hear of the length for the first time
-    return places
+    key = (func, tuple(map(_described, leaves)), tuple(x.shape for x in outputs))
+    axis: Any = lead._axis
+    if key not in axis.places:  # which hears of a length as a function is tried
+        axis.places[key] = tuple(_tried(func, args, kwargs, outputs, lead))
+    return axis.places[key]  # type: ignore[no-any-return]
 
 
 def _described(x: Any) -> Any:

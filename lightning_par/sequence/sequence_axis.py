@@ -10,6 +10,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.blocks import zigzag
 from lightning_par.sequence.deep_masks import DeepMasks
+from lightning_par.trial.memo import Memo
 
 
 class SequenceAxis(Axis):
@@ -39,6 +40,8 @@ class SequenceAxis(Axis):
         super().__init__(name, ranks, rank, group)
         self.zigzag = False
         self._spread: dict[tuple[int, bool], Positions] = {}
+        self.places: Memo[Any, tuple[tuple[int, Positions] | None, ...]] = Memo()
+        """Of calls on what the batch alone determines: which dim of each output is the sequence."""
         self.masks = DeepMasks()
         self.attention: Any = None
         """How attention over the axis is computed; see `lightning_par.sequence.scheme`."""
