@@ -132,7 +132,7 @@ def _ended_by_their_rank() -> list[int | None]:
     with _signals(got) as signals:
         WORKER_SIGNALS.hold(signals)
         batches = iter(DataLoader(torch.arange(40), batch_size=4, num_workers=2))
-        next(batches)
+        next(batches), next(batches)  # of one worker each: before a worker has begun, a signal kills it
         workers = batches._workers  # type: ignore[attr-defined]
         for worker in workers:
             worker.terminate()

@@ -2,7 +2,7 @@
 
 A strategy holds them from the start of its set-up to the end of its teardown, and a trial run while it runs. What is
 collected holds nothing. Sharded tensors that outlive the last run hold them, too: the module that an exception left in
-parts, or what user code kept.
+parts, or what user code kept. Those without values don't: a plan may keep the fakes of its trial, which no user meets.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.tensor import ShardedTensor
 
 _TOKENS = "_patches"
@@ -150,7 +151,7 @@ def _hold_for_sharded(kinds: list[Patches]) -> None:
 
 
 def _sharded() -> list[Tensor]:
-    """The tensors there are of which this rank has a part or nothing."""
+    """The tensors with values there are of which this rank has a part or nothing."""
     from lightning_par.absent.elsewhere import Elsewhere
 
     kinds: dict[type, bool] = {}
@@ -159,6 +160,6 @@ def _sharded() -> list[Tensor]:
         kind = type(x)
         if kind not in kinds:
             kinds[kind] = issubclass(kind, (ShardedTensor, Elsewhere))
-        if kinds[kind]:
+        if kinds[kind] and not (isinstance(x, ShardedTensor) and isinstance(x._innermost, FakeTensor)):
             found.append(x)
     return found

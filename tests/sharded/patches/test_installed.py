@@ -12,6 +12,7 @@ import torch
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.sharded.identity import become
 from lightning_par.sharded.patches import installed
 from lightning_par.sharded.patches.installed import Patches, release
@@ -128,3 +129,13 @@ def test_what_is_made_of_what_is_left_holds_them_too() -> None:
     assert log == ["+"]
     del z
     assert log == ["+", "-"]
+
+
+def test_what_a_plan_keeps_of_a_trial_holds_none() -> None:
+    log: list[str] = []
+    patches, holder = Patches(lambda: [Count(log)]), Holder()
+    patches.hold(holder)
+    with FakeTensorMode():
+        x = ShardedTensor(torch.ones(2, 2), 0, Positions.of([0, 0]), Axis("tensor", (0,), 0, None))
+    release(holder, [patches])
+    assert log == ["+", "-"] and x.shape == (2, 2)
