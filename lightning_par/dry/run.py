@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_par.dry.accelerator import Kind, make_accelerator, refuse_without_gpu
 from lightning_par.dry.counts import CountMixin, Counts, StepEndedError
 from lightning_par.dry.strategy import dry
 from lightning_par.dry.weights import build_deferred
@@ -41,6 +42,7 @@ class DryRank:
     precision: str | int = "32-true"
     accumulated: int = 1
     clip: float | None = None
+    accelerator: Kind = "cpu"
 
     def __post_init__(self) -> None:
         counts = {
@@ -55,6 +57,10 @@ class DryRank:
             raise ValueError(
                 f"rank must be one of 0 to {self.devices - 1}, as devices={self.devices}, got {self.rank!r}."
             )
+        if self.accelerator not in ("cpu", "gpu"):
+            raise ValueError(f"accelerator must be 'cpu' or 'gpu', got {self.accelerator!r}.")
+        if self.accelerator == "gpu":
+            refuse_without_gpu()
         if self.devices % min(self.devices, self.on_host):
             raise ValueError(
                 f"devices={self.devices} is no multiple of devices_per_host={self.on_host}: Lightning starts equally "
@@ -92,7 +98,8 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
         count = type("Count", (CountMixin, lightning.Callback), {})(_STEPS)
         stack.callback(count.close)
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=on_host, num_nodes=hosts, strategy=strategy,
+            accelerator=make_accelerator(namespace, asked.accelerator), devices=on_host, num_nodes=hosts,
+            strategy=strategy,
             plugins=[make_environment(namespace, asked.rank, asked.devices, on_host)], max_steps=_STEPS,
             accumulate_grad_batches=asked.accumulated, gradient_clip_val=asked.clip, precision=asked.precision,
             callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -109,7 +116,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
 
 
 def _title(asked: DryRank, layout: Any, module: nn.Module) -> str:
-    name = f"{type(module).__name__}, {asked.precision}"
+    name = f"{type(module).__name__}, {asked.accelerator}, {asked.precision}"
     return f"Rank {asked.rank} of {asked.devices} ({layout}), {name}: step {_STEPS} of the optimizer"
 
 

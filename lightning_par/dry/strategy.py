@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_par.absent.deferred.deferred_tensor import fake_of
+from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
 from lightning_par.planner.live_bytes import LiveBytes
 from lightning_par.private.fake_groups import begin_fake_world
@@ -21,6 +21,8 @@ else:
     _Base = object
 
 T = TypeVar("T")
+_BLOCK = 512
+"""Bytes in whose multiples CUDA's caching allocator of torch hands out memory."""
 
 
 class DryMixin(_Base):
@@ -48,12 +50,16 @@ class DryMixin(_Base):
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
 
     def _materialise(self, module: nn.Module) -> None:
-        self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
-        with self._fakes, self.live:
+        self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()
+        with self.live:
             give_fakes(module, self._fakes)
 
+    def _live_bytes(self) -> LiveBytes:
+        kind = self.root_device.type
+        return LiveBytes(kind=kind, block=_BLOCK if kind == "cuda" else 1)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The batch has its values until the user's hooks and the replica's ranks have had it; fakes begin behind."""
+        """The batch is real, and has its values; what meets weights has none."""
         if self._fakes is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         with unset_fake_temporarily():
@@ -61,8 +67,10 @@ class DryMixin(_Base):
         if not self._begun:
             self._begun = True
             self.stack.enter_context(self._fakes)
+            self.stack.enter_context(KnownValues(self._fakes))
             self.stack.enter_context(self.live)
-        return apply_to_collection(batch, Tensor, lambda x: fake_of(x, self._fakes))
+        with unset_fake_temporarily():  # a step may write to it
+            return apply_to_collection(batch, Tensor, lambda x: x.detach().clone())
 
     def teardown(self) -> None:
         self.stack.close()

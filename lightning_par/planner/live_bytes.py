@@ -16,6 +16,11 @@ from lightning_par.private.storage import memory_of
 class LiveBytes(TorchDispatchMode):
     """What was made since it was entered, in this thread and in backward of it, as long as it lives.
 
+    Args:
+        least: of a change that is kept in `steps`, in bytes.
+        kind: of devices whose memory counts, as "cuda"; by default all.
+        block: bytes to a multiple of which an allocator rounds up what it is asked for.
+
     Attributes:
         now: bytes that live.
         peak: the most that ever did.
@@ -29,10 +34,10 @@ class LiveBytes(TorchDispatchMode):
         assert (live.now, live.peak) == (0, 4000)
     """
 
-    def __init__(self, least: int = 0) -> None:
+    def __init__(self, least: int = 0, kind: str | None = None, block: int = 1) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.least = least
+        self.least, self.kind, self.block = least, kind, block
         self.steps: list[int] = []
         self._known: set[int] = set()
 
@@ -40,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         before = {self._number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and self._number(x) not in before:
+            if isinstance(x, Tensor) and self.kind in (None, x.device.type) and self._number(x) not in before:
                 self._made(self._number(x), x.untyped_storage())
         return result
 
@@ -50,9 +55,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _made(self, number: int, memory: torch.UntypedStorage) -> None:
         if number not in self._known and memory.nbytes():
+            size = -(-memory.nbytes() // self.block) * self.block
             self._known.add(number)
-            self._add(memory.nbytes())
-            weakref.finalize(memory, self._freed, number, memory.nbytes())
+            self._add(size)
+            weakref.finalize(memory, self._freed, number, size)
 
     def _freed(self, number: int, size: int) -> None:
         self._known.discard(number)

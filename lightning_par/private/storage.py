@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_par.private.fake_tensors import active_fakes
+
 
 def memory_of(x: Tensor) -> int:
     """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
@@ -28,11 +30,18 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
 
 
 def tensor_in(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
-) -> Tensor:
-    """A tensor in memory that is there, of no graph and with a version of its own, unseen by modes."""
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int],
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """A tensor in memory that is there, of no graph and with a version of its own, unseen by modes.
+
+    Tensors without values lie in memory on ``meta``: they say what ``device`` is theirs.
+    """
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        x = torch.empty(0, dtype=dtype, device=storage.device)
+        x = torch.empty(0, dtype=dtype, device=device or storage.device)
+        fakes = active_fakes()
+        if fakes is not None and storage.device != x.device:
+            x = fakes.from_tensor(x)
         return x.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[arg-type, no-any-return]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_par.private.storage import is_mapped, is_shared, memory_of, storage_of, tensor_in, trim_memory
 
 
@@ -39,6 +40,14 @@ def test_a_tensor_is_made_in_memory_that_is_there() -> None:
     x = tensor_in(storage, view.dtype, 0, (2, 3), (3, 1))
     x.fill_(2.0)
     assert view.tolist() == [2.0] * 3 and view._version == 0 and not x._is_view()
+
+
+def test_a_tensor_without_values_says_which_device_is_its_own() -> None:
+    with FakeTensorMode():
+        memory = storage_of(torch.empty(6))
+        assert memory is not None and memory.device.type == "meta"
+        x = tensor_in(memory, torch.float32, 0, (2, 3), (3, 1), torch.device("cpu"))
+        assert isinstance(x, FakeTensor) and x.device.type == "cpu" and storage_of(x) is memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")
