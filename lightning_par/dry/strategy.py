@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_par.checkpoint.chunks import Chunk
+from lightning_par.checkpoint.directory import Writing
+from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.outline import take_apart
 from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
 from lightning_par.planner.live_bytes import LiveBytes
@@ -37,6 +42,7 @@ class DryMixin(_Base):
     live: LiveBytes
     _fakes: FakeTensorMode | None = None
     _begun = False
+    _saved: Inventory | None = None  # while it is planned what would be written
 
     def _heed_signals(self) -> None:
         """This process alone ends by a signal."""
@@ -71,6 +77,24 @@ class DryMixin(_Base):
             self.stack.enter_context(self.live)
         with unset_fake_temporarily():  # a step may write to it
             return apply_to_collection(batch, Tensor, lambda x: x.detach().clone())
+
+    def _gathered(self, own: dict[str, Any], take: Callable[[Inventory], dict[str, Any]]) -> dict[str, Any]:
+        return super()._gathered(own, take) if self._saved is None else take(self._saved)
+
+    def planned_chunks(self) -> list[Chunk] | None:
+        """What this rank would write now of a distributed checkpoint, weights and the optimizers' states; None where
+        other stages hold some of it, of which nothing is known here."""
+        if self.groups.pipeline.size > 1:
+            return None
+        self._saved = Inventory(self.groups, self.stores_parts)
+        try:
+            states = [self.optimizer_state(one) for one in self.optimizers]
+            checkpoint = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": states}
+            writing = Writing("", self._saved)
+            writing.outline = take_apart(checkpoint, [*map(self._names, self.optimizers, states)])
+            return writing.chunks()
+        finally:
+            self._saved = None
 
     def teardown(self) -> None:
         self.stack.close()

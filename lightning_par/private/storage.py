@@ -18,6 +18,12 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def lies_as(x: Tensor, other: Tensor) -> bool:
+    """`Tensor.is_set_to`, also of tensors without values, of which that is never true."""
+    places = [(y.untyped_storage()._cdata, y.storage_offset(), y.shape, y.stride()) for y in (x, other)]
+    return places[0] == places[1]
+
+
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:
     """The memory of the strided ``x``, unseen by modes: the same object as long as anything lies in it.
 
