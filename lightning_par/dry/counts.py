@@ -77,18 +77,16 @@ class StepEndedError(BaseException):
 
 
 class CountMixin:
-    """Counts the last of ``steps`` steps of the optimizer, and ends the run behind it.
+    """Counts the second step of the optimizer, or of all that one batch steps, and ends the run behind it."""
 
-    Args:
-        steps: of the optimizer.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.found = steps, Counts()
+    def __init__(self) -> None:
+        self.found = Counts()
         self._open: Any = None
+        self._begun = 0  # steps before it
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if self._open is None and trainer.global_step == self.steps - 1:
+        if self._open is None and trainer.global_step:
+            self._begun = trainer.global_step
             live = trainer.strategy.live
             self.found.kept = live.peak = live.now
             self._open = ledger()
@@ -97,10 +95,10 @@ class CountMixin:
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         held = [leaf(x) for x in module.parameters() if not is_elsewhere(x)]
         self.found.parameters = sum(map(_bytes, held))
-        self.found.gradients = sum(_bytes(x.grad) for x in held if x.grad is not None)
+        self.found.gradients = max(self.found.gradients, sum(_bytes(x.grad) for x in held if x.grad is not None))
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        if trainer.global_step < self.steps:
+        if self._open is None or trainer.global_step == self._begun:
             return
         self.close()
         found = self.found

@@ -98,8 +98,9 @@ class DryMixin(_Base):
 
     def teardown(self) -> None:
         self.stack.close()
-        self.optimizers, self._lightning_module = [], None  # fakes can't be moved to the host
-        super().teardown()
+        module, self.optimizers, self._lightning_module = self._lightning_module, [], None
+        super().teardown()  # fakes can't be moved to the host
+        self._lightning_module = module  # whose hooks follow
 
     def barrier(self, name: str | None = None) -> None: ...
 

@@ -20,10 +20,8 @@ DEFAULT = [
     "gpt-1f1b",
     "gpt-tensor",
     "hf_llama-ring",
-    "gpt_tied-shard_residual",
     "lstm-data",
     "mlp_deep-fsdp",
-    "gpt-fsdp_ring",
     "encoder_decoder-ring",
     "hf_bert-1f1b",
 ]

@@ -16,6 +16,7 @@ from lightning_par.dry.counts import Counts
 from tests.dry.test_dry_run import BATCH, small
 from tests.gpu_rules import build
 from tests.gpu_rules.ranks import StrictPool
+from tests.helpers.slow import slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
@@ -60,6 +61,7 @@ def _found(layout: str, **given: Any) -> tuple[Counts, Counts]:
     return cpu, gpu
 
 
+@slow("fsdp", "ring")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_and_sends_on_a_gpu_what_it_does_on_a_cpu(pool: StrictPool, layout: str) -> None:
     ((cpu, gpu),) = pool.run(1, _found, layout)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_par import HybridParallelStrategy, dry_run
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.planner.counted import batch_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -61,6 +62,7 @@ def _written(path: Path) -> list[tuple[int, int]]:
     return [(sum(sizes.values()), len(sizes)) for _, sizes in sorted(found.items())]
 
 
+@slow("gpt-tensor", "unet-data")
 @pytest.mark.parametrize(
     ("case", "name"), [("gpt", "tensor"), ("gpt_tied", "fsdp"), ("gpt_tied", "tensor"), ("unet", "data")]
 )

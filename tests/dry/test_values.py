@@ -79,7 +79,9 @@ def test_what_would_have_come_from_others_has_no_values() -> None:
     axis = Axis("data", (0, 1), 0, None)
     axis.dry = True
     summed, largest, came, sent = (torch.ones(2) for _ in range(4))
-    axis.all_reduce_(summed, "x")
-    axis.all_reduce_(largest, "x", "max")
-    axis.start_exchange([PeerOp("recv", came, 1, "x"), PeerOp("send", sent, 1, "x")])
+    axis.broadcast_(sent, "batch")  # it is a batch's, before fakes begin
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        axis.all_reduce_(summed, "x")
+        axis.all_reduce_(largest, "x", "max")
+        axis.start_exchange([PeerOp("recv", came, 1, "x"), PeerOp("send", sent, 1, "x")])
     assert [is_known(x) for x in (summed, largest, came, sent)] == [False, True, False, True]
