@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from torch import Tensor
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
+from lightning_par.sharded.functions import operator_of
 
 
 class LiveBytes(TorchDispatchMode):
     """What was made since it was entered, in this thread and in backward of it, as long as it lives.
+
+    Args:
+        least: bytes of the smallest change that ``steps`` has.
+        weights: of which copies in another precision are not counted, as autocast makes and keeps them.
 
     Attributes:
         now: bytes that live.
@@ -29,8 +35,9 @@ class LiveBytes(TorchDispatchMode):
         assert (live.now, live.peak) == (0, 4000)
     """
 
-    def __init__(self, least: int = 0) -> None:
+    def __init__(self, least: int = 0, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._weights = {self._number(x) for x in weights}
         self.now = self.peak = 0
         self.least = least
         self.steps: list[int] = []
@@ -39,6 +46,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {self._number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
+        if self._weights and operator_of(func) == "_to_copy" and before <= self._weights:
+            return result
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and self._number(x) not in before:
                 self._made(self._number(x), x.untyped_storage())
