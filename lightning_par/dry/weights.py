@@ -42,7 +42,7 @@ def build_deferred(module: Any) -> Any:
     holder = nn.Module()
     with generators.kept():
         try:
-            made = build(holder, lambda: _held(holder, module)).result
+            made = build(holder, lambda: _held(holder, module), draws=False).result
         except Exception as error:  # the user's code
             line = line_of(error)
             place = "" if line is None else f" at {line}"

@@ -147,7 +147,7 @@ class Mixed:
         self.numbers = [[i for i, x in enumerate(dtypes) if x is dtype] for dtype in kinds]
         self.kinds = [(dtype, Flat([places[i] for i in n], ranks)) for dtype, n in zip(kinds, self.numbers)]
         self.bytes = [flat.entries * dtype.itemsize for dtype, flat in self.kinds]
-        self.padding = -sum(self.bytes) % _ALIGNED
+        self.padding = -sum(self.bytes) % ALIGNED
 
     def message(self, parts: Sequence[Tensor]) -> Tensor:
         """This rank's ``parts`` in one piece."""
@@ -170,4 +170,5 @@ class Mixed:
         return [found[i] for i in range(len(found))]
 
 
-_ALIGNED = 16  # bytes: where any precision may begin
+ALIGNED = 16
+"""Bytes: where any precision may begin."""

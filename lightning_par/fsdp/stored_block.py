@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.absent.deferred.deferred_tensor import is_deferred
 from lightning_par.fsdp.flat import Flat, Mixed, Place
 from lightning_par.fsdp.served import Precisions
 from lightning_par.fsdp.stored_parameter import StorageAxis, Stored
@@ -73,7 +74,9 @@ class StoredBlock:
 
 def fits(x: Any) -> bool:
     """Whether ``x`` can be gathered beside others."""
-    plain = isinstance(x, Stored) and type(x._local) is nn.Parameter and x._local.is_floating_point()
+    if not isinstance(x, Stored) or not x._local.is_floating_point():
+        return False
+    plain = type(x._local) is nn.Parameter or is_deferred(x._local)  # which is a plain one before a step
     return plain and _placed(x) is not None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.prediction import Prediction
-from lightning_par.planner.search import search
+from lightning_par.planner.search import any_fits
 
 _MOST = 2**20  # devices
 
@@ -39,7 +39,7 @@ class Advice:
 
 def advise(planner: Planner, smallest: Prediction, devices: int, samples: int) -> Advice:
     """What would make it fit that no layout of a search fits, the cheapest in speed first."""
-    changes = [text for text, other in _others(planner) if _fits(other, devices, samples)]
+    changes = [text for text, other in _others(planner) if any_fits(other, devices, samples)]
     return Advice(smallest.peak - smallest.memory, tuple(changes), _devices(planner, devices, samples))
 
 
@@ -85,15 +85,10 @@ def _others(planner: Planner) -> Iterator[tuple[str, Planner]]:
             yield f"half precision, which changes results: --precision {name}", planner.with_precision(name)
 
 
-def _fits(planner: Planner, devices: int, samples: int) -> bool:
-    found = search(planner, devices, samples).priced
-    return bool(found) and found[0].fits
-
-
 def _devices(planner: Planner, devices: int, samples: int) -> int:
     count, full = devices * 2, planner
     while count <= min(_MOST, devices * 64):
-        if _fits(full, count, _multiple(samples, count)):
+        if any_fits(full, count, _multiple(samples, count)):
             return count
         count *= 2
     return 0

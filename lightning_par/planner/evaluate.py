@@ -60,7 +60,7 @@ class Planner:
         batch = tree_map(self._cast, batch)
         self.batch = batch
         try:
-            self.step = record(built, batch)
+            self.step = record(built, batch, self.precision.autocast)
         except ValueError as error:
             raise ValueError(f"{error} {self._weights(built)}") from error
         tokens = _tokens(batch) / self.step.samples
@@ -104,9 +104,8 @@ class Planner:
         if count >= self.step.samples or count < 1:
             return self.step
         if count not in self._steps:
-            self._steps[count] = record(
-                self.tree.module, tree_map(lambda x: _first(x, count, self.step.samples), self.batch)
-            )
+            batch = tree_map(lambda x: _first(x, count, self.step.samples), self.batch)
+            self._steps[count] = record(self.tree.module, batch, self.precision.autocast)
         return self._steps[count]
 
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:

@@ -30,6 +30,7 @@ class BlockWeight:
         message: elements of its part in a message.
         ordered: whether the ranks' parts follow one another in it.
         used: makes of the gathered weight what the step uses.
+        dtype: in which it travels.
     """
 
     key: int
@@ -38,6 +39,7 @@ class BlockWeight:
     message: int
     ordered: bool
     used: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +85,11 @@ class _Use:
 
     def start(self) -> None:
         if self.arriving is None and self.wholes is None:
-            entries = sum(w.message for w in self.block.weights)
-            self.arriving = [self._like(entries)] if len(self.block.weights) > 1 else []
-            self.arriving.append(self._like(entries * self.block.ranks))
+            weights = self.block.weights
+            entries = sum(w.message * w.dtype.itemsize for w in weights) // weights[0].dtype.itemsize
+            copied = len(weights) > 1 or weights[0].dtype is not weights[0].part.dtype
+            sizes = [entries] * copied + [entries * self.block.ranks]
+            self.arriving = [torch.empty(size, dtype=weights[0].dtype) for size in sizes]
 
     def land(self) -> None:
         if self.wholes is not None:
@@ -96,7 +100,10 @@ class _Use:
         if len(weights) == 1 and weights[0].ordered:
             self.wholes = [self.arriving[-1][: prod(weights[0].shape)].view(weights[0].shape)]
         else:
-            self.wholes = [self._like(w.message * self.block.ranks)[: prod(w.shape)].view(w.shape) for w in weights]
+            ranks = self.block.ranks
+            self.wholes = [
+                torch.empty(w.message * ranks, dtype=w.dtype)[: prod(w.shape)].view(w.shape) for w in weights
+            ]  # fmt: skip
         self.arriving = None
         self.memories |= {memory_of(x): i for i, x in enumerate(self.wholes) if x is not None}
 
@@ -146,6 +153,8 @@ class _Use:
             self.begin_backward()
         self.let_go()
         trained = [w for w in self.block.weights if w.part.requires_grad]
+        own = self.block.weights[0].part.dtype
+        gradients = [g if g is None else g.to(own) for g in gradients]
         entries = sum(w.message for w in trained) + len(trained) * (len(trained) > 1)
         if len(trained) > 1:
             self.sums.append(self._like(entries * self.block.ranks))

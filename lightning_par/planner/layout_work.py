@@ -68,7 +68,7 @@ class LayoutWork:
 
     def gather(self, unit: int) -> float:
         """Seconds to gather the weights of a unit."""
-        size = self.profile.held((unit,))[0] * self.run.precision.moved
+        size = self.profile.held((unit,))[0] * self.run.precision.moved()
         return message_time("all_gather", size, self.replicas, self.run.machine)
 
     def scatter(self, unit: int) -> float:
@@ -79,7 +79,7 @@ class LayoutWork:
     def copies(self, units: Sequence[int]) -> float:
         """Seconds to take gathered weights apart, and to lay gradients out for the ranks that sum them."""
         p, numel = self.run.precision, self.profile.held(units)[0]
-        moved = numel * 2 * (p.moved * (1 + self.one.reshard) + p.gradients)
+        moved = numel * 2 * (p.moved() * (1 + self.one.reshard) + p.gradients)
         return moved / (self.run.machine.bandwidth * self.run.machine.bandwidth_share)
 
     def stage_time(self, units: Sequence[int]) -> tuple[StageTime, float]:

@@ -65,10 +65,12 @@ class _Reader:
             if root in search.found:
                 self.dims.setdefault(key, search.found[root].dim)
         self.dims |= {key: self.dims[id(x)] for key, x in step.stands.items() if id(x) in self.dims}
+        self.casts = {} if step.autocast is None else step.casts
+        self.low = 0 if step.autocast is None else step.autocast.itemsize  # bytes of an element that products take
         self.fakes = {names[0]: x for names, x in step.recording.parameters.items()}
         self.known: dict[str, Parameter] = {}
         self.names = step.names
-        self.held = {memory_of(x) for x in step.recording.parameters.values()}
+        self.held = step.held.keys()
         self.last_use: dict[int, int] = {}  # of a memory: the last event that reads it
         self.made_in: dict[int, int] = {}  # the first event that made it
         self.split_memory: set[int] = set()
@@ -88,7 +90,10 @@ class _Reader:
             positions = self.dealt.positions.get(key)
             dim = None if positions is None else self.dealt.search.found[key].dim
             counts = () if positions is None else tuple(map(positions.count, range(self.ranks)))
-            self.known[name] = Parameter(name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize)
+            casts = self.casts.get(name, {True})
+            self.known[name] = Parameter(
+                name, tuple(x.shape), dim, counts, x.requires_grad, x.itemsize, True in casts, False not in casts
+            )
         return self.known[name]
 
     def parameters(self, run: UnitRun) -> tuple[Parameter, ...]:
@@ -148,8 +153,8 @@ class _Reader:
         self, event: Event, kept: Sequence[Kept], inputs: tuple[Use, ...], outputs: tuple[Use, ...]
     ) -> tuple[KeptUse, ...]:
         if event.name == ATTENTION:
-            found = [KeptUse(u.memory, u.nbytes, u.of_batch, u.split) for u in map(self.use, attention_keeps(event))]
             out = event.outputs[0]
+            found = [self._copied(u, out.itemsize) for u in map(self.use, attention_keeps(event))]
             sums = out.numel() // out.shape[-1] * 4
             return (*found, KeptUse(-id(out), sums, True, id(out) in self.dims))
         found = []
@@ -159,6 +164,13 @@ class _Reader:
                 continue
             like = [u for u in (*inputs, *outputs) if u.numel == one.numel]
             own = one.memory not in self.made_in
+            if own and one.itemsize == self.low:  # a copy, as autocast makes it
+                if self.step.weight_of(event, one):
+                    continue  # which is counted apart
+                source = next((u for u in inputs if u.numel == one.numel and u.itemsize > self.low), None)
+                if source is not None:
+                    found.append(self._copied(source, self.low))
+                    continue
             split = one.memory in self.split_memory or (own and any(u.split for u in like))
             if own and not like and one.numel > 1:  # statistics
                 split = bool(outputs) and all(u.split for u in outputs if u.numel > 1)
@@ -169,6 +181,12 @@ class _Reader:
             drawn = own and event.name in DRAWS
             found.append(KeptUse(one.memory, one.numel if drawn else nbytes, grows, split, drawn))
         return tuple(found)
+
+    @staticmethod
+    def _copied(use: Use, itemsize: int) -> KeptUse:
+        """What is kept of ``use`` where a function takes it in a precision of so many bytes: a compiler casts once."""
+        memory = use.memory if use.itemsize <= itemsize else ~use.memory
+        return KeptUse(memory, use.numel * min(itemsize, use.itemsize), use.of_batch, use.split)
 
     def _grows(self, memory: int) -> bool:
         made = self.made_in.get(memory)

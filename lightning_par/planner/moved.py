@@ -39,7 +39,8 @@ def tensor_messages(
             if any(x.split for x in op.inputs):
                 forward += 3 * message_time("all_reduce", tokens, group, s.machine)
             continue
-        enters, leaves = op.enters * share * item, op.leaves * share * item
+        made = max((x.itemsize for x in op.outputs), default=item)
+        enters, leaves = op.enters * share * item, op.leaves * share * made
         if s.shard_residual:
             pair = [
                 message_time(verb, n, group, s.machine)

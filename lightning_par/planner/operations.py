@@ -135,7 +135,9 @@ def product_of(event: Event) -> Product | None:
         query, key = event.inputs[0], event.inputs[1]
         causal = bool(event.args[5] if len(event.args) > 5 else event.kwargs.get("is_causal", False))
         batch = query.numel() // (query.shape[-1] * query.shape[-2])
-        return Product(batch, query.shape[-2], query.shape[-1], key.shape[-2], None, False, causal, query.itemsize)
+        return Product(
+            batch, query.shape[-2], query.shape[-1], key.shape[-2], None, False, causal, event.outputs[0].itemsize
+        )
     if kind != "product" or not event.outputs:
         return None
     out, itemsize = event.outputs[0], event.outputs[0].itemsize

@@ -22,6 +22,8 @@ class Parameter:
         counts: indices along it that each rank of the tensor axis holds; of a whole one empty.
         trained: whether it has a gradient.
         itemsize: bytes of an element where the module holds it.
+        cast: whether functions take a copy of it in the precision of products.
+        low: whether all that use it do.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Parameter:
     counts: tuple[int, ...]
     trained: bool
     itemsize: int
+    cast: bool = True
+    low: bool = True
 
     @property
     def numel(self) -> int:

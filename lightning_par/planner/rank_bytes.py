@@ -128,7 +128,9 @@ class ByRank:
         if not stored:
             return sent
         if one.layout.pipeline > 1 and not one.reshard:
-            moved = sum(x.message * (p.moved + p.gradients * x.parameter.trained) for x in stored)
+            moved = sum(
+                x.message * (p.moved(x.parameter.low) + p.gradients * x.parameter.trained) for x in stored
+            )  # fmt: skip
             return sent + moved * (size - 1) * one.accumulated
         return sent + self._by_blocks(parts) * (size - 1) * one.microbatches * one.accumulated
 
@@ -142,9 +144,11 @@ class ByRank:
         for block in blocks:
             calls = 1 if block.stays else max(1, sum(path == block.paths[0] for path in tree.calls))
             again = reshard and not block.stays and block is not last and bool(tree.needed & {*block.paths})
-            sent += calls * block.numel * p.moved * (1 + again)
+            sent += calls * block.gathered(p.moved(), p.moved(False)) * (1 + again)
             sent += calls * (block.trained + block.flags) * p.gradients
         for part in alone:
             calls, needed = tree.uses.get(part.parameter.name, (1, 1)) if reshard else (1, 0)
-            sent += part.message * (p.moved * (calls + needed) + calls * p.gradients * part.parameter.trained)
+            sent += part.message * (
+                p.moved(part.parameter.low) * (calls + needed) + calls * p.gradients * part.parameter.trained
+            )
         return sent

@@ -30,19 +30,19 @@ def rank_memory(
     for rank, own in enumerate(ranks):
         units = [u for s in own for u in work.profile.stages.units[s]]
         fixed = each.held(rank, tensor, sequence)
-        count = fixed.parameters / p.weights
         stored = one.stored and work.replicas.size > 1
-        buffers = _gathered(work, units) if stored else count * p.copy
+        buffers = _gathered(work, units) if stored else _copies(work, own, tensor) * p.copy
         if counted is None:
             activations = held[rank]
         elif stored and one.layout.pipeline > 1:
             activations = peak_of(counted, rank, True, [])
             buffers = 0.0
-            activations = max(activations + _whole(work, own, tensor, p.moved), _summed(work, own, tensor))
+            activations = max(activations + _whole(work, own, tensor), _summed(work, own, tensor))
         else:
             apart = one.layout.pipeline > 1 and one.accumulated > 1
             activations = peak_of(counted, rank, apart, _averaged(work, own, tensor))
-            buffers = 0.0 if stored else buffers
+            if stored or one.layout.pipeline == 1 and p.autocast is not None:  # they come and go with the functions
+                buffers = 0.0
         peak = (
             fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
         ) * run.machine.fragmentation
@@ -96,21 +96,26 @@ def _averaged(work: LayoutWork, own: Sequence[int], tensor: int) -> list[Average
     return found
 
 
+def _copies(work: LayoutWork, own: Sequence[int], tensor: int) -> int:
+    """Elements of the weights of which products use a copy."""
+    return sum(prod(x.part(tensor)) for x in work.profile.stages.held(own) if x.cast)
+
+
 def _gathered(work: LayoutWork, units: Sequence[int]) -> float:
     """Bytes of whole weights and gradients at one time, where each rank stores a part."""
     p = work.run.precision
     sizes = sorted((work.profile.held((u,))[0] for u in units), reverse=True)
     if not work.one.reshard:
         # and one message of each kind, laid out in one piece
-        return (sum(sizes) + sizes[0]) * (p.moved + p.gradients)
-    return sum(sizes[:2]) * p.moved + sum(sizes[:1]) * (p.moved + p.gradients)
+        return (sum(sizes) + sizes[0]) * (p.moved() + p.gradients)
+    return sum(sizes[:2]) * p.moved() + sum(sizes[:1]) * (p.moved() + p.gradients)
 
 
-def _whole(work: LayoutWork, own: Sequence[int], tensor: int, itemsize: int) -> float:
-    """Bytes of the weights that ranks store parts of, gathered."""
-    size = work.replicas.size
+def _whole(work: LayoutWork, own: Sequence[int], tensor: int, gradients: bool = False) -> float:
+    """Bytes of the weights that ranks store parts of, gathered; or of their gradients."""
+    size, p = work.replicas.size, work.run.precision
     held = [x for x in work.profile.stages.held(own) if stored_part(x, tensor, size, 0, True).message]
-    return float(sum(prod(x.part(tensor)) for x in held) * itemsize)
+    return float(sum(prod(x.part(tensor)) * (p.gradients if gradients else p.moved(x.low)) for x in held))
 
 
 def _summed(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
@@ -119,6 +124,4 @@ def _summed(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
     parts = [stored_part(x, tensor, size, 0, True) for x in work.profile.stages.held(own) if x.trained]
     own_bytes = sum(part.message for part in parts) * p.gradients
     bucket = min(own_bytes * size, 2 * FSDP_BUCKET_BYTES)  # one is on its way while the next one is laid out
-    return (
-        _whole(work, own, tensor, p.moved) + _whole(work, own, tensor, p.gradients) + bucket + bucket / size + own_bytes
-    )
+    return _whole(work, own, tensor) + _whole(work, own, tensor, True) + bucket + bucket / size + own_bytes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors
-from lightning_par.planner.notes import Call, Heard, Note, StepNotes
+from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.trial.recording import Event, Recording
@@ -50,6 +50,7 @@ class RecordedStep:
         runs: the events in order, in runs.
         blocks: whose weights are gathered together, if stored in parts.
         samples: in the recorded batch.
+        autocast: the dtype in which torch's autocast ran products; None: it ran none.
     """
 
     recording: Recording
@@ -59,6 +60,7 @@ class RecordedStep:
     runs: tuple[UnitRun, ...]
     blocks: tuple[Block, ...]
     samples: int
+    autocast: torch.dtype | None = None
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -67,6 +69,11 @@ class RecordedStep:
     @cached_property
     def names(self) -> dict[int, tuple[str, ...]]:
         return {id(x): names for names, x in self.recording.parameters.items()}
+
+    @cached_property
+    def held(self) -> dict[int, str]:
+        """First names of parameters, by their memory."""
+        return {memory_of(x): names[0] for names, x in self.recording.parameters.items()}
 
     @cached_property
     def of_batch(self) -> frozenset[int]:
@@ -97,12 +104,24 @@ class RecordedStep:
         return tuple((x, number, taken.get(key, number)) for key, (x, number) in made.items())
 
     @cached_property
+    def casts(self) -> dict[str, frozenset[bool]]:
+        """Of each parameter, by its first name, whether functions that use it compute in lower precision than its own;
+        of those under autocast."""
+        found: dict[str, set[bool]] = defaultdict(set)
+        held = self.held
+        for event in self.events:
+            made = [x for x in event.outputs if x.is_floating_point() and memory_of(x) not in held]
+            for x in event.inputs if made else ():
+                if memory_of(x) in held:
+                    found[held[memory_of(x)]].add(any(y.itemsize < x.itemsize for y in made))
+        return {name: frozenset(uses) for name, uses in found.items()}
+
+    @cached_property
     def needed(self) -> frozenset[str]:
         """Modules of whose weights autograd keeps one for backward."""
-        held = {memory_of(x) for x in self.recording.parameters.values()}
         found: set[str] = set()
-        for note in self.notes:
-            if note is not None and any(kept.memory in held for kept in note.kept):
+        for event, note in zip(self.events, self.notes):
+            if note is not None and any(self.weight_of(event, kept) for kept in note.kept):
                 path = self.calls[note.call].path
                 found |= {path, *ancestors(path)}
         return frozenset(found)
@@ -117,9 +136,19 @@ class RecordedStep:
                 if id(x) in self.names and note is not None:
                     name = self.names[id(x)][0]
                     used[name].add(note.call)
-                    if any(kept.memory == memory_of(x) for kept in note.kept):
+                    if any(self.weight_of(event, kept) == name for kept in note.kept):
                         needed[name].add(note.call)
         return {name: (len(calls), len(needed[name])) for name, calls in used.items()}
+
+    def weight_of(self, event: Event, kept: Kept) -> str | None:
+        """The first name of the parameter that ``kept`` is, or a copy of in the precision of products."""
+        if kept.memory in self.held:
+            return self.held[kept.memory]
+        if self.autocast is None or kept.itemsize != self.autocast.itemsize:
+            return None
+        shapes = (kept.shape, kept.shape[::-1])
+        given = (x for x in event.inputs if memory_of(x) in self.held and x.itemsize > kept.itemsize)
+        return next((self.held[memory_of(x)] for x in given if tuple(x.shape) in shapes), None)
 
     def spans(self, paths: Collection[str]) -> list[tuple[int, int]]:
         """The first and the last event of each call of these modules."""
@@ -195,13 +224,21 @@ class RecordedStep:
         return _fold(self)
 
 
-def record(module: nn.Module, batch: Any, context: Any = None) -> RecordedStep:
+def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU.
+
+    There some functions run in half precision that a GPU's autocast runs in single.
+    """
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None) -> RecordedStep:
     """Run the training step of ``module`` once, without memory for its weights or activations.
 
     Args:
         module: as `build_module` makes it.
         batch: one batch.
-        context: entered around the step, for precision.
+        autocast: the dtype in which torch's autocast runs products; None: it runs none.
 
     Raises:
         ValueError: fakes can't run the step; the message says which line.
@@ -215,8 +252,7 @@ def record(module: nn.Module, batch: Any, context: Any = None) -> RecordedStep:
 
     def around() -> Any:
         stack = contextlib.ExitStack()
-        if context is not None:
-            stack.enter_context(context())
+        stack.enter_context(casting(autocast))
         if made:
             stack.enter_context(made[-1].keeps())
         return stack
@@ -229,7 +265,7 @@ def record(module: nn.Module, batch: Any, context: Any = None) -> RecordedStep:
     heard: Heard = recording.heard
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     blocks = plan_blocks(module, sizes)
-    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.root, (), blocks, samples)
+    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.root, (), blocks, samples, autocast)
     begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
     return replace(step, runs=_told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
 

@@ -22,7 +22,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.gathered_blocks import GatheredBlocks
-from lightning_par.planner.recorded import RecordedStep
+from lightning_par.planner.recorded import RecordedStep, casting
 from lightning_par.planner.stage_trace import StageTrace, TraceRecorder
 from lightning_par.planner.stages import StageCut
 from lightning_par.planner.storage import Storage, store
@@ -93,9 +93,13 @@ def replay(
     Raises:
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
-    run = _Replay(step, dealt, place, storage)
+    several = len(cut.starts) > 1  # of which copies of weights serve all microbatches
+    run = _Replay(step, dealt, place, storage, several)
     state = RunState.current
-    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
+    with (
+        generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad(),
+        casting(step.autocast if several else None),
+    ):  # fmt: skip
         state.streams.in_step = True
         bounds = [*cut.starts, len(step.events)]
         try:
@@ -106,8 +110,10 @@ def replay(
 
 
 class _Replay:
-    def __init__(self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None) -> None:
-        self.step, self.place = step, place
+    def __init__(
+        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, several: bool
+    ) -> None:  # fmt: skip
+        self.step, self.place, self.several = step, place, several
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
         if place.sequence[0] > 1:
@@ -169,13 +175,13 @@ class _Replay:
         sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
         arrived = [x for x in map(_inner, (self.values[id(x)] for x in taken if id(x) in self.values))
                    if x.requires_grad and x.is_leaf]  # fmt: skip
-        recorder = TraceRecorder(leaves) if self.place.live else None
+        recorder = TraceRecorder(leaves, not self.several) if self.place.live else None
 
         def counted(op: str) -> Any:
             return nullcontext() if recorder is None else recorder.action(op)
 
         with ledger() as moved:
-            with counted("F"):
+            with counted("F"), casting(self.step.autocast):
                 self._forward(made, first, end)
             roots, grads, after = self._ends(made, end)
             if self.blocks is not None:

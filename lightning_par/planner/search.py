@@ -61,6 +61,27 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
         samples: of one step of the optimizer, over all replicas.
         launched: what the layouts must go with.
     """
+    rough, out = _roughly(planner, devices, samples, launched)
+    rough.sort(key=_order)
+    fitting = [one for one in rough if one.fits][:EXACT]
+    near = [one for one in rough if not one.fits and one.peak < NEAR * one.memory]
+    near = sorted(near, key=lambda one: one.seconds)[: EXACT // 4]
+    near = near or sorted((one for one in rough if not one.fits), key=lambda one: one.peak)[:4]
+    exact = [planner.price(one.candidate, devices) for one in (*fitting, *near)]
+    return Found(tuple(sorted(exact, key=_order)), tuple(out.values()))
+
+
+def any_fits(planner: Planner, devices: int, samples: int) -> bool:
+    """Whether a layout of ``devices`` devices fits: one of the few of which the least memory is expected."""
+    rough, _ = _roughly(planner, devices, samples, None)
+    rough.sort(key=lambda one: one.peak)
+    return any(planner.price(one.candidate, devices).fits for one in rough[:3])
+
+
+def _roughly(
+    planner: Planner, devices: int, samples: int, launched: Launched | None
+) -> tuple[list[Prediction], dict[str, RuledOut]]:
+    """All that can be, by formulas, and why the others can't."""
     rough: list[Prediction] = []
     out: dict[str, RuledOut] = {}
     for layout in _layouts(planner, devices):
@@ -74,13 +95,7 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
                 rough.append(planner.price(one, devices, rough=True))
             except ValueError as error:
                 out.setdefault(str(error), RuledOut(f"{one.layout}, {one.schedule}", str(error)))
-    rough.sort(key=_order)
-    fitting = [one for one in rough if one.fits][:EXACT]
-    near = [one for one in rough if not one.fits and one.peak < NEAR * one.memory]
-    near = sorted(near, key=lambda one: one.seconds)[: EXACT // 4]
-    near = near or sorted((one for one in rough if not one.fits), key=lambda one: one.peak)[:4]
-    exact = [planner.price(one.candidate, devices) for one in (*fitting, *near)]
-    return Found(tuple(sorted(exact, key=_order)), tuple(out.values()))
+    return rough, out
 
 
 def _order(one: Prediction) -> tuple[bool, float]:

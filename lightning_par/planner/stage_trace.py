@@ -49,6 +49,7 @@ class TraceRecorder:
 
     Args:
         leaves: parameters that get gradients, by name.
+        casts: whether copies of these that autocast makes are of the action that is first to use them.
 
     Example::
 
@@ -61,8 +62,8 @@ class TraceRecorder:
         assert recorder.actions["F"].end == 4
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
-        self._live = LiveBytes()
+    def __init__(self, leaves: Mapping[str, Tensor], casts: bool = True) -> None:
+        self._live = LiveBytes(weights=() if casts else leaves.values())
         self._leaves = leaves
         self.actions: dict[str, Trace] = {}
 

@@ -58,7 +58,8 @@ def store(
         held = values.pop(id(x))
         with fake:
             own = parts[id(x)] = torch.empty(known[name].numel, dtype=x.dtype).requires_grad_(x.requires_grad)
-        return _weight(id(x), known[name], own, held, storage.ranks, tensor)
+        travels = step.autocast if step.autocast is not None and known[name].parameter.low else x.dtype
+        return _weight(id(x), known[name], own, held, travels, storage.ranks, tensor)
 
     calls: list[BlockCall] = []
     for message in messages:
@@ -70,7 +71,9 @@ def store(
     return GatheredBlocks(sorted(calls, key=lambda call: (call.first, -call.last)), storage.keep)
 
 
-def _weight(key: int, part: StoredPart, own: Tensor, held: Any, ranks: int, tensor: int) -> BlockWeight:
+def _weight(
+    key: int, part: StoredPart, own: Tensor, held: Any, dtype: torch.dtype, ranks: int, tensor: int
+) -> BlockWeight:  # fmt: skip
     parameter = part.parameter
     dim = dim_of_shape(parameter.shape, ranks, parameter.dim, parameter.counts) or 0
     shape = parameter.part(tensor)
@@ -80,4 +83,4 @@ def _weight(key: int, part: StoredPart, own: Tensor, held: Any, ranks: int, tens
         mark_parameter(found)
         return found
 
-    return BlockWeight(key, own, shape, part.message, prod(shape[:dim]) == 1, used)
+    return BlockWeight(key, own, shape, part.message, prod(shape[:dim]) == 1, used, dtype)

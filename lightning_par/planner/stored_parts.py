@@ -10,6 +10,7 @@ from math import prod
 from torch import nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
+from lightning_par.fsdp.flat import ALIGNED
 from lightning_par.fsdp.stored_parameter import dim_of_shape
 from lightning_par.planner.profile import Parameter, Stages
 
@@ -85,6 +86,7 @@ class BlockMessage:
         numel: elements of a rank's part.
         trained: of those with gradients.
         flags: of several parameters with gradients, each an element of the sum's message.
+        low: elements of those that nothing uses in single precision.
     """
 
     paths: tuple[str, ...]
@@ -92,6 +94,13 @@ class BlockMessage:
     numel: int
     trained: int
     flags: int
+    low: int
+
+    def gathered(self, low: int, other: int) -> int:
+        """Bytes of a rank's part, where elements of those take ``low`` bytes, and of the others ``other``."""
+        size = self.low * low + (self.numel - self.low) * other
+        mixed = low != other and 0 < self.low < self.numel
+        return size + -size % ALIGNED * mixed
 
     @property
     def stays(self) -> bool:
@@ -128,5 +137,5 @@ def _message(block: Block, known: Mapping[str, StoredPart]) -> BlockMessage:
     trained = [part for part in parts if part.parameter.trained]
     return BlockMessage(
         block.paths, block.weights, sum(p.message for p in parts), sum(p.message for p in trained),
-        len(trained) * (len(trained) > 1),
+        len(trained) * (len(trained) > 1), sum(p.message for p in parts if p.parameter.low),
     )  # fmt: skip

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_par.absent.deferred import op_recorder
 from lightning_par.absent.deferred.deferred_tensor import is_deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.checkpoint.reading import StoredCheckpoint
+from lightning_par.mesh.ledger import ledger
 from lightning_par.private.storage import trim_memory
 from lightning_par.sharded import aliases
 from lightning_par.sharded.tensor import leaf
@@ -120,6 +122,25 @@ def _start_beside_a_copy() -> Any:
 def test_what_an_earlier_run_left_does_not_ask_for_memory_of_deferred_weights(pool: Pool) -> None:
     for (_, count, *_), _ in pool.run(2, _start_beside_a_copy):
         assert count > 0
+
+
+def _messages(make: Any) -> Counter[tuple[str, str, str]]:
+    op_recorder.SMALL = 0
+    loader = DataLoader(MODELS["gpt"].data(0), batch_size=MODELS["gpt"].batch_size)  # type: ignore[arg-type]
+    with ledger() as moved:
+        strategy = _strategy(LAYOUTS["fsdp2"])
+        trainer = Trainer(devices=2, strategy=strategy, limit_train_batches=2, **QUIET)
+        trainer.fit(make(MODELS["gpt"].module), loader)
+    return Counter({key: n for key, n in moved.counts().items() if key[1] == "parameters"})
+
+
+def test_weights_travel_in_as_few_messages_as_real_ones(pool: Pool) -> None:
+    real, deferred = (pool.run(2, _messages, make)[0] for make in (_built, configured))
+    assert real == deferred and {verb for *_, verb in real} == {"all_gather", "reduce_scatter"}
+
+
+def _built(make: Any) -> LightningModule:
+    return make()  # type: ignore[no-any-return]
 
 
 def _train(case: str, layout: dict[str, Any] | None, folder: str | None, precision: str) -> equality.Result:

@@ -36,11 +36,25 @@ def test_each_rank_holds_and_sends_what_was_said(case: str, name: str) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
-def dried(case: str, layout: dict[str, Any], rank: int) -> Counted:
+def dried(case: str, layout: dict[str, Any], rank: int, precision: str = "32-true") -> Counted:
     torch.manual_seed(0)
-    found = dry_run(MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank)
+    found = dry_run(
+        MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank, precision=precision
+    )  # fmt: skip
     sent: dict[str, float] = defaultdict(float, dict.fromkeys(("data", "pipeline", "sequence", "tensor"), 0.0))
     for (axis, purpose), size in found.sent.items():
         if axis in AXES and purpose not in APART:
             sent[AXES[axis]] += size
     return Counted(found.parameters, found.gradients, found.optimizer, dict(sent), found.sent)
+
+
+MIXED = [("gpt", "tensor"), ("gpt", "1f1b"), ("mlp_deep", "fsdp"), ("hf_llama", "ring")]
+
+
+@slow(but=["gpt-1f1b"])
+@pytest.mark.parametrize(("case", "name"), MIXED, ids=[f"{case}-{name}" for case, name in MIXED])
+def test_autocast_moves_what_was_said(case: str, name: str) -> None:
+    layout = LAYOUTS[name]
+    counted = [dried(case, layout, rank, "bf16-mixed") for rank in range(ranks_of(layout))]
+    lines = differences(counted, planned(case, layout, "bf16-mixed"))
+    assert not lines, "\n" + "\n".join(lines)

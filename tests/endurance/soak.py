@@ -14,6 +14,7 @@ import argparse
 import gc
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class Samples:
         self.at.append(at)
         self.memory.append(anonymous())
         self.files.append(len(os.listdir("/proc/self/fd")))
-        self.threads.append(len(os.listdir("/proc/self/task")))
+        self.threads.append(_threads(max(self.threads, default=sys.maxsize)))
 
     def slope(self) -> float:
         """MB by which memory grows from one step or fit to the next: of the line that fits best."""
@@ -128,6 +129,16 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step >= self.warm and (trainer.global_step - self.warm) % self.every == 0:
             self.samples.take(trainer.global_step)
+
+
+def _threads(before: int) -> int:
+    """How many there are, when those that are about to end have had a second for it, if they are more than before."""
+    for _ in range(20):
+        count = len(os.listdir("/proc/self/task"))
+        if count <= before:
+            break
+        time.sleep(0.05)
+    return count
 
 
 def _fit(name: str, steps: int, *callbacks: Callback) -> None:

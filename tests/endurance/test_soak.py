@@ -41,6 +41,7 @@ def test_no_step_leaves_files_or_threads(name: str, pool: Pool) -> None:
         assert samples.grown() == [] and len(samples.at) > 10
 
 
+@slow()
 def test_fits_in_turn_leave_no_files_or_threads(pool: Pool) -> None:
     for samples in pool.run(2, fits_of, ["tensor", "pipeline"], 8, 2):
         assert samples.grown() == [] and samples.at == [4, 6, 8]

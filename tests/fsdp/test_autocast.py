@@ -17,6 +17,7 @@ from lightning_par.fsdp.block_use import Use
 from lightning_par.fsdp.part import StoragePart
 from lightning_par.fsdp.served import Precisions
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 WIDTH, LAYERS = 8, 3
 LINEAR, BIAS, NORM, SCALE, SPARE = WIDTH * WIDTH, WIDTH, 2 * WIDTH, WIDTH, WIDTH * WIDTH + WIDTH
@@ -128,6 +129,7 @@ def _train(kind: type[Layer], precision: Any, blocks: bool, **options: Any) -> t
     return model.state_dict(), model.moved
 
 
+@slow("Clamps", "Teaches")
 @pytest.mark.parametrize("kind", [Layer, Clamps, Checks, Teaches, Apart])
 def test_results_are_those_of_weights_that_travel_one_by_one(pool: Pool, kind: type[Layer]) -> None:
     expected = pool.run(2, _train, kind, "bf16-mixed", False)

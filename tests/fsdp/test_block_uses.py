@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, ledger
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 WIDTH, LAYERS = 6, 4
 
@@ -243,6 +244,7 @@ CASES = [
 ]
 
 
+@slow("KeepsViews-*", "KeepsDetached-*", "WritesToView-", "ChecksInside-", "Layer-twice", "Layer-frozen", "SparesSome-")
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_blocks_code_meets_its_weights_as_on_one_device(pool: Pool, kind: type[Layer], how: str) -> None:
     ((expected, _, without, _),) = pool.run(1, _run, kind, how, 1)
@@ -253,6 +255,7 @@ def test_a_blocks_code_meets_its_weights_as_on_one_device(pool: Pool, kind: type
             torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@slow("read before")
 @pytest.mark.parametrize("how", ["read before", "read after"])
 def test_views_of_weights_that_the_tensor_axis_splits_follow_too(pool: Pool, how: str) -> None:
     ((expected, *_),) = pool.run(1, _run, KeepsDetached, how, 1)

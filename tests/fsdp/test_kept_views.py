@@ -414,10 +414,8 @@ def _name(x: Any) -> str:
 
 QUICK = [
     *("Model-Layer-", "UserWritesData-Layer-keep", "UserAssignsData-Layer-", "UserWrites-InEvaluation-"),
-    *("Writes-OfData-", "Writes-Numpy-keep", "WritesBetweenCalls-Layer-", "WritesOneRow-Layer-"),
-    "WritesToOne-OfTwoSteps-",
-    *("TwoBackwards-Layer-keep", "GraphOfAView-Layer-", "WritesBeforeBackward-Layer-"),
-    *("WritesBeforeBackward-OfData-keep", "Model-WritesAfterUse-", "TwoBackwardsBeforeTheStep-Whole-keep"),
+    *("Writes-Numpy-keep", "WritesBetweenCalls-Layer-", "WritesToOne-OfTwoSteps-", "GraphOfAView-Layer-"),
+    *("WritesBeforeBackward-OfData-keep", "TwoBackwardsBeforeTheStep-Whole-keep"),
     "EvaluatesInInferenceMode-WritesInEvaluation-",
 ]  # fmt: skip
 

@@ -16,9 +16,11 @@ from lightning_par.mesh.layout import Layout, make_groups
 from lightning_par.mesh.world_groups import host_group
 from tests.gpu_rules.ranks import StrictPool
 from tests.helpers import surface
+from tests.helpers.slow import slow
 from tests.law.test_features import At, Net, run_one
 
 
+@slow()
 def test_averages_that_lie_on_the_host_are_written_into_weights_on_a_device(pool: StrictPool, tmp_path: Path) -> None:
     found = pool.run(2, run_one, "tensor", str(tmp_path), "`StochasticWeightAveraging`")
     assert [kind for kind, _ in found] == ["gave", "gave"], found[0][1]

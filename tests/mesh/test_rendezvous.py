@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from lightning_par.mesh import rendezvous
 from lightning_par.mesh.rendezvous import Address, Rendezvous
 from lightning_par.private.launchers import STARTED_BY
+from tests.helpers.slow import slow
 
 MINUTE = timedelta(minutes=1)
 
@@ -105,6 +106,7 @@ def test_ranks_that_are_started_again_at_one_store_meet_anew(monkeypatch: pytest
     assert len(starts) == 2
 
 
+@slow("*Connection refused", "192.0.2.77*")
 @pytest.mark.parametrize(
     ("host", "rank", "why"),
     [
@@ -133,6 +135,7 @@ def test_a_store_that_comes_late_is_waited_for() -> None:
     assert [names for names, _ in on_ranks([0, 1], run).values()] == [[0, 1], [0, 1]]
 
 
+@slow()
 def test_two_first_ranks_are_told_of_each_other() -> None:
     """As in pods that each take themselves for the first host."""
     address = Address("127.0.0.1", free_port())

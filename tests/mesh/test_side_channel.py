@@ -16,6 +16,7 @@ from lightning_par.mesh.side_channel import Line, SideChannel
 from lightning_par.mesh.standing import Standing
 from lightning_par.private.process_groups import default_store
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 
 def _answer(question: Any, line: Line) -> None:
@@ -96,6 +97,7 @@ def test_who_is_behind_is_waited_for() -> None:
     assert came.is_set() and time.monotonic() - began > 0.5  # nor at once in code between steps, unless that waits
 
 
+@slow()
 def test_who_has_written_alone_is_not_waited_for() -> None:
     standing = Standing()
     store, told = dist.HashStore(), []

@@ -143,7 +143,7 @@ def _bytes(x: Tensor) -> int:
     return held.numel() * held.element_size()
 
 
-def run(case: str, layout: dict[str, Any]) -> Counted:
+def run(case: str, layout: dict[str, Any], precision: Any = "32-true") -> Counted:
     """Train ``case`` two steps on this rank; what the second one had."""
     torch.manual_seed(0)
     model, count = MODELS[case], _Count()
@@ -153,7 +153,7 @@ def run(case: str, layout: dict[str, Any]) -> Counted:
         trainer = Trainer(
             accelerator="cpu", devices=ranks, strategy=HybridParallelStrategy(**layout), max_steps=2,
             callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_model_summary=False, precision=precision,
         )  # fmt: skip
         trainer.fit(model.module(), DataLoader(model.data(0), batch_size=model.batch_size))  # type: ignore[arg-type]
     return count.found
@@ -165,10 +165,10 @@ def ranks_of(layout: dict[str, Any]) -> int:
 
 
 @lru_cache
-def planner(case: str) -> Planner:
+def planner(case: str, precision: str = "32-true") -> Planner:
     """Of ``case``, on a machine that does not matter here."""
     machine, _ = read_machine("8xH100")
-    return Planner(MODELS[case].module, batch_of(case), machine)
+    return Planner(MODELS[case].module, batch_of(case), machine, precision)
 
 
 def batch_of(case: str) -> Any:
@@ -177,12 +177,12 @@ def batch_of(case: str) -> Any:
     return default_collate(model.data(0)[: model.batch_size])
 
 
-def planned(case: str, layout: dict[str, Any]) -> list[Counted]:
+def planned(case: str, layout: dict[str, Any], precision: str = "32-true") -> list[Counted]:
     """What the planner says of each rank."""
     from lightning_par.planner.report import layout_dict
 
     ranks = ranks_of(layout)
-    found = layout_dict(planner(case).evaluate(layout, ranks))
+    found = layout_dict(planner(case, precision).evaluate(layout, ranks))
     return [Counted(rank["parameters"], rank["gradients"], rank["optimizer"], rank["sent"]) for rank in found["ranks"]]
 
 

@@ -109,7 +109,9 @@ class _Peak(Callback):
             self.live.__exit__(None, None, None)
 
 
-def run(case: str, layout: dict[str, Any], where: bool = False) -> tuple[int, list[str]]:
+def run(
+    case: str, layout: dict[str, Any], where: bool = False, precision: Any = "32-true"
+) -> tuple[int, list[str]]:  # fmt: skip
     """The peak on this rank, and what lives then."""
     torch.manual_seed(0)
     model, peak = MODELS[case], _Peak(where)
@@ -118,17 +120,17 @@ def run(case: str, layout: dict[str, Any], where: bool = False) -> tuple[int, li
         trainer = Trainer(
             accelerator="cpu", devices=ranks_of(layout), strategy=HybridParallelStrategy(**layout), max_steps=2,
             accumulate_grad_batches=2, callbacks=[peak], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            enable_progress_bar=False, enable_model_summary=False, precision=precision,
         )  # fmt: skip
         trainer.fit(model.module(), DataLoader(model.data(0), batch_size=model.batch_size))  # type: ignore[arg-type]
     places = peak.live.at_peak() if isinstance(peak.live, _Located) else Counter[str]()
     return peak.peak, [f"{size:>10,} {site}" for site, size in places.most_common()]
 
 
-def planned(case: str, layout: dict[str, Any]) -> list[float]:
+def planned(case: str, layout: dict[str, Any], precision: str = "32-true") -> list[float]:
     """What the planner says of each rank."""
     machine, _ = read_machine("8xH100")
-    planner = Planner(MODELS[case].module, batch_of(case), machine, fused=False)
+    planner = Planner(MODELS[case].module, batch_of(case), machine, precision, fused=False)
     window = 2 * layout.get("data_parallel_size", 1) * planner.step.samples
     one = planner.evaluate(layout, ranks_of(layout), window)
     places = product(*map(range, one.candidate.layout.sizes))

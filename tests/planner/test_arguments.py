@@ -49,6 +49,12 @@ def test_a_precision_is_bytes(name: str, bytes_: tuple[int, int, int]) -> None:
     assert (found.weights, found.gradients, found.copy) == bytes_
 
 
+def test_mixed_is_lightnings_and_a_publications_name_is_what_it_means() -> None:
+    mixed, published = read_precision("bf16-mixed"), read_precision("amp_bf16")
+    assert (mixed.dtype, mixed.autocast) == (torch.float32, torch.bfloat16)
+    assert (published.dtype, published.autocast) == (torch.bfloat16, None) and published == read_precision("bf16")
+
+
 def test_an_unknown_precision_is_told_its_nearest() -> None:
     with pytest.raises(ValueError, match="no precision 'bf15'. Write one of 'bf16'"):
         read_precision("bf15")

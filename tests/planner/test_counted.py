@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.planner.counted import CASES, LAYOUTS, differences, planned, ranks_of, run
+from tests.planner.counted import CASES, LAYOUTS, TWO, differences, planned, ranks_of, run
 
 IMPOSSIBLE = {("gpt_5_heads", "ulysses"), ("lstm", "interleaved"), ("lstm", "zbv"), ("lstm", "pipeline_4")}
 """What the strategies refuse: heads that don't divide, more stages than modules."""
@@ -21,9 +21,21 @@ DEFAULT = [
 ]  # fmt: skip
 
 
+MIXED = [(case, name) for case in ("gpt", "gpt_tied", "hf_llama", "mlp_deep") for name in TWO]
+
+
 @slow(but=DEFAULT)
 @pytest.mark.parametrize(("case", "name"), ROWS, ids=[f"{case}-{name}" for case, name in ROWS])
 def test_each_rank_holds_and_sends_what_was_said(case: str, name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]
     lines = differences(pool.run(ranks_of(layout), run, case, layout), planned(case, layout))
+    assert not lines, "\n" + "\n".join(lines)
+
+
+@slow(but=["hf_llama-tensor", "gpt-1f1b", "gpt_tied-fsdp"])
+@pytest.mark.parametrize(("case", "name"), MIXED, ids=[f"{case}-{name}" for case, name in MIXED])
+def test_what_autocast_makes_of_messages_was_said(case: str, name: str, pool: Pool) -> None:
+    layout = LAYOUTS[name]
+    found = pool.run(ranks_of(layout), run, case, layout, "bf16-mixed")
+    lines = differences(found, planned(case, layout, "bf16-mixed"))
     assert not lines, "\n" + "\n".join(lines)

@@ -36,3 +36,14 @@ def test_memory_peaks_where_the_plan_says(case: str, name: str, pool: Pool) -> N
         if counted == [pytest.approx(size, rel=WITHIN) for size in said]:
             return
     assert counted == [pytest.approx(size, rel=WITHIN) for size in said]
+
+
+MIXED = [("gpt", "data"), ("gpt", "fsdp"), ("hf_llama", "tensor"), ("hf_llama", "1f1b"), ("hf_llama", "ring")]
+
+
+@slow(but=["gpt-fsdp"])
+@pytest.mark.parametrize(("case", "name"), MIXED, ids=[f"{case}-{name}" for case, name in MIXED])
+def test_memory_peaks_where_the_plan_says_under_autocast(case: str, name: str, pool: Pool) -> None:
+    layout = LAYOUTS[name]
+    found = [peak for peak, _ in pool.run(ranks_of(layout), run, case, layout, False, "bf16-mixed")]
+    assert found == [pytest.approx(size, rel=WITHIN) for size in planned(case, layout, "bf16-mixed")]

@@ -166,7 +166,7 @@ def test_a_checkpoint_of_two_replicas_goes_on_with_one(pool: Pool, tmp_path: Pat
 # --------------------------------------------------------------------------------------------------------- campaigns
 
 
-@slow(but=["1"])
+@slow()
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [1, 10])
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(kills: int, pool: Pool, tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def keep(ranks: int, attention: Any) -> int:
     return kept.nbytes
 
 
+@slow()
 def test_a_rank_keeps_its_share_of_the_activations(pool: Pool) -> None:
     (alone,) = pool.run(1, keep, 1, None)
     for attention in ("ring", "all_gather"):

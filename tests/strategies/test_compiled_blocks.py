@@ -222,7 +222,7 @@ LAYERS = "is compiled layer by layer, and its steps run as written"
 WHOLE = ("fsdp", "ddp", "pipeline", "balanced", "tensor", "sequence")
 
 
-@slow(but=["pipeline"])
+@slow()
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_layers_of_a_compiled_module_are_compiled(name: str, expected: Callable[..., Any], pool: Pool) -> None:
     one = expected("", True)

@@ -16,7 +16,7 @@ from tests.endurance.signals import SENDINGS
 from tests.helpers.slow import slow
 
 
-@slow(but=["tensor-SIGUSR1"])
+@slow()
 @pytest.mark.parametrize("sending", [*SENDINGS])
 @pytest.mark.parametrize("strategy", [*STRATEGIES])
 def test_a_job_resumes_from_a_random_moment(strategy: str, sending: str) -> None:

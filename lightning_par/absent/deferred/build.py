@@ -50,7 +50,7 @@ class Built:
         )
 
 
-def build(module: nn.Module, configure: Callable[[], Any]) -> Built:
+def build(module: nn.Module, configure: Callable[[], Any], draws: bool = True) -> Built:
     """Run ``configure``, which adds modules to ``module``, so that their parameters are deferred.
 
     Where it does what can't be deferred, everything is put back to where it was, and it runs again as it is.
@@ -58,6 +58,7 @@ def build(module: nn.Module, configure: Callable[[], Any]) -> Built:
     Args:
         module: what it held before stays as it is.
         configure: the user's code.
+        draws: whether the generators move on as they do where weights are real; see `Session`.
 
     Raises:
         Exception: what ``configure`` raises, also without anything deferred.
@@ -71,7 +72,7 @@ def build(module: nn.Module, configure: Callable[[], Any]) -> Built:
     put_back = _snapshot(module)
     try:
         with generators.put_back_on_error([module]):
-            with Session() as session, installed(thread_pools.patch(session.joined)):
+            with Session(draws) as session, installed(thread_pools.patch(session.joined)):
                 result = configure()
             settled = _settle(module, session)
     except Exception as error:  # whatever it is, plain tensors may serve the user's code better

@@ -56,7 +56,8 @@ def make(func: Any, args: Any, kwargs: Any) -> Any:
     draw = None
     if draws(func):
         draw = Draw(device, kwargs.get("generator"))
-        func(*args, **kwargs)  # moves the generator on
+        if Session.current is None or Session.current.draws:
+            func(*args, **kwargs)  # moves the generator on
     return results(func, _op(func, args, kwargs, draw), out, args, kwargs)
 
 
@@ -86,8 +87,10 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Deferred:
     """Draw as many numbers as the tensor has entries."""
     x: Deferred = args[0]
     draw = Draw(x.device, kwargs.get("generator"))
-    scratch = ScratchDraws() if Session.current is None else Session.current.scratch
-    func(scratch.like(x), *args[1:], **kwargs)
+    session = Session.current
+    if session is None or session.draws:
+        scratch = ScratchDraws() if session is None else session.scratch
+        func(scratch.like(x), *args[1:], **kwargs)
     _renew(func, args, [x])
     x.store.history = x.store.history.after(_op(func, args, kwargs, draw))
     return x

@@ -18,6 +18,10 @@ from lightning_par.private.modes import TorchDispatchMode
 class Session(TorchDispatchMode):
     """Inside, functions of torch make deferred tensors, where they are large.
 
+    Args:
+        draws: whether random numbers of deferred tensors move the generators on. Without, other values may be drawn
+            later than one device would, and nothing that has the size of a weight is drawn.
+
     Attributes:
         constants: the real tensors that went into deferred ones.
         adoption: of tensors in mapped files.
@@ -32,8 +36,9 @@ class Session(TorchDispatchMode):
 
     current: Session | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool = True) -> None:
         super().__init__()
+        self.draws = draws
         from lightning_par.absent.deferred.adoption import Adoption
 
         self.constants: list[Constant] = []

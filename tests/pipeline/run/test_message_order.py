@@ -105,7 +105,7 @@ def _run(pool: StrictPool, queue: Any, ranks: int, keeps: bool = False, **option
 both = pytest.mark.parametrize("queue", ["communicator", "rank"])
 
 
-@slow(but=["zbv-rank"])
+@slow()
 @both
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 def test_schedules_run_where_layers_wait_for_the_device(strict: StrictPool, schedule: str, queue: str) -> None:

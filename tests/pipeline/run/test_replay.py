@@ -325,6 +325,7 @@ def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
         assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
+@slow(but=["UnderAMode", "BeginsToKeep", "PatchesALibrary"])
 @pytest.mark.parametrize(
     "make",
     [

@@ -96,7 +96,7 @@ def fresh(pool: Pool) -> Iterator[Pool]:
     pool.restart()
 
 
-@slow(but=["pipeline", "fsdp"])
+@slow(but=["fsdp"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_a_run_everything_is_as_before(fresh: Pool, layout: str) -> None:
     for meanwhile, after_fit, after_all in fresh.run(2, _fit, LAYOUTS[layout]):
