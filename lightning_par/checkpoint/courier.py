@@ -37,7 +37,7 @@ class Courier:
     def __init__(self, world: Axis, waiting: tuple[int, ...]) -> None:
         self.world = world
         self.waiting = tuple(rank for rank in waiting if rank != 0)
-        nccl = world.group is not None and "gloo" not in str(dist.get_backend(world.group))
+        nccl = world.group is not None and not world.dry and "gloo" not in str(dist.get_backend(world.group))
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self._arrived = Scratch(device=self.device)
 

@@ -72,7 +72,7 @@ class Writing:
                 except BaseException:
                     self._give_up()
                     raise
-        chunks = self._chunks()
+        chunks = self.chunks()
         self.planner = Planner(chunks, self.outline.values, self.outline.paths)
         self.tensors = self.planner.tensors()
 
@@ -140,7 +140,8 @@ class Writing:
 
     # ------------------------------------------------------------------------------------------------------ on all
 
-    def _chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[Chunk]:
+        """What this rank writes of the tensors of the outline, which the first rank has."""
         tensors, groups = self.outline.tensors, self.inventory.groups
         items = {name: self.inventory.item_of(x) for name, x in tensors.items()}
         numbers = {name: item.number for name, item in items.items() if item is not None and item.place.shape.numel()}
@@ -148,7 +149,8 @@ class Writing:
         shared: dict[str, Writers] = share_out(numbers, places, groups.layout)
         shared, place = groups.world.broadcast_object((shared, self.folder.place), "state")
         self.folder = replace(self.folder, place=place)  # locally it is one that the first rank has made up
-        own = [whole_chunk(name, _plain(x)) for name, x in tensors.items() if name not in shared]
+        others = tensors if groups.world.rank == 0 else {}
+        own = [whole_chunk(name, _plain(x)) for name, x in others.items() if name not in shared]
         return [*own, *chunks_of(self.inventory, shared)]
 
 

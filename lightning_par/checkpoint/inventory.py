@@ -18,6 +18,7 @@ from lightning_par.checkpoint.disk_space import Failure
 from lightning_par.checkpoint.owners import Place
 from lightning_par.mesh.broadcast import SMALL, Pickled
 from lightning_par.mesh.layout import Groups
+from lightning_par.private.storage import lies_as
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
@@ -68,7 +69,8 @@ class Inventory:
 
     @property
     def is_first(self) -> bool:
-        return self.groups.world.rank == 0
+        """Whether this rank has the whole checkpoint before it; in a dry run each stands for the first."""
+        return self.groups.world.tells()
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -224,7 +226,7 @@ def _is_whole(entry: Any) -> bool:
 
 def _are_tied(a: Tensor, b: Any) -> bool:
     if isinstance(a, ShardedTensor) and isinstance(b, ShardedTensor):
-        return a.local.is_set_to(b.local)
+        return lies_as(a.local, b.local)
     return isinstance(a, Elsewhere) and isinstance(b, Elsewhere) and a.origin is b.origin
 
 

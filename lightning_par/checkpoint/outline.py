@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.absent.unread import Unread
+from lightning_par.private.storage import memory_of
 
 OWN = "lightning_par"
 """The entry of a checkpoint that plain Lightning does not write, and does not read."""
@@ -150,8 +151,8 @@ def _by_name(path: Path, parameters: Sequence[Mapping[int, str]]) -> Path:
 def _memory_of(x: Tensor) -> Any:
     if isinstance(x, Unread):
         return id(x.memory)
-    # empty ones have no address
-    return x.untyped_storage().data_ptr() or id(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+    # empty ones, and those without values, have no address
+    return x.untyped_storage().data_ptr() or memory_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def _values(own: Mapping[str, Any], parameters: Sequence[Mapping[int, str]]) -> Iterable[tuple[Path, Any]]:

@@ -2,7 +2,7 @@
 
 `world` is the process group in which nothing moves (`Axis.dry`), `weights` what stands for parameters before and after
 they are cut, `strategy` what of a strategy is another's where nobody can be waited for, `counts` what is counted, `run`
-the Trainer around it, `command` the command line.
+the Trainer around it, `accelerator` its devices, `command` the command line.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def dry_run(
     precision: str | int = "32-true",
     accumulate_grad_batches: int = 1,
     gradient_clip_val: float | None = None,
+    accelerator: str = "cpu",
 ) -> Counts:
     """What one rank of a run holds and sends in a step, found by running that rank alone. Nothing is computed.
 
@@ -44,6 +45,7 @@ def dry_run(
         precision: as the Trainer's.
         accumulate_grad_batches: as the Trainer's.
         gradient_clip_val: as the Trainer's.
+        accelerator: "cpu", or "gpu" for tensors of a CUDA device, where there is one, which need not be this rank's.
 
     Returns:
         Bytes and messages of that rank; printable.
@@ -64,7 +66,8 @@ def dry_run(
     from lightning_par.dry.run import DryRank, run_rank
 
     asked = DryRank(
-        rank, devices, devices_per_host, layout, precision, accumulate_grad_batches, gradient_clip_val
+        rank, devices, devices_per_host, layout, precision, accumulate_grad_batches, gradient_clip_val,
+        accelerator,  # type: ignore[arg-type]
     )  # fmt: skip
     try:
         return run_rank(module, batch, asked)

@@ -28,6 +28,8 @@ class Counts:
         peak: the most that lived at one time in the step, ``kept`` and all.
         sent: by the ledger's axis and purpose.
         messages: by axis, purpose and verb, how many calls.
+        saved: that it writes to a distributed checkpoint, and as how many tensors or parts of them; None under a
+            pipeline, of which it is not known.
     """
 
     title: str = ""
@@ -38,6 +40,7 @@ class Counts:
     peak: int = 0
     sent: dict[tuple[str, str], float] = field(default_factory=dict)
     messages: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    saved: tuple[int, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -46,7 +49,8 @@ class Counts:
             {"axis": axis, "purpose": purpose, "bytes": size, "messages": self._verbs(axis, purpose)}
             for (axis, purpose), size in self.sent.items()
         ]
-        return {**{name: getattr(self, name) for name in names}, "sent": sent}
+        saved = None if self.saved is None else dict(zip(("bytes", "tensors"), self.saved))
+        return {**{name: getattr(self, name) for name in names}, "sent": sent, "distributed_checkpoint": saved}
 
     def json(self) -> str:
         return json.dumps(self.as_dict())
@@ -58,9 +62,11 @@ class Counts:
             verbs = self._verbs(axis, purpose)
             rows.append((axis, purpose, f"{size:,.0f}", ", ".join(f"{n} {verb}" for verb, n in verbs.items())))
         memory = ", ".join(f"{name} {bytes_text(size)}" for name, size in held)
-        return "\n".join(
-            [self.title, f"Memory: {memory}.", *(format_rows(rows) if self.sent else ["Nothing is sent."])]
-        )
+        lines = [self.title, f"Memory: {memory}.", *(format_rows(rows) if self.sent else ["Nothing is sent."])]
+        if self.saved is not None:
+            size, count = self.saved
+            lines.append(f"To a distributed checkpoint it writes {bytes_text(size)}, {count} tensors or parts of them.")
+        return "\n".join(lines)
 
     def _verbs(self, axis: str, purpose: str) -> dict[str, int]:
         return {verb: n for (a, p, verb), n in self.messages.items() if (a, p) == (axis, purpose)}
@@ -71,18 +77,16 @@ class StepEndedError(BaseException):
 
 
 class CountMixin:
-    """Counts the last of ``steps`` steps of the optimizer, and ends the run behind it.
+    """Counts the second step of the optimizer, or of all that one batch steps, and ends the run behind it."""
 
-    Args:
-        steps: of the optimizer.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.found = steps, Counts()
+    def __init__(self) -> None:
+        self.found = Counts()
         self._open: Any = None
+        self._begun = 0  # steps before it
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if self._open is None and trainer.global_step == self.steps - 1:
+        if self._open is None and trainer.global_step:
+            self._begun = trainer.global_step
             live = trainer.strategy.live
             self.found.kept = live.peak = live.now
             self._open = ledger()
@@ -91,10 +95,10 @@ class CountMixin:
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         held = [leaf(x) for x in module.parameters() if not is_elsewhere(x)]
         self.found.parameters = sum(map(_bytes, held))
-        self.found.gradients = sum(_bytes(x.grad) for x in held if x.grad is not None)
+        self.found.gradients = max(self.found.gradients, sum(_bytes(x.grad) for x in held if x.grad is not None))
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        if trainer.global_step < self.steps:
+        if self._open is None or trainer.global_step == self._begun:
             return
         self.close()
         found = self.found
@@ -106,6 +110,8 @@ class CountMixin:
             sent[transfer.axis, transfer.purpose] += transfer.sent
         found.sent = {key: sent[key] for key in sorted(sent)}
         found.messages = dict(Counter(self.moved.counts()))
+        chunks = trainer.strategy.planned_chunks()
+        found.saved = None if chunks is None else (sum(_bytes(x.values) for x in chunks), len(chunks))
         raise StepEndedError
 
     def close(self) -> None:

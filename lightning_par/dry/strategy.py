@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_par.absent.deferred.deferred_tensor import fake_of
+from lightning_par.checkpoint.chunks import Chunk
+from lightning_par.checkpoint.directory import Writing
+from lightning_par.checkpoint.inventory import Inventory
+from lightning_par.checkpoint.outline import take_apart
+from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
 from lightning_par.planner.live_bytes import LiveBytes
 from lightning_par.private.fake_groups import begin_fake_world
@@ -21,6 +26,8 @@ else:
     _Base = object
 
 T = TypeVar("T")
+_BLOCK = 512
+"""Bytes in whose multiples CUDA's caching allocator of torch hands out memory."""
 
 
 class DryMixin(_Base):
@@ -35,6 +42,7 @@ class DryMixin(_Base):
     live: LiveBytes
     _fakes: FakeTensorMode | None = None
     _begun = False
+    _saved: Inventory | None = None  # while it is planned what would be written
 
     def _heed_signals(self) -> None:
         """This process alone ends by a signal."""
@@ -48,12 +56,16 @@ class DryMixin(_Base):
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
 
     def _materialise(self, module: nn.Module) -> None:
-        self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
-        with self._fakes, self.live:
+        self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()
+        with self.live:
             give_fakes(module, self._fakes)
 
+    def _live_bytes(self) -> LiveBytes:
+        kind = self.root_device.type
+        return LiveBytes(kind=kind, block=_BLOCK if kind == "cuda" else 1)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The batch has its values until the user's hooks and the replica's ranks have had it; fakes begin behind."""
+        """The batch is real, and has its values; what meets weights has none."""
         if self._fakes is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         with unset_fake_temporarily():
@@ -61,13 +73,34 @@ class DryMixin(_Base):
         if not self._begun:
             self._begun = True
             self.stack.enter_context(self._fakes)
+            self.stack.enter_context(KnownValues(self._fakes))
             self.stack.enter_context(self.live)
-        return apply_to_collection(batch, Tensor, lambda x: fake_of(x, self._fakes))
+        with unset_fake_temporarily():  # a step may write to it
+            return apply_to_collection(batch, Tensor, lambda x: x.detach().clone())
+
+    def _gathered(self, own: dict[str, Any], take: Callable[[Inventory], dict[str, Any]]) -> dict[str, Any]:
+        return super()._gathered(own, take) if self._saved is None else take(self._saved)
+
+    def planned_chunks(self) -> list[Chunk] | None:
+        """What this rank would write now of a distributed checkpoint, weights and the optimizers' states; None where
+        other stages hold some of it, of which nothing is known here."""
+        if self.groups.pipeline.size > 1:
+            return None
+        self._saved = Inventory(self.groups, self.stores_parts)
+        try:
+            states = [self.optimizer_state(one) for one in self.optimizers]
+            checkpoint = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": states}
+            writing = Writing("", self._saved)
+            writing.outline = take_apart(checkpoint, [*map(self._names, self.optimizers, states)])
+            return writing.chunks()
+        finally:
+            self._saved = None
 
     def teardown(self) -> None:
         self.stack.close()
-        self.optimizers, self._lightning_module = [], None  # fakes can't be moved to the host
-        super().teardown()
+        module, self.optimizers, self._lightning_module = self._lightning_module, [], None
+        super().teardown()  # fakes can't be moved to the host
+        self._lightning_module = module  # whose hooks follow
 
     def barrier(self, name: str | None = None) -> None: ...
 

@@ -13,6 +13,7 @@ from lightning_par.absent.deferred.build import build
 from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
 from lightning_par.absent.deferred.history import Allocation, History, Store
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.dry.values import LARGEST
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.tensors import mark_parameter
@@ -81,7 +82,7 @@ def _standing(x: Tensor) -> nn.Parameter:
 
 
 def give_fakes(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Put fakes of ``mode`` in the place of what ``module`` holds on this rank, in place.
+    """Put fakes of ``mode`` in the place of what ``module`` holds on this rank, in place; small buffers have values.
 
     Example::
 
@@ -93,6 +94,9 @@ def give_fakes(module: nn.Module, mode: FakeTensorMode) -> None:
             if is_elsewhere(x):
                 continue
             held = leaf(x)
+            if not isinstance(held, nn.Parameter) and held.numel() <= LARGEST:
+                become(held, (held.value() if isinstance(held, Deferred) else held.detach()).clone(), name)
+                continue
             fake = fake_of(held, mode)
             if isinstance(held, nn.Parameter):
                 mark_parameter(fake)  # not a copy, to which fakes have weak references

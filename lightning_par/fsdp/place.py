@@ -129,8 +129,9 @@ class Place:
 
     def _lying(self) -> Tensor | None:
         """A tensor there that lies as the weight, of no graph; None where the memory was given up."""
-        storage = self._storage()
-        return None if storage is None else tensor_in(storage, self.dtype, self._offset, self._shape, self._stride)
+        storage, device = self._storage(), self.weight._local.device
+        where = self._offset, self._shape, self._stride
+        return None if storage is None else tensor_in(storage, self.dtype, *where, device)
 
     def _now(self) -> int:
         return 0 if self._counter is None else write_count(self._counter)

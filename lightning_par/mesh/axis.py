@@ -28,6 +28,7 @@ from lightning_par.mesh.world_groups import host_group
 from lightning_par.private.process_groups import has_gloo, is_fake, kind_without_hosts, start_receive, start_send
 from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
+from lightning_par.trial.known_values import forget
 from lightning_par.trial.memo import Memo
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
+# Reductions of equal values that leave them as they are.
+_ALIKE = (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -206,6 +209,8 @@ class Axis:
     def _collective(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
         """``call`` of ``torch.distributed``, which writes the first of ``tensors``; `_log` has noted it."""
         if self.dry:
+            if options.get("op") not in _ALIKE:
+                forget(tensors[0])
             return None
         recorder, begun = self.progress.recorder, self.progress.last
         if recorder is None or begun is None:
@@ -272,7 +277,7 @@ class Axis:
             return *self.start_reduce_scatter(flat, purpose, own.shape), flat
         out, work = self.start_reduce_scatter(flat, purpose)
         own_rows = out[: own.numel()].view(own.shape)
-        return tensor_in(out.untyped_storage(), out.dtype, 0, own.shape, own_rows.stride()), work, flat
+        return tensor_in(out.untyped_storage(), out.dtype, 0, own.shape, own_rows.stride(), out.device), work, flat
 
     # What is returned below is no view, into which user code could not write behind an autograd function.
 
@@ -352,6 +357,9 @@ class Axis:
                 begun.append((what, op.x.numel() * op.x.element_size()))
         self.progress.last = (self._line, counts[op.peer], op.verb, op.purpose, op.x.numel(), op.peer)
         if self.dry:
+            for op in ops:
+                if op.verb == "recv":
+                    forget(op.x)
             return [Done()] * len(ops)
         if recorder is not None:
             return recorder.exchange(begun, partial(self._exchanged, ops))

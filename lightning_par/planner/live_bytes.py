@@ -21,6 +21,8 @@ class LiveBytes(TorchDispatchMode):
     Args:
         least: bytes of the smallest change that ``steps`` has.
         weights: of which copies in another precision are not counted, as autocast makes and keeps them.
+        kind: of devices whose memory counts, as "cuda"; by default all.
+        block: bytes to a multiple of which an allocator rounds up what it is asked for.
 
     Attributes:
         now: bytes that live.
@@ -35,11 +37,11 @@ class LiveBytes(TorchDispatchMode):
         assert (live.now, live.peak) == (0, 4000)
     """
 
-    def __init__(self, least: int = 0, weights: Iterable[Tensor] = ()) -> None:
+    def __init__(self, least: int = 0, weights: Iterable[Tensor] = (), kind: str | None = None, block: int = 1) -> None:
         super().__init__()
         self._weights = {self._number(x) for x in weights}
         self.now = self.peak = 0
-        self.least = least
+        self.least, self.kind, self.block = least, kind, block
         self.steps: list[int] = []
         self._known: set[int] = set()
 
@@ -49,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         if self._weights and operator_of(func) == "_to_copy" and before <= self._weights:
             return result
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and self._number(x) not in before:
+            if isinstance(x, Tensor) and self.kind in (None, x.device.type) and self._number(x) not in before:
                 self._made(self._number(x), x.untyped_storage())
         return result
 
@@ -59,9 +61,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _made(self, number: int, memory: torch.UntypedStorage) -> None:
         if number not in self._known and memory.nbytes():
+            size = -(-memory.nbytes() // self.block) * self.block
             self._known.add(number)
-            self._add(memory.nbytes())
-            weakref.finalize(memory, self._freed, number, memory.nbytes())
+            self._add(size)
+            weakref.finalize(memory, self._freed, number, size)
 
     def _freed(self, number: int, size: int) -> None:
         self._known.discard(number)

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -43,6 +44,12 @@ def makes_fakes(frame: types.FrameType) -> bool:
     """Whether what runs there describes a tensor, with its gradient, for a fake of it, as the compiler does with all
     that a graph uses. What the user's code asks for the compiler reads in frames of its own."""
     return str(frame.f_globals.get("__name__", "")).startswith("torch._subclasses.")
+
+
+def active_fakes() -> FakeTensorMode | None:
+    """The mode that makes tensors fake now, if one does."""
+    found: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return found
 
 
 @contextlib.contextmanager

@@ -10,10 +10,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_par.private.fake_tensors import active_fakes
+
 
 def memory_of(x: Tensor) -> int:
     """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
     return x.untyped_storage()._cdata
+
+
+def lies_as(x: Tensor, other: Tensor) -> bool:
+    """`Tensor.is_set_to`, also of tensors without values, of which that is never true."""
+    places = [(y.untyped_storage()._cdata, y.storage_offset(), y.shape, y.stride()) for y in (x, other)]
+    return places[0] == places[1]
 
 
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:
@@ -28,11 +36,18 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
 
 
 def tensor_in(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
-) -> Tensor:
-    """A tensor in memory that is there, of no graph and with a version of its own, unseen by modes."""
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int],
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """A tensor in memory that is there, of no graph and with a version of its own, unseen by modes.
+
+    Tensors without values lie in memory on ``meta``: they say what ``device`` is theirs.
+    """
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        x = torch.empty(0, dtype=dtype, device=storage.device)
+        x = torch.empty(0, dtype=dtype, device=device or storage.device)
+        fakes = active_fakes()
+        if fakes is not None and storage.device != x.device:
+            x = fakes.from_tensor(x)
         return x.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[arg-type, no-any-return]
 
 

@@ -15,26 +15,15 @@ from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
 from tests.planner.test_counted import IMPOSSIBLE
 
-BY_VALUES = {"encoder_decoder"}
-"""Models whose step goes by values of the batch."""
-
-SHARED_TOKENS = {name for name, x in LAYOUTS.items() if "sequence_parallel_size" in x or "shard_residual" in x}
-"""Under which the mask of hf_bert is one that its code reads."""
-
-ROWS = [
-    (case, name)
-    for case in CASES
-    for name in LAYOUTS
-    if (case, name) not in IMPOSSIBLE and case not in BY_VALUES and not (case == "hf_bert" and name in SHARED_TOKENS)
-]
+ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
     "gpt-1f1b",
     "gpt-tensor",
     "hf_llama-ring",
-    "gpt_tied-shard_residual",
     "lstm-data",
     "mlp_deep-fsdp",
-    "gpt-fsdp_ring",
+    "encoder_decoder-ring",
+    "hf_bert-1f1b",
 ]
 
 

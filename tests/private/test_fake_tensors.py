@@ -20,6 +20,7 @@ from lightning_par.private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    active_fakes,
     copyable_fakes,
     makes_fakes,
     unset_fake_temporarily,
@@ -93,3 +94,11 @@ def test_a_value_that_a_fake_has_not_is_told_by_these() -> None:
     assert {DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException} == {*WITHOUT_VALUE}
     with FakeTensorMode() as mode, pytest.raises(WITHOUT_VALUE):
         mode.from_tensor(torch.ones(2)).sum().item()
+
+
+def test_which_mode_makes_fakes_now_is_known() -> None:
+    assert active_fakes() is None
+    with FakeTensorMode() as mode:
+        assert active_fakes() is mode
+        with unset_fake_temporarily():
+            assert active_fakes() is None

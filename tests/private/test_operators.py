@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_par.private.operators import HOMES, schema_of
+from lightning_par.private.operators import HOMES, Operator, schema_of
 
 
 def test_an_operation_tells_what_it_takes_writes_and_returns() -> None:
@@ -19,3 +19,7 @@ def test_an_operation_tells_what_it_takes_writes_and_returns() -> None:
 @pytest.mark.parametrize("operation", [torch.ops.aten.add, torch.ops.aten.add.Tensor], ids=str)
 def test_operations_are_told_from_functions(operation: object) -> None:
     assert operation.__module__.startswith(HOMES) and not str(torch.nn.functional.linear.__module__).startswith(HOMES)
+
+
+def test_what_takes_functions_is_no_operator() -> None:
+    assert isinstance(torch.ops.aten.add.Tensor, Operator) and not isinstance(torch.ops.higher_order.cond, Operator)

@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_par.private.storage import is_mapped, is_shared, memory_of, storage_of, tensor_in, trim_memory
+from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode
+from lightning_par.private.storage import is_mapped, is_shared, lies_as, memory_of, storage_of, tensor_in, trim_memory
 
 
 def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
     for device in ("cpu", "meta"):
         x, other = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
         assert memory_of(x[1:].t()) == memory_of(x) != memory_of(other)
+
+
+def test_tensors_that_lie_in_one_place_are_known_without_values_too() -> None:
+    with FakeTensorMode():
+        for x in (torch.empty(2, 2), torch.empty(2, 2, device="meta")):
+            assert lies_as(x, x.detach()) and not lies_as(x, x.t()) and not lies_as(x, torch.empty_like(x))
 
 
 def test_a_memory_is_one_object_that_lives_as_long_as_a_tensor_lies_in_it() -> None:
@@ -39,6 +46,14 @@ def test_a_tensor_is_made_in_memory_that_is_there() -> None:
     x = tensor_in(storage, view.dtype, 0, (2, 3), (3, 1))
     x.fill_(2.0)
     assert view.tolist() == [2.0] * 3 and view._version == 0 and not x._is_view()
+
+
+def test_a_tensor_without_values_says_which_device_is_its_own() -> None:
+    with FakeTensorMode():
+        memory = storage_of(torch.empty(6))
+        assert memory is not None and memory.device.type == "meta"
+        x = tensor_in(memory, torch.float32, 0, (2, 3), (3, 1), torch.device("cpu"))
+        assert isinstance(x, FakeTensor) and x.device.type == "cpu" and storage_of(x) is memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the others' allocators are not glibc's")

@@ -1,0 +1,31 @@
+"""Which real tensors, in a run on tensors without values, have values: those that nothing unknown was written into."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_par.private.fake_tensors import active_fakes
+from lightning_par.private.storage import storage_of
+
+_LOST = "_lightning_par_lost"  # of memory
+
+
+def forget(x: Tensor) -> None:
+    """Something that is not known was written to ``x``: it, and what shares its memory, has no values any more.
+
+    Where no tensors are fake, as before a run, nothing is unknown.
+
+    Example::
+
+        forget(x)
+        assert not is_known(x) and not is_known(x[0])
+    """
+    storage = storage_of(x)
+    if storage is not None and active_fakes() is not None:
+        setattr(storage, _LOST, True)
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether the real ``x`` has its values still."""
+    storage = storage_of(x)
+    return storage is not None and not hasattr(storage, _LOST)
