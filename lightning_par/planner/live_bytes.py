@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of
-from lightning_par.sharded.functions import operator_of
 
 
 class LiveBytes(TorchDispatchMode):
@@ -20,7 +18,6 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         least: bytes of the smallest change that ``steps`` has.
-        weights: of which copies in another precision are not counted, as autocast makes and keeps them.
         kind: of devices whose memory counts, as "cuda"; by default all.
         block: bytes to a multiple of which an allocator rounds up what it is asked for.
 
@@ -37,9 +34,8 @@ class LiveBytes(TorchDispatchMode):
         assert (live.now, live.peak) == (0, 4000)
     """
 
-    def __init__(self, least: int = 0, weights: Iterable[Tensor] = (), kind: str | None = None, block: int = 1) -> None:
+    def __init__(self, least: int = 0, kind: str | None = None, block: int = 1) -> None:
         super().__init__()
-        self._weights = {self._number(x) for x in weights}
         self.now = self.peak = 0
         self.least, self.kind, self.block = least, kind, block
         self.steps: list[int] = []
@@ -48,8 +44,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {self._number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
-        if self._weights and operator_of(func) == "_to_copy" and before <= self._weights:
-            return result
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and self.kind in (None, x.device.type) and self._number(x) not in before:
                 self._made(self._number(x), x.untyped_storage())

@@ -32,6 +32,8 @@ def rank_memory(
         fixed = each.held(rank, tensor, sequence)
         stored = one.stored and work.replicas.size > 1
         buffers = _gathered(work, units) if stored else _copies(work, own, tensor) * p.copy
+        if one.layout.pipeline > 1 and p.autocast is not None and not stored:
+            buffers = 0.0  # each microbatch has copies of its own, which are among its activations
         if counted is None:
             activations = held[rank]
         elif stored and one.layout.pipeline > 1:
@@ -41,7 +43,7 @@ def rank_memory(
         else:
             apart = one.layout.pipeline > 1 and one.accumulated > 1
             activations = peak_of(counted, rank, apart, _averaged(work, own, tensor))
-            if stored or one.layout.pipeline == 1 and p.autocast is not None:  # they come and go with the functions
+            if stored or p.autocast is not None:  # copies of weights come and go with the functions
                 buffers = 0.0
         peak = (
             fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
@@ -54,6 +56,9 @@ def _reckoned(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -> 
     """Bytes that the units keep for the microbatches under way, and beside them while the largest runs backward."""
     stages, one = work.profile.stages, work.one
     kept = [sum(work.units[u].kept for u in units) for units in stages.units]
+    p = work.run.precision
+    if one.layout.pipeline > 1 and p.autocast is not None and not one.stored:  # each microbatch has copies of its own
+        kept = [size + _copies(work, (s,), 0) * p.copy for s, size in enumerate(kept)]
     extras = [max((work.units[u].extra for u in units), default=0.0) for units in stages.units]
     if one.layout.pipeline == 1:
         held = [sum(kept)]

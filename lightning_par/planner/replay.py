@@ -93,13 +93,9 @@ def replay(
     Raises:
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
-    several = len(cut.starts) > 1  # of which copies of weights serve all microbatches
-    run = _Replay(step, dealt, place, storage, several)
+    run = _Replay(step, dealt, place, storage)
     state = RunState.current
-    with (
-        generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad(),
-        casting(step.autocast if several else None),
-    ):  # fmt: skip
+    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
         state.streams.in_step = True
         bounds = [*cut.starts, len(step.events)]
         try:
@@ -110,10 +106,8 @@ def replay(
 
 
 class _Replay:
-    def __init__(
-        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, several: bool
-    ) -> None:  # fmt: skip
-        self.step, self.place, self.several = step, place, several
+    def __init__(self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None) -> None:
+        self.step, self.place = step, place
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
         if place.sequence[0] > 1:
@@ -175,7 +169,7 @@ class _Replay:
         sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
         arrived = [x for x in map(_inner, (self.values[id(x)] for x in taken if id(x) in self.values))
                    if x.requires_grad and x.is_leaf]  # fmt: skip
-        recorder = TraceRecorder(leaves, not self.several) if self.place.live else None
+        recorder = TraceRecorder(leaves) if self.place.live else None
 
         def counted(op: str) -> Any:
             return nullcontext() if recorder is None else recorder.action(op)

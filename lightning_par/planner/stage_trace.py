@@ -49,7 +49,6 @@ class TraceRecorder:
 
     Args:
         leaves: parameters that get gradients, by name.
-        casts: whether copies of these that autocast makes are of the action that is first to use them.
 
     Example::
 
@@ -62,8 +61,8 @@ class TraceRecorder:
         assert recorder.actions["F"].end == 4
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], casts: bool = True) -> None:
-        self._live = LiveBytes(weights=() if casts else leaves.values())
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        self._live = LiveBytes()
         self._leaves = leaves
         self.actions: dict[str, Trace] = {}
 
