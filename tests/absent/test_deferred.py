@@ -479,3 +479,14 @@ def test_what_was_there_before_stays_as_it_is() -> None:
     weight = net.before.weight
     built = build(net, net.configure_model)
     assert built.warning() is None and net.before.weight is weight and type(weight) is nn.Parameter
+
+
+def test_without_draws_weights_leave_generators_where_they_are() -> None:
+    holder, states = nn.Module(), []
+    for draws in (False, True):
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        built = build(holder, lambda: (nn.Linear(256, 256), torch.randn(256, 256)), draws=draws)
+        assert built.reason is None
+        states.append(torch.equal(before, torch.get_rng_state()))
+    assert states == [True, False]

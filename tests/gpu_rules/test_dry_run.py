@@ -1,8 +1,7 @@
-"""A dry run on tensors of a GPU, on fake devices (`tests.gpu_rules`) where torch is built for the CPU."""
+"""A dry run on tensors of a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,6 @@ from lightning_par import dry_run
 from lightning_par.__main__ import main
 from lightning_par.dry.counts import Counts
 from tests.dry.test_dry_run import BATCH, small
-from tests.gpu_rules import build
 from tests.gpu_rules.ranks import StrictPool
 from tests.helpers.slow import slow
 
@@ -43,16 +41,6 @@ class OnTheHost(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[StrictPool]:
-    why = build.missing()
-    if why is not None:
-        pytest.skip(why)
-    pool = StrictPool("cuda")
-    yield pool
-    pool.close()
 
 
 def _found(layout: str, **given: Any) -> tuple[Counts, Counts]:
