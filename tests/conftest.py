@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the ranks of a test share few cores
 # torch's store asks for the name of each client's address, and waits 5 s where a name server drops that question.
@@ -17,10 +18,13 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_par.sharded import patches
 from tests.helpers.longest import longest_first
 from tests.helpers.pool import Pool
 
 torch.set_num_threads(1)
+
+KINDS = (patches.SHARDED, patches.STORED, patches.SHARES)
 
 pytest_plugins = ["pytester", "tests.helpers.slow", "tests.gpu_rules.plugin"]
 
@@ -41,6 +45,17 @@ def _same_numbers() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed also keeps the stack for each kind of device
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    """What outlives a test with patches of torch is that test's to mend, not that of whichever runs after it."""
+    yield
+    if any(kind.are_installed for kind in KINDS):
+        gc.collect()
+        left = [kind for kind in KINDS if kind.are_installed]
+        # A test that failed lives on in its traceback.
+        assert not left or hasattr(sys, "last_value"), "torch is left patched"
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 A strategy holds them from the start of its set-up to the end of its teardown, and a trial run while it runs. What is
 collected holds nothing. Sharded tensors that outlive the last run hold them, too: the module that an exception left in
-parts, or what user code kept. Those without values don't: a plan may keep the fakes of its trial, which no user meets.
+parts, or what user code kept. Those without values don't: a plan may keep the fakes of its trial, and torch's graph
+those of a dry run, which no user meets.
 """
 
 from __future__ import annotations
@@ -160,6 +161,13 @@ def _sharded() -> list[Tensor]:
         kind = type(x)
         if kind not in kinds:
             kinds[kind] = issubclass(kind, (ShardedTensor, Elsewhere))
-        if kinds[kind] and not (isinstance(x, ShardedTensor) and isinstance(x._innermost, FakeTensor)):
+        if kinds[kind] and _has_values(x):
             found.append(x)
     return found
+
+
+def _has_values(x: Any) -> bool:
+    """On some rank: in a trial of a step, and in a dry run, no rank has them."""
+    if isinstance(x, ShardedTensor):
+        return not (x.axis.dry or isinstance(x._innermost, FakeTensor))
+    return not x.origin.axis.dry
