@@ -58,6 +58,13 @@ def _torch_as_it_was() -> Iterator[None]:
         assert not left or hasattr(sys, "last_value"), "torch is left patched"
 
 
+@pytest.fixture
+def shares() -> Iterator[None]:
+    """For cases whose backwards begin with shares of gradients."""
+    with patches.SHARES.installed():
+        yield
+
+
 @pytest.fixture(scope="module")
 def asked(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
     """The rows of a test of the module that will run, each by its parameters: for what runs for all of them at once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,6 @@ from torch import Tensor
 from lightning_par.mesh.positions import Positions
 from lightning_par.sequence.blocks import contiguous, zigzag
 from lightning_par.sequence.halo import fetch
-from lightning_par.sharded import patches
 from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.models.convolutional import CausalConv
 from tests.helpers.pool import Pool
@@ -23,9 +21,7 @@ from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
 from tests.rule_cases.convolution import CASES
 from tests.sequence.test_counts import Books, fit
 
-patches.SHARES.hold(sys.modules[__name__])  # the cases' backwards begin with shares
-
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding")
+pytestmark = [pytest.mark.filterwarnings("ignore:Using padding"), pytest.mark.usefixtures("shares")]
 
 GATHER = {"conv2d along odd", "ceiled_pool along", "uncounted_pool along", "indexed_pool along"}
 GATHER |= {"conv1d along, too short"}

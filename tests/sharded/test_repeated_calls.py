@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import cycle
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded import patches
 from lightning_par.sharded.local_calls.form import form_of
 from lightning_par.sharded.local_calls.repeated_calls import Call
 from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
@@ -21,9 +19,10 @@ from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks
 from tests.rule_cases import CASES
 
-patches.SHARES.hold(sys.modules[__name__])  # the cases' backwards begin with shares
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings that the cases call on purpose
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's, of old spellings that the cases call on purpose
+    pytest.mark.usefixtures("shares"),
+]
 
 
 @pytest.fixture

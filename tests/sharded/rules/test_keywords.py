@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_par.sharded import patches
 from tests.helpers.rule_check import Case, check
 from tests.helpers.slow import slow
 from tests.rule_cases import CASES
 
-patches.SHARES.hold(sys.modules[__name__])  # the cases' backwards begin with shares
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings that the cases call on purpose
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's, of old spellings that the cases call on purpose
+    pytest.mark.usefixtures("shares"),
+]
 
 Names = list[str]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import scatter
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded import patches
 from lightning_par.sharded.rules.lookup import RULES
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
@@ -26,9 +24,10 @@ from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import SequenceThreadAxis, ThreadAxis, run_ranks
 from tests.rule_cases import CASES
 
-patches.SHARES.hold(sys.modules[__name__])  # the cases' backwards begin with shares
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of old spellings that the cases call on purpose
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's, of old spellings that the cases call on purpose
+    pytest.mark.usefixtures("shares"),
+]
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
