@@ -22,6 +22,9 @@ from lightning_par.private.storage import lies_as
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
+Told = dict[Any, Place | Pickled]
+"""What a rank tells of what it holds, by a key that means the same on all ranks."""
+
 
 @dataclass(frozen=True)
 class Item:
@@ -72,6 +75,11 @@ class Inventory:
         """Whether this rank has the whole checkpoint before it; in a dry run each stands for the first."""
         return self.groups.world.tells()
 
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The global ranks that wait to be asked for what they hold, in the eyes of one that is in that copy."""
+        return () if self._courier is None else self._courier.waiting
+
     # ---------------------------------------------------------------------------------------------------- what there is
 
     def take(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -83,25 +91,24 @@ class Inventory:
         Args:
             values: by a key that means the same on all ranks; anything but a tensor is this rank's own.
         """
-        mine = {key: self._tell(x) for key, x in values.items() if not is_elsewhere(x)}
-        told: list[dict[Any, Any]] = self.groups.pipeline.all_gather_object(mine, "state")
+        mine = {key: entry(x, self.groups) for key, x in values.items() if not is_elsewhere(x)}
+        told = self._exchanged(mine, values)
         out = dict(values)
         tied: list[tuple[Tensor, Any]] = []
         for key in dict.fromkeys(key for theirs in told for key in theirs):
-            entry = next(theirs[key] for theirs in told if key in theirs)
+            first = next(theirs[key] for theirs in told if key in theirs)
             value = values.get(key)
-            if isinstance(entry, Place):
-                entry = replace(entry, everywhere=all(_is_whole(theirs.get(key)) for theirs in told))
-                out[key] = self._standing(self._add(entry, value), value, tied)
+            if isinstance(first, Place):
+                first = replace(first, everywhere=all(_is_whole(theirs.get(key)) for theirs in told))
+                out[key] = self._standing(self._add(first, value), value, tied)
             elif key not in values or is_elsewhere(value):
-                out[key] = _once(value, lambda: entry.value, tied)  # noqa: B023  (is called at once)
+                out[key] = _once(value, lambda: first.value, tied)  # noqa: B023  (is called at once)
         return out
 
-    def _tell(self, x: Any) -> Place | Pickled:
-        small = not isinstance(x, Tensor) or not isinstance(x, ShardedTensor) and x.numel() <= SMALL
-        if small and self.groups.pipeline.size > 1:
-            return Pickled.of(x)
-        return Place.of(x, self.groups.world.rank) if isinstance(x, Tensor) else Pickled(None)
+    def _exchanged(self, mine: Told, values: Mapping[Any, Any]) -> list[Told]:
+        """What each rank along the pipeline tells of what it holds; this one tells ``mine`` of its ``values``."""
+        told: list[Told] = self.groups.pipeline.all_gather_object(mine, "state")
+        return told
 
     def _add(self, place: Place, value: Any) -> Item:
         held = place.positions is None or self.groups.world.rank in place.ranks
@@ -184,6 +191,14 @@ class Inventory:
         item = self.items[number]
         assert item.part is not None
         return item.place, item.part
+
+
+def entry(x: Any, groups: Groups) -> Place | Pickled:
+    """What a rank tells of ``x``, which it holds: where it lies, or all of what is small."""
+    small = not isinstance(x, Tensor) or not isinstance(x, ShardedTensor) and x.numel() <= SMALL
+    if small and groups.pipeline.size > 1:
+        return Pickled.of(x)
+    return Place.of(x, groups.world.rank) if isinstance(x, Tensor) else Pickled(None)
 
 
 @dataclass

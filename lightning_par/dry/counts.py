@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.checkpoint.file_cost import FileCost
+from lightning_par.dry.other_stages import UntoldError
 from lightning_par.mesh.ledger import ledger
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.startup_table import bytes_text, format_rows
@@ -28,8 +30,11 @@ class Counts:
         peak: the most that lived at one time in the step, ``kept`` and all.
         sent: by the ledger's axis and purpose.
         messages: by axis, purpose and verb, how many calls.
-        saved: that it writes to a distributed checkpoint, and as how many tensors or parts of them; None under a
-            pipeline, of which it is not known.
+        saved: that it writes to a distributed checkpoint, and as how many tensors or parts of them; None where that
+            is not known.
+        file: what a checkpoint in a single file costs it; None where that is not known.
+        untold: why these are not known, where they are not.
+        apart: whose ``on_save_checkpoint`` may add to a checkpoint what is not counted: classes by their names.
     """
 
     title: str = ""
@@ -41,6 +46,9 @@ class Counts:
     sent: dict[tuple[str, str], float] = field(default_factory=dict)
     messages: dict[tuple[str, str, str], int] = field(default_factory=dict)
     saved: tuple[int, int] | None = None
+    file: FileCost | None = None
+    untold: str | None = None
+    apart: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -50,7 +58,14 @@ class Counts:
             for (axis, purpose), size in self.sent.items()
         ]
         saved = None if self.saved is None else dict(zip(("bytes", "tensors"), self.saved))
-        return {**{name: getattr(self, name) for name in names}, "sent": sent, "distributed_checkpoint": saved}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "sent": sent,
+            "distributed_checkpoint": saved,
+            "single_file_checkpoint": None if self.file is None else asdict(self.file),
+            "checkpoints_not_known": self.untold,
+            "checkpoints_without_on_save_checkpoint_of": list(self.apart),
+        }
 
     def json(self) -> str:
         return json.dumps(self.as_dict())
@@ -66,7 +81,21 @@ class Counts:
         if self.saved is not None:
             size, count = self.saved
             lines.append(f"To a distributed checkpoint it writes {bytes_text(size)}, {count} tensors or parts of them.")
+        if self.file is not None:
+            lines.append(self._file_line(self.file))
+        if self.apart:
+            lines.append(f"What on_save_checkpoint of {', '.join(self.apart)} adds to a checkpoint is not counted.")
+        if self.untold is not None:
+            lines.append(f"What a checkpoint takes is not known: {self.untold}.")
         return "\n".join(lines)
+
+    @staticmethod
+    def _file_line(cost: FileCost) -> str:
+        does = [f"sends {bytes_text(cost.sent)} in {cost.messages} messages"] if cost.messages else []
+        does += [f"receives {bytes_text(cost.received)}"] if cost.received else []
+        does += [f"writes {bytes_text(cost.written)}"] if cost.written else []
+        does += [f"holds {bytes_text(cost.held)} of it at a time"] if cost.held else []
+        return f"For a checkpoint in a single file it {', '.join(does) or 'does nothing'}."
 
     def _verbs(self, axis: str, purpose: str) -> dict[str, int]:
         return {verb: n for (a, p, verb), n in self.messages.items() if (a, p) == (axis, purpose)}
@@ -110,8 +139,12 @@ class CountMixin:
             sent[transfer.axis, transfer.purpose] += transfer.sent
         found.sent = {key: sent[key] for key in sorted(sent)}
         found.messages = dict(Counter(self.moved.counts()))
-        chunks = trainer.strategy.planned_chunks()
-        found.saved = None if chunks is None else (sum(_bytes(x.values) for x in chunks), len(chunks))
+        found.apart = tuple(type(x).__name__ for x in (module, *trainer.callbacks) if _adds(x))
+        try:
+            chunks, found.file = trainer.strategy.planned_checkpoint()
+            found.saved = sum(_bytes(x.values) for x in chunks), len(chunks)
+        except UntoldError as error:
+            found.untold = str(error)
         raise StepEndedError
 
     def close(self) -> None:
@@ -119,6 +152,11 @@ class CountMixin:
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(None, None, None)
+
+
+def _adds(x: Any) -> bool:
+    """Whether ``x``, a module or a callback, has a hook of its own that may add to a checkpoint."""
+    return sum("on_save_checkpoint" in vars(kind) for kind in type(x).__mro__) > 1  # one is Lightning's
 
 
 def _own(optimizer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_par.dry.accelerator import Kind, make_accelerator, refuse_without_gpu
@@ -21,7 +23,7 @@ from lightning_par.dry.world import make_environment, world_of
 from lightning_par.planner.make_plan import made
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, copyable_fakes
 from lightning_par.python_state import generators
-from lightning_par.python_state.user_code import line_of
+from lightning_par.python_state.user_code import last_of, line_of
 from lightning_par.strategies.namespace import namespace_of
 
 _NUMPY = "numpy() is not supported for tensor subclasses"  # as one without values
@@ -112,7 +114,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
             enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False,
         )  # fmt: skip
         data: Any = _Again(batch, asked.accumulated * _STEPS + 1)
-        with _without_values():
+        with _without_values(built):
             try:
                 trainer.fit(built, DataLoader(data, batch_size=None))
             except StepEndedError:
@@ -127,7 +129,7 @@ def _title(asked: DryRank, layout: Any, module: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _without_values() -> Iterator[None]:
+def _without_values(module: nn.Module) -> Iterator[None]:
     """
     Raises:
         ValueError: what runs inside asks for the values of tensors that have none.
@@ -137,10 +139,30 @@ def _without_values() -> Iterator[None]:
     except (*WITHOUT_VALUE, RuntimeError) as error:
         if not isinstance(error, WITHOUT_VALUE) and _NUMPY not in str(error):
             raise
+        stepping = last_of(error, _steps)
         raise ValueError(
-            f"The step asks for the values of tensors at {line_of(error) or 'an unknown line'} ({error}), and in a dry "
-            "run these have none. Keep what goes by values, as `if x.isnan().any():` or `x.item()`, out of the step."
+            _of_step(line_of(error), error) if stepping is None else _of_optimizer(stepping.f_locals["self"], module)
         ) from error
+
+
+def _of_step(line: str | None, error: BaseException) -> str:
+    return (
+        f"The step asks for the values of tensors at {line or 'an unknown line'} ({error}), and in a dry run these "
+        "have none. Keep what goes by values, as `if x.isnan().any():` or `x.item()`, out of the step."
+    )
+
+
+def _of_optimizer(optimizer: Optimizer, module: nn.Module) -> str:
+    code = getattr(getattr(module, "configure_optimizers", None), "__code__", None)
+    place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+    return (
+        f"{type(optimizer).__name__}, which configure_optimizers makes{place}, steps by the values of gradients or of "
+        "the loss, and in a dry run these have none. Give the module of the dry run another one, as torch.optim.AdamW."
+    )
+
+
+def _steps(frame: types.FrameType) -> bool:
+    return frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer)
 
 
 class _Again:

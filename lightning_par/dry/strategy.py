@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,13 +13,20 @@ from torch import Tensor, nn
 
 from lightning_par.checkpoint.chunks import Chunk
 from lightning_par.checkpoint.directory import Writing
+from lightning_par.checkpoint.file_cost import FileCost, file_cost
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import take_apart
+from lightning_par.dry.other_stages import DryInventory, OtherStages
 from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
+from lightning_par.fsdp.part import StoragePart
+from lightning_par.pipeline.part import StagesPart
+from lightning_par.pipeline.trial.expected_gradients import expected_gradients
 from lightning_par.planner.live_bytes import LiveBytes
 from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
+from lightning_par.sharded.overlapping_parameters import overlapping
+from lightning_par.trial.first_step import FirstStep
 
 if TYPE_CHECKING:
     from lightning_par.strategies.base import StrategyMixin as _Base
@@ -41,8 +49,12 @@ class DryMixin(_Base):
     stack: contextlib.ExitStack
     live: LiveBytes
     _fakes: FakeTensorMode | None = None
+    _fake: Tensor | None = None  # one of them
     _begun = False
-    _saved: Inventory | None = None  # while it is planned what would be written
+    _first: FirstStep | None = None  # until fakes are in the module
+    _trained: frozenset[str] | None = None  # parameters that have a gradient, where that is known
+    _alike: frozenset[str] = frozenset()  # parameters whose memory is others', too
+    _saved: DryInventory | None = None  # while it is planned what would be written
 
     def _heed_signals(self) -> None:
         """This process alone ends by a signal."""
@@ -55,10 +67,21 @@ class DryMixin(_Base):
         begin_fake_world(self.cluster_environment.global_rank(), self.layout.world_size, self.timeout)
         self.namespace.from_fabric("utilities.rank_zero", "rank_zero_only").rank = self._process_rank
 
+    def _first_step(self, trainer: Any) -> FirstStep:
+        self._first = first = super()._first_step(trainer)
+        if self.groups.pipeline.size > 1:
+            self._alike = frozenset(overlapping(first.module, trainer.callbacks))
+        return first
+
     def _materialise(self, module: nn.Module) -> None:
+        first, self._first = self._first, None
+        if first is not None and self.groups.pipeline.size > 1:
+            self._trained = expected_gradients(first.step())
         self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()
         with self.live:
             give_fakes(module, self._fakes)
+        with self._fakes:
+            self._fake = torch.empty(())
 
     def _live_bytes(self) -> LiveBytes:
         kind = self.root_device.type
@@ -81,23 +104,42 @@ class DryMixin(_Base):
     def _gathered(self, own: dict[str, Any], take: Callable[[Inventory], dict[str, Any]]) -> dict[str, Any]:
         return super()._gathered(own, take) if self._saved is None else take(self._saved)
 
-    def planned_chunks(self) -> list[Chunk] | None:
-        """What this rank would write now of a distributed checkpoint, weights and the optimizers' states; None where
-        other stages hold some of it, of which nothing is known here."""
-        if self.groups.pipeline.size > 1:
-            return None
-        self._saved = Inventory(self.groups, self.stores_parts)
+    def planned_checkpoint(self) -> tuple[list[Chunk], FileCost]:
+        """What this rank would write now of a distributed checkpoint, weights and the optimizers' states; and what a
+        single file of them would cost it.
+
+        Raises:
+            UntoldError: other stages hold some of it, of which it is not known what.
+        """
+        self._saved, stages = DryInventory(self.groups, self.stores_parts), self._other_stages()
         try:
-            states = [self.optimizer_state(one) for one in self.optimizers]
-            checkpoint = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": states}
+            if stages is not None:
+                self._saved.others = stages.weights
+            weights, states = self.lightning_module_state_dict(), []
+            for optimizer in self.optimizers:
+                if stages is not None:
+                    self._saved.others = partial(stages.states, optimizer)
+                states.append(self.optimizer_state(optimizer))
             writing = Writing("", self._saved)
+            checkpoint = {"state_dict": weights, "optimizer_states": states}
             writing.outline = take_apart(checkpoint, [*map(self._names, self.optimizers, states)])
-            return writing.chunks()
+            return writing.chunks(), file_cost(self._saved, writing.outline.tensors)
         finally:
             self._saved = None
 
+    def _other_stages(self) -> OtherStages | None:
+        part = self.parts.of(StagesPart)
+        if part is None or self.groups.pipeline.size == 1:
+            return None
+        assert self._lightning_module is not None and self._fake is not None
+        return OtherStages(
+            self._lightning_module, self.groups, part.holders, self.parts.of(StoragePart), self._alike,
+            self._trained, self._fake,
+        )  # fmt: skip
+
     def teardown(self) -> None:
         self.stack.close()
+        self._fake = None
         module, self.optimizers, self._lightning_module = self._lightning_module, [], None
         super().teardown()  # fakes can't be moved to the host
         self._lightning_module = module  # whose hooks follow

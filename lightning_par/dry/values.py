@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from math import prod
 from typing import Any
 
@@ -9,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.history import written_by
-from lightning_par.private.fake_tensors import FakeTensorMode, active_fakes, unset_fake_temporarily
+from lightning_par.optim.torch_optimizers import BY_PARAMETER
+from lightning_par.pipeline.between_steps.remote_weight import Weight
+from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, active_fakes, unset_fake_temporarily
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.operators import Operator
-from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.python_state.user_code import is_around_users_code
 from lightning_par.sharded.functions import operator_of
 from lightning_par.trial.known_values import forget, is_known
 
@@ -21,6 +26,7 @@ LARGEST = 2**22
 
 
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_STEPS = frozenset(kind.__init__.__module__ for kind in BY_PARAMETER)  # classes may name another
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 """Writes last whether a gradient overflowed; in a dry run none does."""
 
@@ -28,7 +34,8 @@ _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 class KnownValues(TorchDispatchMode):
     """Lets operations on tensors that have values have values, and those that meet fakes of ``mode`` have none.
 
-    What a fake is written into has no values any more, though it is real.
+    What a fake is written into has no values any more, though it is real. A number that a step of torch's optimizers
+    reads, as a norm, is taken to be 1: it scales values, and decides nothing.
 
     Args:
         mode: of the fakes; entered before.
@@ -49,13 +56,27 @@ class KnownValues(TorchDispatchMode):
         if active_fakes() is not self.mode:
             return func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        shown = [x for x in given if isinstance(x, Weight) and not isinstance(x, FakeTensor)]
+        if shown:
+            return self._of_plain(func, args, kwargs, shown)
         if isinstance(func, Operator) and _have_values(given) and self._is_small(func, args, kwargs, given):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if _reads(func) and _steps_optimizer(sys._getframe(1)):
+            return 1.0 if given[0].is_floating_point() else 1
         result = func(*args, **kwargs)
         for x in _written(func, args, kwargs, given):
             forget(x)
         return result
+
+    def _of_plain(self, func: Any, args: Any, kwargs: Any, shown: list[Tensor]) -> Any:
+        """``func`` of tensors of which some are ``shown`` to user code between steps as others than they are."""
+        with unset_fake_temporarily():
+            plain = {id(x): x.as_subclass(Tensor) for x in shown}
+        args, kwargs = tree_map(lambda x: plain.get(id(x), x), (args, kwargs))
+        result = self.__torch_dispatch__(func, (), args, kwargs)
+        back = {id(plain[id(x)]): x for x in shown}
+        return tree_map(lambda x: back.get(id(x), x), result)
 
     def _is_small(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
         """Whether what ``func`` makes is; which is asked of fakes only where it may not be."""
@@ -64,6 +85,19 @@ class KnownValues(TorchDispatchMode):
         if any(tag in func.tags for tag in _DATA):
             return all(x.numel() <= LARGEST for x in given)
         return all(x.numel() <= LARGEST for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor))
+
+
+def _reads(func: Any) -> bool:
+    return isinstance(func, Operator) and operator_of(func) == "_local_scalar_dense"
+
+
+def _steps_optimizer(frame: types.FrameType | None) -> bool:
+    """Whether what asks there for a number is a step of an optimizer that treats each parameter by itself."""
+    while frame is not None and is_around_users_code(frame):
+        if frame.f_globals.get("__name__") in _STEPS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _have_values(given: list[Tensor]) -> bool:

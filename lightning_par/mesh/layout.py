@@ -88,6 +88,16 @@ class Layout:
         """Global ranks, one dim an axis, in the order of `axes`."""
         return torch.arange(self.world_size).view(self.sizes)
 
+    def moved(self, rank: int, axis: AxisName, index: int) -> int:
+        """The global rank whose coordinate along ``axis`` is ``index``, and whose others are those of ``rank``.
+
+        Example::
+
+            assert Layout(data=2, tensor=4).moved(6, "data", 0) == 2
+        """
+        inner = prod(self.sizes[self.axes().index(axis) + 1 :])
+        return rank + (index - rank // inner % self.sizes[self.axes().index(axis)]) * inner
+
     def lines(self, axes: tuple[AxisName, ...]) -> list[tuple[int, ...]]:
         """The groups of global ranks that differ only in their coordinates along ``axes``."""
         names = self.axes()

@@ -61,7 +61,7 @@ def _agree(optimizer: Any, stages: StagePlaces) -> None:
     Afterwards the others have what stands for the state of these, and of what ``optimizer`` keeps in attributes it is
     known where it is.
     """
-    refuse_alone(stages.axis, "steps an optimizer that is not torch's own")
+    refuse_alone(stages.axis, steps_over_stages(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     located = {i: p for i, p in enumerate(parameters) if stages.holders(p) is not None}
     first = {i for i, p in located.items() if stages.holders(p)[0] == stages.axis.rank}  # type: ignore[index]
@@ -76,6 +76,11 @@ def _agree(optimizer: Any, stages: StagePlaces) -> None:
                 mark(held.get(path), place)
         for i, state in states.items():
             _stand_for(optimizer.state, located[i], state, stages)
+
+
+def steps_over_stages(optimizer: Any) -> str:
+    """What a run does that steps an ``optimizer`` which is followed over all stages."""
+    return f"steps {type(optimizer).__name__}, which is none of torch's that treat each parameter by itself"
 
 
 def _told(state: Any) -> Any:

@@ -22,7 +22,7 @@ from lightning_par.mesh.handshake import refuse_alone
 from lightning_par.mesh.host_values import on_device
 from lightning_par.optim.following import Following
 from lightning_par.optim.function_facts import Effect, Function, function_of
-from lightning_par.optim.remote_state import StatesAway
+from lightning_par.optim.remote_state import StatesAway, steps_over_stages
 from lightning_par.optim.value_places import Place, StagePlaces, covers, find_places, innermost, mark, place_of, unmark
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -86,7 +86,7 @@ class FollowingStages(Following):
 
     def _learn_gradients(self) -> None:
         """Let every rank know which parameters have a gradient, on the ranks that hold them."""
-        refuse_alone(self.axis, "steps an optimizer that is not torch's own")
+        refuse_alone(self.axis, steps_over_stages(self._optimizer))
         self._gradients_known = True
         located = list({id(p): p for p in self._located()}.values())
         mine = [not isinstance(p, Elsewhere) and leaf(p).grad is not None for p in located]

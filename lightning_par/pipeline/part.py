@@ -20,6 +20,7 @@ from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
 from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
+from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
@@ -111,6 +112,17 @@ class StagesPart(Part):
         return StagePlaces(
             axis, lambda p: place if len(place := places.get(id(p), ())) in range(1, axis.size) else None
         )
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The indices along the pipeline axis of the ranks that hold a tensor of the module's state; of one that a
+        layer has made since, those that run the layer."""
+        placed, size = self.spread.placement, self.groups.pipeline.size
+        homes = () if self.engine is None else self.engine.programs.stages.homes
+        if name not in placed.holders and self.engine is not None:
+            units = [path for path in homes if within(name, (path,))]
+            if units:
+                return tuple(sorted(self.engine.programs.stages.holders(max(units, key=len))))
+        return placed.of(name, size)
 
     def counting(self) -> Once | None:
         """Which parameters count on this rank."""

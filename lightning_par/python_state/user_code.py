@@ -6,6 +6,7 @@ import functools
 import sys
 import sysconfig
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _CONTAINERS = frozenset("collections types argparse queue functools itertools _t
 # Objects of libraries whose attributes move in a step, and what derives from them, wherever it is written.
 _WATCHED = ("torch.distributions", "torch.optim", "torch.nn", "torch.cuda.amp", "torch.amp", "torch.autograd",
             "transformers.cache_utils", "transformers.modeling_outputs", "transformers.utils.generic")  # fmt: skip
+# Whose code runs the user's, and is run by it.
+_AROUND = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_par")
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 
 
@@ -86,16 +89,36 @@ def packages_of(module: nn.Module) -> frozenset[str]:
 
 
 def line_of(error: BaseException) -> str | None:
-    """The last line of an error's way that is neither torch's nor this package's, as ``"train.py:12"``; None where all
-    are.
+    """The last line of an error's way that is not torch's, Lightning's or this package's, as ``"train.py:12"``; None
+    where all are.
 
     Example::
 
         raise ValueError(f"The module can't be built: {error} at {line_of(error)}")
     """
-    traceback, place = error.__traceback__, None
+    frames = [(frame, line) for frame, line in _way(error) if not is_around_users_code(frame)]
+    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else None
+
+
+def last_of(error: BaseException, wanted: Callable[[types.FrameType], bool]) -> types.FrameType | None:
+    """The last frame of an error's way that is ``wanted``, if no code of the user's comes behind it."""
+    found = None
+    for frame, _ in _way(error):
+        if wanted(frame):
+            found = frame
+        elif not is_around_users_code(frame):
+            found = None
+    return found
+
+
+def is_around_users_code(frame: types.FrameType) -> bool:
+    """Whether what runs there is torch, Lightning or this package."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _AROUND
+
+
+def _way(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
+    """The frames that an error came through, the outermost first, with their lines."""
+    traceback = error.__traceback__
     while traceback is not None:
-        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "lightning_par"):
-            place = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
-    return place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -19,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"data_parallel_size": 2},
     "tensor": {"tensor_parallel_size": 2},
     "fsdp": {"data_parallel": "fsdp"},
+    "pipeline": {"pipeline_parallel_size": 2, "microbatches": 2},
 }
 
 
@@ -75,15 +77,32 @@ class Stops(Base):
         return super().training_step(batch)
 
 
-class Numpy(Base):
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda x: x.detach().cpu().numpy(),
+    "item": lambda x: x.item(),
+    "bool": lambda x: bool(x > 3),
+    "tolist": lambda x: x.tolist(),
+}
+
+
+class Reads(Base):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
     def training_step(self, batch: Tensor) -> Any:
         loss = super().training_step(batch)
-        self.last = loss.detach().cpu().numpy()
+        self.last = READS[self.how](loss)
         return loss
 
 
+class BySearch(Base):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 @slow(but=["ByHand-data", "Logs-fsdp", "Hooks-tensor"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["data", "tensor", "fsdp"])
 @pytest.mark.parametrize("kind", [ByHand, Logs, Hooks], ids=lambda kind: kind.__name__)
 def test_it_runs(kind: type[Base], layout: str) -> None:
     found = dry_run(kind, BATCH, LAYOUTS[layout], devices=2, rank=1, accumulate_grad_batches=1 + (kind is Logs))
@@ -94,17 +113,28 @@ def test_it_runs(kind: type[Base], layout: str) -> None:
     _nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "told"),
-    [
-        (Stops, RuntimeError, "ended before its step 2"),
-        (Numpy, ValueError, r"asks for the values of tensors at .*test_odd_modules\.py:\d+"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_it_is_refused(kind: type[Base], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
-        dry_run(kind, BATCH, LAYOUTS["tensor"], devices=2)
+def test_one_that_stops_the_run_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="ended before its step 2"):
+        dry_run(Stops, BATCH, LAYOUTS["tensor"], devices=2)
+    _nothing_is_left()
+
+
+@slow(but=["tensor-numpy", "pipeline-numpy", "pipeline-bool"])
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_one_that_reads_what_weights_made_is_refused_by_its_line(layout: str, how: str) -> None:
+    told = r"asks for the values of tensors at .*test_odd_modules\.py:\d+"
+    with pytest.raises(ValueError, match=told):
+        dry_run(lambda: Reads(how), BATCH, LAYOUTS[layout], devices=2, rank=1)
+    _nothing_is_left()
+
+
+def test_an_optimizer_that_goes_by_values_is_refused_by_its_name() -> None:
+    told = r"LBFGS, which configure_optimizers makes at .*test_odd_modules\.py:\d+, steps by the values"
+    with pytest.raises(ValueError, match=told):
+        dry_run(BySearch, BATCH, LAYOUTS["data"], devices=2)
+    with pytest.raises(NotImplementedError, match="The run steps LBFGS, which is none of torch's that"):
+        dry_run(BySearch, BATCH, LAYOUTS["pipeline"], devices=2)
     _nothing_is_left()
 
 

@@ -154,11 +154,16 @@ def bring_back(module: nn.Module, axis: Axis, also: Iterable[Any] = ()) -> None:
 
 
 def agree_on_buffers(module: nn.Module, axis: Axis) -> None:
-    """Buffers that layers made or dropped come or go on the ranks that don't run them, too. All ranks must call it."""
+    """Buffers that layers made or dropped come or go on the ranks that don't run them, too. All ranks must call it.
+
+    In a dry run none of those that others run is taken to have made or dropped any.
+    """
     here = dict(module.named_buffers(remove_duplicate=False))
     told: list[dict[str, tuple[Any, ...]]] = axis.all_gather_object(
         {name: _described(module, name, x) for name, x in here.items() if not isinstance(x, Elsewhere)}, "unshard"
     )
+    if axis.dry:
+        return
     for name, x in here.items():
         if isinstance(x, Elsewhere) and name not in told[x.origin.holders[0]]:
             owner, _, own = name.rpartition(".")

@@ -88,7 +88,7 @@ class Effects:
         """
 
         if axis.dry:
-            return self._travel_alone(axis, source, form)
+            return self._accepted(self._travel_alone(axis, source, form))
 
         def named(made: Made) -> dict[str, Any]:
             return {place_of_made(*key): x for key, x in made.items()}
@@ -107,11 +107,16 @@ class Effects:
         sent = Effects(refused=self.refused) if self.refused else sent
         sent = Effects(raised=_packed(self.raised)) if isinstance(self.raised, Exception) else sent
         arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects", known=known)
+        return self._accepted(arrived)
+
+    def _accepted(self, arrived: Effects) -> Effects:
+        """What has ``arrived``; raises what the step did that can't be told, or what it raised itself."""
         if arrived.refused:
             raise TypeError(" ".join(arrived.refused))
+        if arrived.raised is not None and isinstance(self.raised, Exception):
+            raise self.raised  # where it was raised it has its traceback
         if isinstance(arrived.raised, bytes):
-            # where it was raised it has its traceback
-            raise self.raised if isinstance(self.raised, Exception) else pickle.loads(arrived.raised)
+            raise pickle.loads(arrived.raised)
         return arrived
 
     def _travel_alone(self, axis: Axis, source: int, form: Any) -> Effects:
