@@ -95,10 +95,12 @@ class OtherStages:
         """Of the module's state, of which ``values`` are as they are here."""
         told = self._nothing()
         for name, x in values.items():
-            tensor = self._named.get(name)  # one that hooks have added is each rank's own
-            first = name if tensor is None else self._first[id(tensor)]
-            there = self._stand_in(tensor) if is_elsewhere(x) and tensor is not None else x
-            self._tell(told, self.holders(first), {name: there})
+            tensor = self._named.get(name)
+            if tensor is None:  # hooks have added it, on all ranks
+                self._tell(told, tuple(range(self.groups.pipeline.size)), {name: x})
+                continue
+            there = self._stand_in(tensor) if is_elsewhere(x) else x
+            self._tell(told, self.holders(self._first[id(tensor)]), {name: there})
         return told
 
     def states(self, optimizer: Optimizer, values: Mapping[Any, Any]) -> list[Told]:
@@ -168,8 +170,8 @@ class OtherStages:
             return None
         if self.trained is None:
             raise UntoldError(
-                "which parameters of other stages have a gradient can't be told, as where random numbers decide what "
-                "the step computes"
+                "which parameters of other stages have a gradient can't be told, as where random numbers or values of "
+                "the model decide what the step computes"
             )
         if self._first[id(p)] not in self.trained:
             return None

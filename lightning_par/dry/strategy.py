@@ -26,6 +26,7 @@ from lightning_par.planner.live_bytes import LiveBytes
 from lightning_par.private.fake_groups import begin_fake_world
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.sharded.overlapping_parameters import overlapping
+from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.first_step import FirstStep
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class DryMixin(_Base):
     def _materialise(self, module: nn.Module) -> None:
         first, self._first = self._first, None
         if first is not None and self.groups.pipeline.size > 1:
-            self._trained = expected_gradients(first.step())
+            self._trained = _trained(first)
         self._fakes, self.live = FakeTensorMode(allow_non_fake_inputs=True), self._live_bytes()
         with self.live:
             give_fakes(module, self._fakes)
@@ -151,6 +152,16 @@ class DryMixin(_Base):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision
+
+
+def _trained(first: FirstStep) -> frozenset[str] | None:
+    """The first names of the parameters that get a gradient, if that can be told."""
+    streams = RunState.current.streams
+    before, streams.whole = streams.whole, False  # any draws show whether it goes by them
+    try:
+        return expected_gradients(first.step())
+    finally:
+        streams.whole = before
 
 
 def dry(strategy: Any) -> type[Any]:

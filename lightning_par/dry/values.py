@@ -56,7 +56,7 @@ class KnownValues(TorchDispatchMode):
         if active_fakes() is not self.mode:
             return func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        shown = [x for x in given if isinstance(x, Weight) and not isinstance(x, FakeTensor)]
+        shown: list[Tensor] = [x for x in given if isinstance(x, Weight) and not isinstance(x, FakeTensor)]
         if shown:
             return self._of_plain(func, args, kwargs, shown)
         if isinstance(func, Operator) and _have_values(given) and self._is_small(func, args, kwargs, given):

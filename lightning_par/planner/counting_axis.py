@@ -1,17 +1,15 @@
-"""Axes on which nothing moves: tensors are fake, and what would be sent is noted in the ledgers that are open."""
+"""Dry axes of ranks that need not be a run's: tensors are fake, and what would be sent is noted in open ledgers."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_par.mesh.axis import Axis, Done, PeerOp
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
-from lightning_par.mesh.ledger import note
 from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.tensor.residual_stream import ResidualAxis
@@ -28,10 +26,13 @@ class _Nothing(Memo[Any, Any]):
 
 
 class _Counting(Axis):
+    """A dry axis of no process group, whose every call is run and counted."""
+
     _known: dict[int, tuple[weakref.ref[Tensor], Tensor]]
 
     def forget_calls(self) -> None:
         """Let each call run by its rule; to be called once after it was made."""
+        self.dry = True
         self.calls, self.forms, self._known = _Nothing(), _Nothing(), {}
 
     def entered(self, x: Tensor) -> Tensor:
@@ -46,39 +47,11 @@ class _Counting(Axis):
         self._known[key] = weakref.ref(x, lambda _: self._known.pop(key, None)), entry
         return entry
 
-    def start_all_reduce_(self, x: Tensor, purpose: str, op: Literal["sum", "max", "min"] = "sum") -> None:
-        if self.size > 1:
-            self._log("all_reduce", purpose, x.numel(), x.numel() * x.element_size())
-
-    def start_all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> tuple[Tensor, Any]:
-        if self.size == 1:
-            return x if shape is None else x.view(shape), None
-        self._log("all_gather", purpose, x.numel() * self.size, x.numel() * x.element_size() * self.size)
-        return x.new_empty(x.numel() * self.size if shape is None else tuple(shape)), None
-
-    def start_reduce_scatter(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> tuple[Tensor, Any]:
-        if self.size == 1:
-            return x if shape is None else x.view(shape), None
-        self._log("reduce_scatter", purpose, x.numel(), x.numel() * x.element_size())
-        return x.new_empty(x.numel() // self.size if shape is None else tuple(shape)), None
-
     def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, Any, Any]:
         own, most = parts[self.rank], max(part.numel() for part in parts)
         if self.size > 1:
             self._log("reduce_scatter", purpose, most * self.size, most * self.size * own.element_size())
         return own.new_empty(own.shape), None, None
-
-    def all_to_all(self, x: Tensor, sent: list[int], received: list[int], purpose: str) -> Tensor:
-        if self.size == 1:
-            return x
-        row = x[:1].numel() * x.element_size()
-        self._log("all_to_all", purpose, x.numel(), sum(sent) * row, stays=sent[self.rank] * row)
-        return x.new_empty((sum(received), *x.shape[1:]))
-
-    def start_exchange(self, ops: Sequence[PeerOp]) -> list[Any]:
-        for op in ops:
-            note(op.verb, self.name, op.purpose, op.x.numel(), op.x.numel() * op.x.element_size(), 2)
-        return [Done()] * len(ops)
 
 
 class _Shallow(DeepMasks):

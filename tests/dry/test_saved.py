@@ -83,7 +83,37 @@ class Configured(Layers):
         return torch.optim.SGD(groups, lr=0.1)
 
 
-OWN: dict[str, Callable[[], L.LightningModule]] = {"layers": Layers, "configured": Configured}
+class Told(nn.Linear):
+    """Keeps more than weights."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(30)
+
+    def set_extra_state(self, state: Tensor) -> None: ...
+
+
+class Odd(L.LightningModule):
+    """Weights that are made of others, that hang on the module itself, that are shared by both ends; a hook's entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Told(8, 24), nn.Dropout(0.5))
+        self.second = nn.utils.parametrizations.weight_norm(nn.Linear(24, 24))
+        self.third = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24, bias=False))
+        self.last = nn.Linear(24, 24)
+        self.shift = nn.Parameter(torch.zeros(20))
+        self.third[2].weight = self.last.weight
+        self.register_state_dict_post_hook(lambda module, state, prefix, local: state.update(told=torch.ones(50)))
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        x = self.last(self.third(self.second(self.first(batch))))
+        return (x[:, :20] + self.shift).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), amsgrad=True)
+
+
+OWN: dict[str, Callable[[], L.LightningModule]] = {"layers": Layers, "configured": Configured, "odd": Odd}
 PLACED = {"first": 1, "second": 0, "last": 1, "never": 0}
 LAYOUTS["placement"] = {"placement": PLACED}
 LAYOUTS["data x placement"] = {"placement": PLACED, **DATA}
@@ -171,6 +201,10 @@ def _in_file(path: Path) -> int:
         ("layers", "data x placement"),
         ("configured", "pipeline"),
         ("configured", "fsdp x pipeline"),
+        ("odd", "tensor"),
+        ("odd", "pipeline"),
+        ("odd", "data x pipeline"),
+        ("odd", "fsdp x pipeline"),
     ],
 )
 def test_each_rank_writes_and_sends_what_was_said(case: str, name: str, pool: Pool, tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ def test_lines_partition_the_ranks(sizes: tuple[int, ...]) -> None:
             assert sorted(itertools.chain(*lines)) == list(range(layout.world_size))
 
 
+def test_a_rank_is_moved_along_one_axis() -> None:
+    layout = Layout(data=2, pipeline=3, sequence=2, tensor=2)
+    grid = layout.grid()
+    for rank in range(layout.world_size):
+        where = [int(x) for x in (grid == rank).nonzero()[0]]
+        for dim, axis in enumerate(("data", "pipeline", "sequence", "tensor")):
+            for index in range(layout.sizes[dim]):
+                there = [*where[:dim], index, *where[dim + 1 :]]
+                assert layout.moved(rank, axis, index) == grid[tuple(there)]  # type: ignore[arg-type]
+
+
 def test_prints_only_axes_in_use() -> None:
     assert str(Layout(data=2, tensor=4)) == "data 2 x tensor 4"
     assert str(Layout()) == "one rank"

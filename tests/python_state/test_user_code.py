@@ -1,0 +1,45 @@
+"""Which line of an error's way is the user's."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from lightning_par.python_state.user_code import last_of, line_of
+
+
+def function(module: str, call: Callable[[], Any] | None = None) -> Callable[[], Any]:
+    """One of the Python module ``module`` that makes a ``call``, or raises."""
+    space: dict[str, Any] = {"__name__": module, "call": call}
+    exec(compile("def run():\n    return call() if call else 1 / 0", f"{module}.py", "exec"), space)
+    run: Callable[[], Any] = space["run"]
+    return run
+
+
+def raised(*modules: str) -> Exception:
+    """What comes through functions of ``modules``, the outermost first."""
+    run: Callable[[], Any] | None = None
+    for module in reversed(modules):
+        run = function(module, run)
+    assert run is not None
+    try:
+        run()
+    except ZeroDivisionError as error:
+        return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+    raise AssertionError
+
+
+def test_it_is_the_last_that_is_no_librarys() -> None:
+    error = raised("lightning.pytorch.loops", "mine", "torch.nn", "yours.inner", "lightning.pytorch.core", "torch._ops")
+    assert line_of(error) == "yours.inner.py:2"
+    assert line_of(raised("lightning.pytorch", "torch.optim.lbfgs", "lightning_par.optim")) is None
+
+
+def test_what_is_wanted_counts_where_no_code_of_the_users_comes_behind_it() -> None:
+    def steps(frame: types.FrameType) -> bool:
+        return str(frame.f_globals["__name__"]).startswith("torch.optim")
+
+    found = last_of(raised("lightning.pytorch", "torch.optim.lbfgs", "lightning_par.optim"), steps)
+    assert found is not None and found.f_globals["__name__"] == "torch.optim.lbfgs"
+    assert last_of(raised("torch.optim.lbfgs", "mine", "torch"), steps) is None
