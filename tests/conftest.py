@@ -24,8 +24,6 @@ from tests.helpers.pool import Pool
 
 torch.set_num_threads(1)
 
-KINDS = (patches.SHARDED, patches.STORED, patches.SHARES)
-
 pytest_plugins = ["pytester", "tests.helpers.slow", "tests.gpu_rules.plugin"]
 
 
@@ -50,12 +48,16 @@ def _same_numbers() -> None:
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
     """What outlives a test with patches of torch is that test's to mend, not that of whichever runs after it."""
+    before = _patched()
     yield
-    if any(kind.are_installed for kind in KINDS):
+    if not _patched() <= before:
         gc.collect()
-        left = [kind for kind in KINDS if kind.are_installed]
         # A test that failed lives on in its traceback.
-        assert not left or hasattr(sys, "last_value"), "torch is left patched"
+        assert _patched() <= before or hasattr(sys, "last_value"), "torch is left patched"
+
+
+def _patched() -> set[patches.Patches]:
+    return {kind for kind in (patches.SHARDED, patches.STORED, patches.SHARES) if kind.are_installed}
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 A strategy holds them from the start of its set-up to the end of its teardown, and a trial run while it runs. What is
 collected holds nothing. Sharded tensors that outlive the last run hold them, too: the module that an exception left in
-parts, or what user code kept. Those without values don't: a plan may keep the fakes of its trial, and torch's graph
-those of a dry run, which no user meets.
+parts, or what user code kept. Others don't: a plan may keep the fakes of its trial, and torch's graph those of a dry
+run, which no user meets.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _hold_for_sharded(kinds: list[Patches]) -> None:
 
 
 def _sharded() -> list[Tensor]:
-    """The tensors with values there are of which this rank has a part or nothing."""
+    """The tensors of runs there are of which this rank has a part or nothing."""
     from lightning_par.absent.elsewhere import Elsewhere
 
     kinds: dict[type, bool] = {}
@@ -161,13 +161,12 @@ def _sharded() -> list[Tensor]:
         kind = type(x)
         if kind not in kinds:
             kinds[kind] = issubclass(kind, (ShardedTensor, Elsewhere))
-        if kinds[kind] and _has_values(x):
+        if kinds[kind] and _is_of_a_run(x):
             found.append(x)
     return found
 
 
-def _has_values(x: Any) -> bool:
-    """On some rank: in a trial of a step, and in a dry run, no rank has them."""
-    if isinstance(x, ShardedTensor):
-        return not (x.axis.dry or isinstance(x._innermost, FakeTensor))
-    return not x.origin.axis.dry
+def _is_of_a_run(x: Any) -> bool:
+    """Whether other ranks have the rest of its values; none has in a trial of a step, or in a dry run."""
+    axis = x.axis if isinstance(x, ShardedTensor) else x.origin.axis
+    return axis.group is not None and not axis.dry and not isinstance(getattr(x, "_innermost", None), FakeTensor)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_par.absent.elsewhere import Elsewhere, Origin
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensorMode
@@ -25,6 +27,10 @@ def _only_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     found = installed._sharded
     before = found()
     monkeypatch.setattr(installed, "_sharded", lambda: [x for x in found() if not any(x is old for old in before)])
+
+
+AXIS = Axis("tensor", (0,), 0, dist.ProcessGroup(0, 1))
+"""As of a run."""
 
 
 class Count:
@@ -97,7 +103,7 @@ def test_threads_hold_and_release() -> None:
 
 def _sharded() -> ShardedTensor:
     whole = torch.nn.Parameter(torch.ones(2, 2))
-    return ShardedTensor(whole, 0, Positions.of([0, 0]), Axis("tensor", (0,), 0, None))
+    return ShardedTensor(whole, 0, Positions.of([0, 0]), AXIS)
 
 
 def test_a_sharded_tensor_that_is_left_holds_them_until_it_is_whole() -> None:
@@ -136,6 +142,25 @@ def test_what_a_plan_keeps_of_a_trial_holds_none() -> None:
     patches, holder = Patches(lambda: [Count(log)]), Holder()
     patches.hold(holder)
     with FakeTensorMode():
-        x = ShardedTensor(torch.ones(2, 2), 0, Positions.of([0, 0]), Axis("tensor", (0,), 0, None))
+        x = ShardedTensor(torch.ones(2, 2), 0, Positions.of([0, 0]), AXIS)
     release(holder, [patches])
     assert log == ["+", "-"] and x.shape == (2, 2)
+
+
+def test_what_is_of_no_run_holds_none() -> None:
+    log: list[str] = []
+    patches, holder = Patches(lambda: [Count(log)]), Holder()
+    patches.hold(holder)
+    pretended = Axis("tensor", (0, 1), 0, None)
+    dry = Axis("tensor", (0,), 0, dist.ProcessGroup(0, 1))
+    dry.dry = True
+    left = [ShardedTensor(torch.ones(2, 2), 0, Positions.of([0, 0]), axis) for axis in (pretended, dry)]
+    away = [Elsewhere((2,), torch.float32, torch.device("cpu"), Origin("x", (1,), axis)) for axis in (pretended, dry)]
+    release(holder, [patches])
+    assert log == ["+", "-"] and len(left) == len(away)
+    x = Elsewhere((2,), torch.float32, torch.device("cpu"), Origin("x", (1,), AXIS))
+    patches.hold(holder)
+    release(holder, [patches])
+    assert log == ["+", "-", "+"]
+    del x
+    assert log[3:] == ["-"]
