@@ -48,7 +48,7 @@ def dry_run(
         accelerator: "cpu", or "gpu" for tensors of a CUDA device, where there is one, which need not be this rank's.
 
     Returns:
-        Bytes and messages of that rank; printable.
+        Bytes and messages of that rank, and what a checkpoint takes of it; printable.
 
     Raises:
         ValueError: an argument is out of range; the layout can't be; the module can't be built, or

@@ -88,6 +88,7 @@ class OtherStages:
             self._first.setdefault(id(x), name)
             self._named[name] = x
         self._made: dict[str, Tensor] = {}
+        self._states: dict[tuple[Any, ...], dict[Any, Any]] = {}
 
     # ------------------------------------------------------------------------------------------------- what they tell
 
@@ -176,13 +177,22 @@ class OtherStages:
         if self._first[id(p)] not in self.trained:
             return None
         there = self._stand_in(p)
+        alike = id(group), *_form(there)  # one step for all that lie alike
         try:
-            return _state_after_a_step(optimizer, there, group)
+            if alike not in self._states:
+                self._states[alike] = _state_after_a_step(optimizer, there, group)
+            return self._states[alike]
         except Exception as error:  # as of one that takes sparse gradients
             raise UntoldError(
                 f"what {type(optimizer).__name__} keeps of {self._first[id(p)]!r}, which is on another stage, can't be "
                 f"told ({type(error).__name__}: {error})"
             ) from error
+
+
+def _form(p: Tensor) -> tuple[Any, ...]:
+    """What decides where a parameter and its state lie, but for the stage; equal positions are the same object."""
+    over = (p.sharded_dim, id(p.positions), id(p.axis)) if isinstance(p, ShardedTensor) else ()
+    return tuple(p.shape), p.dtype, p.device, *over
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[Any, Mapping[str, Any]]]:

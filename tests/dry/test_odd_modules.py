@@ -101,6 +101,24 @@ class BySearch(Base):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Draws(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout()
+
+    def training_step(self, batch: Tensor) -> Any:
+        return self.b(self.drop(torch.relu(self.a(batch)))).square().mean()
+
+
+@slow(but=["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_draws_may_be_those_of_one_device(layout: str) -> None:
+    for rank in range(2):
+        found = dry_run(Draws, BATCH, {**LAYOUTS[layout], "draws": "one_device"}, devices=2, rank=rank)
+        assert found.saved is not None and found.parameters == found.gradients > 0
+    _nothing_is_left()
+
+
 @slow(but=["ByHand-data", "Logs-fsdp", "Hooks-tensor"])
 @pytest.mark.parametrize("layout", ["data", "tensor", "fsdp"])
 @pytest.mark.parametrize("kind", [ByHand, Logs, Hooks], ids=lambda kind: kind.__name__)
