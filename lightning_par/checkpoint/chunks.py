@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,14 @@ def share_out(numbers: Mapping[str, int], places: list[Place], layout: Layout) -
     """
     written = [0] * layout.world_size
     shared: dict[str, Writers] = {}
+    known: dict[tuple[Any, ...], list[list[int]]] = {}  # of many tensors, few lie in different ways
     for name, number in numbers.items():
         place = places[number]
+        way = place.everywhere, place.ranks
+        if way not in known:
+            known[way] = copies(place, layout)
         ranks = []
-        for index, holders in enumerate(copies(place, layout)):
+        for index, holders in enumerate(known[way]):
             writer = min(holders, key=lambda rank: (written[rank], rank))
             written[writer] += place.part_shape(index).numel() * place.dtype.itemsize
             ranks.append(writer)

@@ -24,6 +24,7 @@ from lightning_par.fsdp.stored_parameter import Stored, dim_of
 from lightning_par.mesh.broadcast import Pickled
 from lightning_par.mesh.layout import Groups
 from lightning_par.optim.optimizers import adopt
+from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 
@@ -93,11 +94,19 @@ class OtherStages:
     # ------------------------------------------------------------------------------------------------- what they tell
 
     def weights(self, values: Mapping[Any, Any]) -> list[Told]:
-        """Of the module's state, of which ``values`` are as they are here."""
+        """Of the module's state, of which ``values`` are as they are here.
+
+        Raises:
+            UntoldError: a hook has put something into it that it made of weights.
+        """
         told = self._nothing()
         for name, x in values.items():
             tensor = self._named.get(name)
             if tensor is None:  # hooks have added it, on all ranks
+                if isinstance(x, ShardedTensor | FakeTensor) or is_elsewhere(x):  # what has values is no weight's
+                    raise UntoldError(
+                        f"which ranks have {name!r}, which is no name of a weight or buffer, can't be told"
+                    )
                 self._tell(told, tuple(range(self.groups.pipeline.size)), {name: x})
                 continue
             there = self._stand_in(tensor) if is_elsewhere(x) else x

@@ -16,7 +16,7 @@ from lightning_par.checkpoint.directory import Writing
 from lightning_par.checkpoint.file_cost import FileCost, file_cost
 from lightning_par.checkpoint.inventory import Inventory
 from lightning_par.checkpoint.outline import take_apart
-from lightning_par.dry.other_stages import DryInventory, OtherStages
+from lightning_par.dry.other_stages import DryInventory, OtherStages, UntoldError
 from lightning_par.dry.values import KnownValues
 from lightning_par.dry.weights import give_fakes
 from lightning_par.fsdp.part import StoragePart
@@ -125,6 +125,8 @@ class DryMixin(_Base):
             checkpoint = {"state_dict": weights, "optimizer_states": states}
             writing.outline = take_apart(checkpoint, [*map(self._names, self.optimizers, states)])
             return writing.chunks(), file_cost(self._saved, writing.outline.tensors)
+        except NotImplementedError as error:  # the module's own code asks other stages
+            raise UntoldError(str(error).rstrip(".")) from error
         finally:
             self._saved = None
 

@@ -143,10 +143,14 @@ class SideChannel:
         return f"lightning_par/side channel/{self._name}/{rank}"
 
     def look_up(self, rank: int) -> tuple[str, int, str]:
-        """Where the global ``rank`` listens, and its secret; waits for it at the first time."""
+        """Where the global ``rank`` listens, and its secret; waits for it at the first time.
+
+        Raises:
+            NotImplementedError: nobody listens in a dry run.
+        """
         if rank not in self._known:
             if is_fake(dist.group.WORLD) and rank != dist.get_rank():
-                raise RuntimeError(f"Rank {rank} is asked for its weights, and in a dry run it is not there.")
+                raise NotImplementedError(f"Rank {rank} is asked for its weights, and in a dry run it is not there.")
             host, port, secret = json.loads(default_store().get(self._key(rank)))
             self._known[rank] = host, port, secret
         return self._known[rank]

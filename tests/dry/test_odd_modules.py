@@ -119,6 +119,36 @@ def test_draws_may_be_those_of_one_device(layout: str) -> None:
     _nothing_is_left()
 
 
+class Twice(Base):
+    """Its state has a weight once more, under another name."""
+
+    of = "b.weight"
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state["again"] = state[self.of] * 2
+        return state
+
+
+class TwiceAnothers(Twice):
+    of = "a.weight"
+
+
+class ByChance(Base):
+    def training_step(self, batch: Tensor) -> Any:
+        return (self.b(self.a(batch)) if torch.rand(()) < 0.5 else self.a(batch)).square().mean()
+
+
+@slow(but=["Twice"])
+@pytest.mark.parametrize("kind", [Twice, TwiceAnothers, ByChance], ids=lambda kind: kind.__name__)
+def test_what_is_not_known_of_a_checkpoint_is_said(kind: type[Base]) -> None:
+    found = dry_run(kind, BATCH, LAYOUTS["pipeline"], devices=2, rank=1)
+    assert found.saved is None and found.file is None
+    assert found.untold is not None and f"What a checkpoint takes is not known: {found.untold}" in str(found)
+    assert found.as_dict()["distributed_checkpoint"] is None
+    _nothing_is_left()
+
+
 @slow(but=["ByHand-data", "Logs-fsdp", "Hooks-tensor"])
 @pytest.mark.parametrize("layout", ["data", "tensor", "fsdp"])
 @pytest.mark.parametrize("kind", [ByHand, Logs, Hooks], ids=lambda kind: kind.__name__)
