@@ -17,7 +17,6 @@ from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, activ
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.operators import Operator
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.python_state.user_code import is_around_users_code
 from lightning_par.sharded.functions import operator_of
 from lightning_par.trial.known_values import forget, is_known
 
@@ -93,9 +92,10 @@ def _reads(func: Any) -> bool:
 
 def _steps_optimizer(frame: types.FrameType | None) -> bool:
     """Whether what asks there for a number is a step of an optimizer that treats each parameter by itself."""
-    while frame is not None and is_around_users_code(frame):
-        if frame.f_globals.get("__name__") in _STEPS:
-            return True
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _STEPS or name.partition(".")[0] not in ("torch", "lightning_par"):  # in its closure others run
+            return name in _STEPS
         frame = frame.f_back
     return False
 

@@ -96,7 +96,7 @@ def line_of(error: BaseException) -> str | None:
 
         raise ValueError(f"The module can't be built: {error} at {line_of(error)}")
     """
-    frames = [(frame, line) for frame, line in _way(error) if not is_around_users_code(frame)]
+    frames = [(frame, line) for frame, line in _way(error) if not _is_around_users_code(frame)]
     return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else None
 
 
@@ -106,12 +106,12 @@ def last_of(error: BaseException, wanted: Callable[[types.FrameType], bool]) -> 
     for frame, _ in _way(error):
         if wanted(frame):
             found = frame
-        elif not is_around_users_code(frame):
+        elif not _is_around_users_code(frame):
             found = None
     return found
 
 
-def is_around_users_code(frame: types.FrameType) -> bool:
+def _is_around_users_code(frame: types.FrameType) -> bool:
     """Whether what runs there is torch, Lightning or this package."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in _AROUND
 
