@@ -77,6 +77,11 @@ class Planner:
         """What is assumed."""
         return [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
 
+    @property
+    def replays(self) -> bool:
+        """Whether live tensors are counted in replays of the step, as where its functions run one by one."""
+        return not self.fused and self.recompute == "none"
+
     def like(self, recompute: Recompute) -> Planner:
         """As this one, but for what backward computes again."""
         other = copy(self)

@@ -18,6 +18,9 @@ EXACT = 24
 NEAR = 1.3
 """Of a device's memory: what takes more doesn't nearly fit."""
 
+OFF, MOST_OFF = 2.0, 4.0
+"""By which factors a rough price of memory is at most too small, and too large."""
+
 _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 
 
@@ -61,8 +64,8 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
         samples: of one step of the optimizer, over all replicas.
         launched: what the layouts must go with.
     """
-    rough, out = _roughly(planner, devices, samples, launched)
-    rough.sort(key=_order)
+    out: dict[str, RuledOut] = {}
+    rough = sorted(_roughly(planner, devices, samples, launched, out), key=_order)
     fitting = [one for one in rough if one.fits][:EXACT]
     near = [one for one in rough if not one.fits and one.peak < NEAR * one.memory]
     near = sorted(near, key=lambda one: one.seconds)[: EXACT // 4]
@@ -72,18 +75,26 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
 
 
 def any_fits(planner: Planner, devices: int, samples: int) -> bool:
-    """Whether a layout of ``devices`` devices fits: one of the few of which the least memory is expected."""
-    rough, _ = _roughly(planner, devices, samples, None)
+    """Whether a layout of ``devices`` devices fits: one of the few of which the least memory is expected.
+
+    They are priced exactly where formulas leave it open.
+    """
+    rough = []
+    for one in _roughly(planner, devices, samples, None, {}):
+        if one.peak * OFF < one.memory:
+            return True
+        rough.append(one)
     rough.sort(key=lambda one: one.peak)
-    return any(planner.price(one.candidate, devices).fits for one in rough[:3])
+    if not rough or rough[0].peak > MOST_OFF * rough[0].memory:
+        return False
+    likely = rough[: 1 if planner.replays else 3]  # replays of deep models take a minute
+    return any(planner.price(one.candidate, devices).fits for one in likely)
 
 
 def _roughly(
-    planner: Planner, devices: int, samples: int, launched: Launched | None
-) -> tuple[list[Prediction], dict[str, RuledOut]]:
-    """All that can be, by formulas, and why the others can't."""
-    rough: list[Prediction] = []
-    out: dict[str, RuledOut] = {}
+    planner: Planner, devices: int, samples: int, launched: Launched | None, out: dict[str, RuledOut]
+) -> Iterator[Prediction]:
+    """All that can be, by formulas; ``out`` gets why the others can't."""
     for layout in _layouts(planner, devices):
         reason = _reason(planner, layout, samples) or _launched_reason(layout, samples, launched)
         if reason is not None:
@@ -92,10 +103,9 @@ def _roughly(
             continue
         for one in _candidates(planner, layout, samples, launched):
             try:
-                rough.append(planner.price(one, devices, rough=True))
+                yield planner.price(one, devices, rough=True)
             except ValueError as error:
                 out.setdefault(str(error), RuledOut(f"{one.layout}, {one.schedule}", str(error)))
-    return rough, out
 
 
 def _order(one: Prediction) -> tuple[bool, float]:

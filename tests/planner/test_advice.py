@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 from torch import nn
 
 from lightning_par.planner import plan
-from lightning_par.planner.machines import PRESETS, machine_yaml
+from lightning_par.planner.evaluate import Planner
+from lightning_par.planner.machines import PRESETS, machine_yaml, read_machine
+from lightning_par.planner.search import MOST_OFF, OFF, _roughly
+from tests.helpers.slow import slow
 from tests.planner.models import GPT
 
 TOKENS = torch.zeros(8, 512, dtype=torch.long)
@@ -50,6 +54,17 @@ def test_half_precision_is_named_where_it_would_do(tmp_path: Path) -> None:
     found = plan(gpt, (TOKENS, TOKENS), small_gpus(tmp_path, 0.8 * least), devices=1)
     assert found.chosen is None
     assert "--precision bf16-true" in str(found.advice)
+
+
+@slow()
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_formulas_are_as_far_off_as_is_taken(precision: str) -> None:
+    machine, _ = read_machine("8xH100")
+    planner = Planner(gpt, (TOKENS, TOKENS), machine, precision, fused=False)
+    rough = [*_roughly(planner, 8, 64, None, {})]
+    for one in random.sample(rough, 16):
+        exact = planner.price(one.candidate, 8)
+        assert exact.peak / OFF <= one.peak <= exact.peak * MOST_OFF, one.candidate
 
 
 class Torn(L.LightningModule):
