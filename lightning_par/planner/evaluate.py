@@ -24,6 +24,7 @@ from lightning_par.planner.recorded import RecordedStep, record
 from lightning_par.planner.replay import Place, StageReplay, replay
 from lightning_par.planner.stages import StageCut, cut_stages
 from lightning_par.planner.storage import Storage
+from lightning_par.planner.weight_copies import sharing_stages
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.tensor.plan import Dealt, deal
 
@@ -126,6 +127,7 @@ class Planner:
             one.attention,
             not self.fused,
             one.splits_backward and not self.fused,
+            () if self.fused else tuple(sorted(sharing_stages(one, self._run(0)))),
         )
         storage = None
         if one.stored and not self.fused and layout.pipeline == 1 and layout.data * layout.sequence > 1:
@@ -190,10 +192,13 @@ class Planner:
             ValueError: it can't be; the message says why.
         """
         profile = self.profile(one.layout.tensor, one.stages, stages)
-        run = PlannedRun(
-            self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree
-        )
-        return predict(profile, one, run, partial(self.sent, one, one.stages, stages), rough)
+        return predict(profile, one, self._run(devices), partial(self.sent, one, one.stages, stages), rough)
+
+    def _run(self, devices: int) -> PlannedRun:
+        return PlannedRun(
+            self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree,
+            self.step.casts_once,
+        )  # fmt: skip
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -140,6 +140,7 @@ class PlannedRun:
         fused: whether functions that walk over memory are fused.
         tokens: in one sample.
         tree: the module and its uses.
+        casts_once: whether no weight is taken twice in a step by what autocast runs in low precision.
     """
 
     machine: Machine
@@ -150,3 +151,4 @@ class PlannedRun:
     fused: bool
     tokens: float
     tree: ModuleUses
+    casts_once: bool = True

@@ -13,6 +13,7 @@ from lightning_par.planner.prediction import RankMemory
 from lightning_par.planner.rank_bytes import ByRank
 from lightning_par.planner.step_memory import Averaged, StepOrder, order_of, peak_of
 from lightning_par.planner.stored_parts import stored_part
+from lightning_par.planner.weight_copies import copies, kept_copies
 
 
 def rank_memory(
@@ -31,9 +32,7 @@ def rank_memory(
         units = [u for s in own for u in work.profile.stages.units[s]]
         fixed = each.held(rank, tensor, sequence)
         stored = one.stored and work.replicas.size > 1
-        buffers = _gathered(work, units) if stored else _copies(work, own, tensor) * p.copy
-        if one.layout.pipeline > 1 and p.autocast is not None and not stored:
-            buffers = 0.0  # each microbatch has copies of its own, which are among its activations
+        buffers = _gathered(work, units) if stored else _copied(work, own, tensor) * p.copy
         if counted is None:
             activations = held[rank]
         elif stored and one.layout.pipeline > 1:
@@ -43,8 +42,8 @@ def rank_memory(
         else:
             apart = one.layout.pipeline > 1 and one.accumulated > 1
             activations = peak_of(counted, rank, apart, _averaged(work, own, tensor))
-            if stored or p.autocast is not None:  # copies of weights come and go with the functions
-                buffers = 0.0
+            if stored or p.autocast is not None and one.layout.pipeline == 1:
+                buffers = 0.0  # gathered weights, and copies, come and go with the functions
         peak = (
             fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
         ) * run.machine.fragmentation
@@ -58,7 +57,7 @@ def _reckoned(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -> 
     kept = [sum(work.units[u].kept for u in units) for units in stages.units]
     p = work.run.precision
     if one.layout.pipeline > 1 and p.autocast is not None and not one.stored:  # each microbatch has copies of its own
-        kept = [size + _copies(work, (s,), 0) * p.copy for s, size in enumerate(kept)]
+        kept = [size + (copies(work, (s,), 0) - kept_copies(work, (s,), 0)) * p.copy for s, size in enumerate(kept)]
     extras = [max((work.units[u].extra for u in units), default=0.0) for units in stages.units]
     if one.layout.pipeline == 1:
         held = [sum(kept)]
@@ -101,9 +100,11 @@ def _averaged(work: LayoutWork, own: Sequence[int], tensor: int) -> list[Average
     return found
 
 
-def _copies(work: LayoutWork, own: Sequence[int], tensor: int) -> int:
-    """Elements of the weights of which products use a copy."""
-    return sum(prod(x.part(tensor)) for x in work.profile.stages.held(own) if x.cast)
+def _copied(work: LayoutWork, own: Sequence[int], tensor: int) -> int:
+    """Elements of the weights whose copies are there beside all activations: others are among these."""
+    if work.one.layout.pipeline > 1 and work.run.precision.autocast is not None:
+        return kept_copies(work, own, tensor)
+    return copies(work, own, tensor)
 
 
 def _gathered(work: LayoutWork, units: Sequence[int]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors
+from lightning_par.pipeline.program.event_functions import may_lower
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -115,6 +116,12 @@ class RecordedStep:
                 if memory_of(x) in held:
                     found[held[memory_of(x)]].add(any(y.itemsize < x.itemsize for y in made))
         return {name: frozenset(uses) for name, uses in found.items()}
+
+    @cached_property
+    def casts_once(self) -> bool:
+        """Whether no parameter is taken twice by what autocast may run in low precision."""
+        found = Counter(id(x) for event in self.events if may_lower(event.func) for x in event.inputs)
+        return all(found[id(x)] <= 1 for x in self.recording.parameters.values())
 
     @cached_property
     def needed(self) -> frozenset[str]:

@@ -68,6 +68,7 @@ class Place:
         attention: the scheme of the sequence axis.
         live: whether live tensors are counted, too; slower.
         split: whether a backward runs in two parts, of inputs and of weights.
+        shared: stages that find copies of weights in low precision, and keep them.
     """
 
     tensor: tuple[int, int]
@@ -76,6 +77,7 @@ class Place:
     attention: Any
     live: bool = False
     split: bool = False
+    shared: tuple[int, ...] = ()
 
 
 def replay(
@@ -99,7 +101,7 @@ def replay(
         state.streams.in_step = True
         bounds = [*cut.starts, len(step.events)]
         try:
-            return tuple(run.stage(first, end) for first, end in zip(bounds, bounds[1:]))
+            return tuple(run.stage(n, first, end) for n, (first, end) in enumerate(zip(bounds, bounds[1:])))
         finally:
             for axis in run.axes:
                 axis.end_step()
@@ -158,8 +160,8 @@ class _Replay:
             if positions is not None and dim is not None:
                 self.values[id(x)] = BatchTensor(x.detach(), dim, positions, self.tokens)
 
-    def stage(self, first: int, end: int) -> StageReplay:
-        """Of the events from ``first`` to ``end``, forward and backward."""
+    def stage(self, number: int, first: int, end: int) -> StageReplay:
+        """Of the stage ``number``, the events from ``first`` to ``end``, forward and backward."""
         made: set[int] = set()
         leaves: dict[str, Tensor] = {}
         for names, x in self.step.recording.parameters.items():  # what backward makes of it is added to what is there
@@ -174,7 +176,10 @@ class _Replay:
         def counted(op: str) -> Any:
             return nullcontext() if recorder is None else recorder.action(op)
 
-        with ledger() as moved:
+        shares = number in self.place.shared
+        with ledger() as moved, torch.autocast("cpu", enabled=False) if shares else nullcontext():
+            if shares:
+                _copy_weights([*leaves.values()], self.step.autocast)
             with counted("F"), casting(self.step.autocast):
                 self._forward(made, first, end)
             roots, grads, after = self._ends(made, end)
@@ -274,6 +279,14 @@ def _attend(axis: CountingSequence, asked: Any) -> None:
 
         grid = make_grid(axis, ulysses, made)
     axis.attention = AttentionSettings(asked, grid)
+
+
+def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+    """Let autocast copy what it will find again as long as the outermost of its contexts is open."""
+    with torch.no_grad(), casting(dtype):
+        for x in leaves:
+            if x.ndim and x.is_floating_point():
+                torch.matmul(x, x.new_empty(x.shape[-1], 0))
 
 
 def _leaf(x: Tensor, trained: bool) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 from lightning_par.pipeline.plan import schedules
@@ -62,6 +62,17 @@ class Schedule:
     def stages(self) -> int:
         """How many stages there are over all ranks."""
         return len(self.placement)
+
+    @cached_property
+    def under_way(self) -> tuple[int, ...]:
+        """Of how many microbatches each rank keeps at most what backward needs of one stage."""
+        found = [0] * self.ranks
+        for rank, order in enumerate(self.actions):
+            now = Counter[int]()
+            for action in order:
+                now[action.stage] += {"F": 1, "I": 0}.get(action.op, -1)
+                found[rank] = max(found[rank], now[action.stage])
+        return tuple(found)
 
     @property
     def trains(self) -> bool:

@@ -8,10 +8,25 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.sharded.functions import MEMORY, MEMORY_KINDS, METADATA, SHOWS, VALUE_PROPERTIES, writes
+from lightning_par.sharded.functions import (
+    BY_ENTRY,
+    MEMORY,
+    MEMORY_KINDS,
+    METADATA,
+    PRECISIONS,
+    SHOWS,
+    VALUE_PROPERTIES,
+    VIEWS,
+    writes,
+)
 
 # Functions that read only what an absent value tells, too.
 _TOLD = METADATA | MEMORY | MEMORY_KINDS | SHOWS
+
+# Functions that autocast leaves in the precision of what they are given, or runs in single.
+_NEVER_LOWERED = (BY_ENTRY - {"prelu"}) | VIEWS | PRECISIONS | {
+    "embedding", "embedding_bag", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm", "__get__",
+}  # fmt: skip
 
 # Functions that take of another tensor only what an absent value tells, too, written without it.
 WITHOUT_ANOTHER: dict[str, Callable[[Tensor, Tensor], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
@@ -30,6 +45,12 @@ def is_metadata(func: Any, name: str) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in VALUE_PROPERTIES
     return name in _TOLD
+
+
+def may_lower(func: Any) -> bool:
+    """Whether autocast may run ``func`` in low precision, on copies of the weights that it is given."""
+    name = getattr(func, "__name__", "")
+    return name not in _NEVER_LOWERED and not is_metadata(func, name)
 
 
 def writes_into(name: str) -> bool:

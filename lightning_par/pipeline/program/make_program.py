@@ -65,6 +65,7 @@ def make_program(
         regions=run.regions,
         deciding=frozenset(run.deciding),
         overwritten=overwritten,
+        casts_once=max(run.casts.values(), default=1) == 1,
         hooked_later=_hooked_later(run, cut.starts),
     )
 

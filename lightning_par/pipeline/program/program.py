@@ -113,6 +113,7 @@ class Program:
         regions: the first event of a region that backward is to run again, and the first one behind it.
         patterns: of the guesses by which the step decides.
         overwritten: the parameters, and buffers within units, that the step writes into.
+        casts_once: whether no parameter is taken twice by what autocast may run in low precision.
         keeping: the units that change Python state, by their own code or by hooks on them.
         outer: units whose state the step's own code changes, as far as known: those that it does not call.
         leaves: whether units change objects, which others were seen not to go by.
@@ -145,6 +146,7 @@ class Program:
     regions: dict[int, int] = field(default_factory=dict)
     deciding: frozenset[str] = frozenset()
     overwritten: frozenset[str] = frozenset()
+    casts_once: bool = True
     keeping: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
     leaves: bool = False

@@ -26,6 +26,7 @@ from lightning_par.pipeline.run.microbatch import whole_batches_advised
 from lightning_par.pipeline.run.replay import Replays
 from lightning_par.pipeline.run.step_gradients import StepGradients
 from lightning_par.pipeline.run.timetable import Timetables
+from lightning_par.pipeline.run.weight_casts import WeightCasts
 from lightning_par.pipeline.simulate import Span
 from lightning_par.pipeline.trial.expected_gradients import expected_gradients
 from lightning_par.python_state import generators
@@ -108,6 +109,8 @@ class Engine:
         Returns:
             What the step returned; the loss in it has the gradients behind it.
         """
+        casts = WeightCasts(self.device.type, step.context)
+        step = replace(step, context=casts.context) if casts.lowers else step
         ready = self._prepared(step, microbatches)
         schedule = self.order.training([part.program for part in ready.parts])
         expected = self._expected(ready, step)
@@ -118,7 +121,9 @@ class Engine:
         def settle(effects: Effects) -> None:
             settled.append(self._settle(step, ready, effects))
 
-        with gradients.collected():
+        once = all(part.program.casts_once for part in ready.parts)
+        shares = casts.lowers and once and schedule.under_way[self.axis.rank] > 1
+        with gradients.collected(), casts.kept(named) if shares else nullcontext():
             effects = ForwardBackward(self, ready, schedule, scale, key, settle, gradients.finals).run()
         gradients.finish(expected)
         self.messenger.finish()

@@ -6,6 +6,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lightning_par.pipeline.effects.watched_run import LENT, state_of
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
-from lightning_par.pipeline.program.event_functions import is_setting, writes_into
+from lightning_par.pipeline.program.event_functions import is_setting, may_lower, writes_into
 from lightning_par.pipeline.program.microbatch_values import cut_to, written_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
 from lightning_par.pipeline.program.read_only_inputs import Lent
@@ -38,6 +39,7 @@ from lightning_par.pipeline.trial.samples.unit_trial import acts_plainly
 from lightning_par.pipeline.trial.side_inputs import Handed, UnitError, maker_of
 from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
+from lightning_par.private.modes import is_any_autocast
 from lightning_par.private.module_hooks import number_of_backward_hooks
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
@@ -123,6 +125,7 @@ class Analysis(FakeRun):
         self.direct: list[tuple[str, int]] = []  # parameters used at container level, and by which event
         self.units: list[tuple[str, int]] = []  # called, and which event that is
         self.overwritten: list[tuple[str, int]] = []  # parameters, buffers within units, and which event writes
+        self.casts = Counter[str]()  # of parameters, by name: what takes them that autocast may run in low precision
         self.effects: list[Tensor] = []
         self.returned: list[Tensor] = []
         self.reads: list[tuple[int, str]] = []
@@ -257,6 +260,11 @@ class Analysis(FakeRun):
             for x in tensors_in((args, kwargs)):
                 self._close_over(x, self.closure)
         return super()._run(func, args, kwargs)
+
+    def charge(self, func: Any, args: Any, kwargs: Any, result: Any, keeps: bool = True) -> None:
+        super().charge(func, args, kwargs, result, keeps)
+        if may_lower(func) and is_any_autocast():
+            self.casts.update(self.names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self.names)
 
     def _close_over(self, x: Tensor, closure: Closure) -> None:
         """A function that is transformed uses ``x``."""

@@ -257,3 +257,11 @@ def test_a_gantt_takes_measured_seconds() -> None:
     ElementTree.fromstring(text)
     assert "F0.0: 0 to 0.25" in text and ">0.2</text>" in text and "bubble 50.0 %" in text
     assert ">11</text>" in text  # ten milliseconds are still wide enough for two digits
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("gpipe", (4, 4)), ("1f1b", (2, 1)), ("interleaved_1f1b", (4, 3)), ("zbv", (4, 3))],
+)
+def test_microbatches_under_way_are_those_of_one_stage(name: str, wanted: tuple[int, ...]) -> None:
+    assert make_schedule(name, 2, 4).under_way == wanted

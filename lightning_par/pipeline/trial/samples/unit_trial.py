@@ -7,6 +7,7 @@ call leaves nothing behind that the next one meets: on one device there is no ne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -162,12 +163,12 @@ def _aside(run: Analysis) -> Iterator[None]:
     """What is computed inside costs nothing and is no part of the step."""
     from lightning_par.pipeline.trial.call_costs import Frame
 
-    unsized, frames = run.unsized, run.frames
-    run.frames = [Frame("", 0)]
+    unsized, frames, casts = run.unsized, run.frames, run.casts
+    run.frames, run.casts = [Frame("", 0)], Counter()
     try:
         yield
     finally:
-        run.unsized, run.frames = unsized, frames
+        run.unsized, run.frames, run.casts = unsized, frames, casts
 
 
 def _counted(cell: Any, change: Change | None) -> str | None:

@@ -1,0 +1,40 @@
+"""Which copies of weights in the precision of products a step keeps for all microbatches.
+
+As `lightning_par.pipeline.run.weight_casts` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from lightning_par.planner.layout_work import LayoutWork
+from lightning_par.planner.layouts import Candidate
+from lightning_par.planner.pipeline_time import schedule_of, simulated
+from lightning_par.planner.prediction import PlannedRun
+
+
+def sharing_stages(one: Candidate, run: PlannedRun) -> frozenset[int]:
+    """The stages all of whose microbatches have the same copies of weights.
+
+    Args:
+        one: the layout.
+        run: its precision, and whether weights are taken once.
+    """
+    ranks = one.layout.pipeline
+    if ranks == 1 or one.stored or run.precision.autocast is None or not run.casts_once:
+        return frozenset()
+    schedule = schedule_of(one.schedule, ranks, simulated(ranks, one.microbatches), one.chunks)
+    return frozenset(stage for stage, rank in enumerate(schedule.placement) if schedule.under_way[rank] > 1)
+
+
+def kept_copies(work: LayoutWork, own: Sequence[int], tensor: int) -> int:
+    """Elements of weights whose copies the stages ``own`` of a rank keep for a step: autocast keeps none of others."""
+    shared = sharing_stages(work.one, work.run)
+    return copies(work, [s for s in own if s in shared], tensor, trained=True)
+
+
+def copies(work: LayoutWork, own: Sequence[int], tensor: int, trained: bool = False) -> int:
+    """Elements of the weights of which products use a copy; of those that are ``trained`` alone."""
+    held = work.profile.stages.held(own)
+    return sum(prod(x.part(tensor)) for x in held if x.cast and (x.trained or not trained))
