@@ -47,12 +47,6 @@ class _Counting(Axis):
         self._known[key] = weakref.ref(x, lambda _: self._known.pop(key, None)), entry
         return entry
 
-    def start_sum_of_parts(self, parts: list[Tensor], purpose: str) -> tuple[Tensor, Any, Any]:
-        own, most = parts[self.rank], max(part.numel() for part in parts)
-        if self.size > 1:
-            self._log("reduce_scatter", purpose, most * self.size, most * self.size * own.element_size())
-        return own.new_empty(own.shape), None, None
-
 
 class _Shallow(DeepMasks):
     """Of masks without values it is taken that none is huge throughout; no message goes by that."""
