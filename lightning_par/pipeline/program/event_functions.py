@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import (
     BY_ENTRY,
+    LOWERED,
     MEMORY,
     MEMORY_KINDS,
     METADATA,
@@ -47,10 +48,15 @@ def is_metadata(func: Any, name: str) -> bool:
     return name in _TOLD
 
 
-def may_lower(func: Any) -> bool:
-    """Whether autocast may run ``func`` in low precision, on copies of the weights that it is given."""
+def most_casts(func: Any) -> int:
+    """How often autocast may copy into low precision what ``func`` is given as one argument, 2 for more than once.
+
+    As a recurrent layer does, which takes its weights at each place of the sequence.
+    """
     name = getattr(func, "__name__", "")
-    return name not in _NEVER_LOWERED and not is_metadata(func, name)
+    if name in _NEVER_LOWERED or is_metadata(func, name):
+        return 0
+    return 1 if name in LOWERED else 2
 
 
 def writes_into(name: str) -> bool:

@@ -23,7 +23,7 @@ from lightning_par.pipeline.effects.watched_run import LENT, state_of
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
-from lightning_par.pipeline.program.event_functions import is_setting, may_lower, writes_into
+from lightning_par.pipeline.program.event_functions import is_setting, most_casts, writes_into
 from lightning_par.pipeline.program.microbatch_values import cut_to, written_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
 from lightning_par.pipeline.program.read_only_inputs import Lent
@@ -263,8 +263,10 @@ class Analysis(FakeRun):
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any, keeps: bool = True) -> None:
         super().charge(func, args, kwargs, result, keeps)
-        if may_lower(func) and is_any_autocast():
-            self.casts.update(self.names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self.names)
+        if is_any_autocast() and (casts := most_casts(func)):
+            for x in tree_leaves((args, kwargs)):
+                if id(x) in self.names:
+                    self.casts[self.names[id(x)]] += casts
 
     def _close_over(self, x: Tensor, closure: Closure) -> None:
         """A function that is transformed uses ``x``."""

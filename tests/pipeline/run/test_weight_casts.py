@@ -81,7 +81,7 @@ class Module(L.LightningModule):
 
     Args:
         kind: "plain"; "reused": the first layer is called twice; "tied": a weight is looked up in, and multiplied with;
-            "checkpointed": layers are computed again in backward.
+            "checkpointed": layers are computed again in backward; "recurrent": one takes its weights at each place.
     """
 
     def __init__(self, kind: str = "plain") -> None:
@@ -89,11 +89,14 @@ class Module(L.LightningModule):
         self.kind = kind
         self.embedding = nn.Embedding(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.recurrent = nn.GRU(WIDTH, WIDTH) if kind == "recurrent" else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
         for layer in self.layers:
             x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.kind == "checkpointed" else layer(x))
+        if self.recurrent is not None:
+            x = self.recurrent(x.unsqueeze(-2).expand(-1, 5, -1).transpose(0, 1))[0].sum(0)
         if self.kind == "reused":
             x = self.layers[-1](x)
         return F.linear(x, self.embedding.weight) if self.kind == "tied" else x
@@ -139,8 +142,8 @@ def _fit(kind: str, schedule: str, keeps: bool, precision: Any = "bf16-mixed") -
     return counts.copies.count, module.state_dict()
 
 
-@slow(but=["gpipe-plain", "gpipe-reused", "gpipe-checkpointed"])
-@pytest.mark.parametrize("kind", ["plain", "reused", "tied", "checkpointed"])
+@slow(but=["gpipe-plain", "gpipe-reused", "gpipe-recurrent"])
+@pytest.mark.parametrize("kind", ["plain", "reused", "tied", "checkpointed", "recurrent"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
 def test_a_stage_copies_a_weight_once_and_computes_the_same(schedule: str, kind: str, pool: Pool) -> None:
     kept, apart = (pool.run(2, _fit, kind, schedule, keeps) for keeps in (True, False))
@@ -151,7 +154,7 @@ def test_a_stage_copies_a_weight_once_and_computes_the_same(schedule: str, kind:
     weights = LAYERS + (kind in ("reused", "tied"))
     if schedule == "gpipe":
         # where a weight is used twice, its gradients would be summed up in low precision
-        once = kind != "reused"
+        once = kind not in ("reused", "recurrent")
         assert counts == [weights if once else weights * MICROBATCHES, weights * MICROBATCHES * again]
     else:
         assert counts[0] <= counts[1]
