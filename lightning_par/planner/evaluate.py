@@ -61,7 +61,7 @@ class Planner:
         batch = tree_map(self._cast, batch)
         self.batch = batch
         try:
-            self.step = record(built, batch, self.precision.autocast)
+            self.step = record(built, batch, self.precision.autocast, not fused)
         except ValueError as error:
             raise ValueError(f"{error} {self._weights(built)}") from error
         tokens = _tokens(batch) / self.step.samples
@@ -111,7 +111,7 @@ class Planner:
             return self.step
         if count not in self._steps:
             batch = tree_map(lambda x: _first(x, count, self.step.samples), self.batch)
-            self._steps[count] = record(self.tree.module, batch, self.precision.autocast)
+            self._steps[count] = record(self.tree.module, batch, self.precision.autocast, not self.fused)
         return self._steps[count]
 
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +71,13 @@ class Heard:
         calls: of modules, in the order in which they began; the first is the step itself.
         notes: of each function in order, by the ids of the tensors that it made.
         root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
+        held: ids of tensors that variables held, and what the last function made meanwhile; empty where not looked for.
     """
 
     calls: tuple[Call, ...]
     notes: Mapping[int, Sequence[Note]]
     root: ModuleCall | None
+    held: Mapping[int, int]
 
 
 class StepNotes(Surveyor):
@@ -81,10 +85,12 @@ class StepNotes(Surveyor):
 
     Args:
         samples: of the batch.
+        looks: whether to look which tensors are held by variables of the code that runs; slower.
     """
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, looks: bool = False) -> None:
         super().__init__(samples)
+        self.looks, self.held = looks, dict[int, int]()
         self.notes: dict[int, list[Note]] = defaultdict(list)
         self.calls_made = [Call("", 0)]
         self._running = [0]
@@ -108,10 +114,13 @@ class StepNotes(Surveyor):
                 self._alive.append(x)
                 self.notes[id(x)].append(Note(self._running[-1], kept))
                 kept = ()
+        made = next((id(x) for x in tree_leaves(result) if isinstance(x, Tensor)), None)
+        if self.looks and made is not None:
+            self.held.update((id(x), made) for x in in_variables(sys._getframe(1)))
 
     def end(self) -> Any:
         survey = super().end()
-        return Heard(tuple(self.calls_made), self.notes, None if survey is None else survey.root)
+        return Heard(tuple(self.calls_made), self.notes, None if survey is None else survey.root, self.held)
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""
@@ -122,6 +131,23 @@ class StepNotes(Surveyor):
             self._pending.append(kept_of(x))
             self._alive.append(x.untyped_storage())
         return x
+
+
+def in_variables(frame: types.FrameType | None) -> Iterator[Tensor]:
+    """The tensors that variables hold of the code that called ``frame``, but this package's."""
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__", "")).startswith("lightning_par."):
+            for value in frame.f_locals.values():
+                yield from _tensors_in(value, 2)
+        frame = frame.f_back
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (tuple, list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one, depth - 1)
 
 
 def kept_of(x: Tensor) -> Kept:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors
-from lightning_par.pipeline.program.event_functions import may_lower
+from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -105,6 +105,13 @@ class RecordedStep:
         return tuple((x, number, taken.get(key, number)) for key, (x, number) in made.items())
 
     @cached_property
+    def held_until(self) -> dict[int, int]:
+        """Of values, by their ids, the last event while which a variable of the code held them."""
+        heard: Heard = self.recording.heard
+        numbers = {id(x): number for number, event in enumerate(self.events) for x in event.outputs}
+        return {key: numbers[made] for key, made in heard.held.items() if made in numbers}
+
+    @cached_property
     def casts(self) -> dict[str, frozenset[bool]]:
         """Of each parameter, by its first name, whether functions that use it compute in lower precision than its own;
         of those under autocast."""
@@ -120,7 +127,11 @@ class RecordedStep:
     @cached_property
     def casts_once(self) -> bool:
         """Whether no parameter is taken twice by what autocast may run in low precision."""
-        found = Counter(id(x) for event in self.events if may_lower(event.func) for x in event.inputs)
+        found = Counter[int]()
+        for event in self.events:
+            casts = most_casts(event.func)
+            for x in event.inputs if casts else ():
+                found[id(x)] += casts
         return all(found[id(x)] <= 1 for x in self.recording.parameters.values())
 
     @cached_property
@@ -239,13 +250,14 @@ def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None) -> RecordedStep:
+def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, variables: bool = False) -> RecordedStep:
     """Run the training step of ``module`` once, without memory for its weights or activations.
 
     Args:
         module: as `build_module` makes it.
         batch: one batch.
         autocast: the dtype in which torch's autocast runs products; None: it runs none.
+        variables: whether to find out how long variables hold what the step makes, for counts of live tensors.
 
     Raises:
         ValueError: fakes can't run the step; the message says which line.
@@ -254,7 +266,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None) -
     samples = next((x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim), 1)
 
     def listener() -> StepNotes:
-        made.append(StepNotes(samples))
+        made.append(StepNotes(samples, variables))
         return made[-1]
 
     def around() -> Any:

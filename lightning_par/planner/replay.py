@@ -95,7 +95,7 @@ def replay(
     Raises:
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
-    run = _Replay(step, dealt, place, storage)
+    run = _Replay(step, dealt, place, storage, holds=len(cut.starts) == 1)
     state = RunState.current
     with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
         state.streams.in_step = True
@@ -108,7 +108,9 @@ def replay(
 
 
 class _Replay:
-    def __init__(self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None) -> None:
+    def __init__(
+        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, holds: bool = False
+    ) -> None:
         self.step, self.place = step, place
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
@@ -123,9 +125,10 @@ class _Replay:
         self.values: dict[int, Any] = {}
         self.last: dict[int, list[int]] = defaultdict(list)
         ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+        held = step.held_until if holds else {}  # by variables of the user's code, which stages don't run as written
         for x, _, last in step.lives:
             if id(x) not in ends:
-                self.last[last].append(id(x))
+                self.last[max(last, held.get(id(x), last))].append(id(x))
         self.fake: Any = next(x for x in step.recording.parameters.values()).fake_mode  # type: ignore[attr-defined]
         for x in step.recording.parameters.values():
             self.values[id(x)] = self._parameter(x, dealt)
