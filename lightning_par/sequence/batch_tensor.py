@@ -7,6 +7,7 @@ activation it is sharded, along the dim that is known to be the sequence.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -162,10 +163,11 @@ class BatchTensor(ShardedTensor):
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
-    if name != "grad" and all(map(_of_batch, tree_leaves((args, kwargs)))):
+    leaves = _leaves(args, kwargs)
+    if name != "grad" and all(map(_of_batch, leaves)):
         into = targets(func, args, kwargs)
         aliases.count_write(into)
-        result = _computed_whole(func, args, kwargs)
+        result = _computed_whole(func, args, kwargs, leaves)
         for x in into:
             aliases.renew_cuts(x)
         return result
@@ -179,6 +181,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
+_FLAT = frozenset((*_NOT_TENSORS, Tensor, nn.Parameter, ShardedTensor, BatchTensor))
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    """What is in the arguments; torch's own walk takes a while to see that nothing is nested."""
+    given = [*args, *kwargs.values()]
+    return given if all(type(x) in _FLAT for x in given) else tree_leaves((args, kwargs))
+
+
 def _of_batch(x: Any) -> bool:
     """Whether an argument is no shard and no weight."""
     if not isinstance(x, Tensor) or isinstance(x, BatchTensor):
@@ -186,17 +197,20 @@ def _of_batch(x: Any) -> bool:
     return not isinstance(x, ShardedTensor | nn.Parameter) and not x.requires_grad
 
 
-def _computed_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, BatchTensor)]
-    whole_args, whole_kwargs = tree_map(lambda x: x._whole if isinstance(x, BatchTensor) else x, (args, kwargs))
-    result = func(*whole_args, **whole_kwargs)
-    if in_functorch() or not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size):
+def _computed_whole(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    given = [x for x in leaves if isinstance(x, BatchTensor)]
+    if len(leaves) == len(args) and all(map(operator.is_, leaves, args)):
+        result = func(*map(_whole_of, args))
+    else:
+        whole_args, whole_kwargs = tree_map(_whole_of, (args, kwargs))
+        result = func(*whole_args, **whole_kwargs)
+    if not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size) or in_functorch():
         return result
-    outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    outputs = [result] if isinstance(result, Tensor) else [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     known = {id(x._whole): x for x in given}
     if all(id(x) in known for x in outputs):  # written in place, or handed through
         return tree_map(lambda x: known[id(x)] if isinstance(x, Tensor) else x, result)
-    places = iter(_places(func, args, kwargs, outputs, given[0]))
+    places = iter(_places(func, args, kwargs, leaves, outputs, given[0]))
 
     def wrapped(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -204,14 +218,17 @@ def _computed_whole(func: Any, args: Any, kwargs: Any) -> Any:
         place = next(places)
         return x if place is None else BatchTensor(x, *place, given[0]._axis)
 
-    return tree_map(wrapped, result)
+    return wrapped(result) if isinstance(result, Tensor) else tree_map(wrapped, result)
+
+
+def _whole_of(x: Any) -> Any:
+    return x._whole if isinstance(x, BatchTensor) else x
 
 
 def _places(
-    func: Any, args: Any, kwargs: Any, outputs: list[Tensor], lead: BatchTensor
+    func: Any, args: Any, kwargs: Any, leaves: list[Any], outputs: list[Tensor], lead: BatchTensor
 ) -> tuple[tuple[int, Positions] | None, ...]:
     """The dim of each output that is the sequence, and who holds what of it; None where it has none."""
-    leaves = tree_leaves((args, kwargs))
     key = (func, tuple(map(_described, leaves)), tuple(x.shape for x in outputs))
     axis: Any = lead._axis
     if key not in axis.places:  # which hears of a length as a function is tried
@@ -221,9 +238,9 @@ def _places(
 
 def _described(x: Any) -> Any:
     if isinstance(x, BatchTensor):
-        return tuple(x.shape), x.dtype, x._dim, x._positions
+        return x._whole.shape, x._whole.dtype, x._dim, x._positions
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype
+        return x.shape, x.dtype
     return x if isinstance(x, _NOT_TENSORS) else repr(x)
 
 

@@ -18,7 +18,7 @@ def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     name = getattr(func, "__name__", "")
     if (writes(name) and name not in WRITES_NO_ENTRY) or is_told_to(func, args, kwargs):
         into.append(args[0] if args else next(iter(kwargs.values()), None))
-    return [x for x in tree_leaves(into) if isinstance(x, Tensor)]
+    return [] if all(x is None for x in into) else [x for x in tree_leaves(into) if isinstance(x, Tensor)]
 
 
 def is_told_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
