@@ -1,7 +1,7 @@
 """Keys and values of all ranks at once, by one all-gather: the bytes of a ring, its memory times the ranks.
 
-They are gathered again in backward rather than kept; gradients go home by one reduce-scatter (Llama 3, arXiv
-2407.21783, section 3.3.2). In all 6bsh(c-1)/c elements leave a rank.
+They are gathered again in backward rather than kept, unless they are few; gradients go home by one reduce-scatter
+(Llama 3, arXiv 2407.21783, section 3.3.2). In all 6bsh(c-1)/c elements leave a rank, 4bsh(c-1)/c where they are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lightning_par.sequence.blockwise import Meet, MeetBack
 from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
 from lightning_par.sequence.plain_kernel import wide
 from lightning_par.sequence.ring import PURPOSE
+from lightning_par.sequence.scheme import stays
 
 
 class Gathered:
@@ -34,15 +35,17 @@ class Gathered:
     def __init__(self, axis: Axis, keys: Positions) -> None:
         self.axis, self.keys = axis, keys
 
-    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
-        for source, k_block, v_block in self._blocks(k, v):
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> Sequence[Tensor]:
+        parts = self._gathered(k, v)
+        for source, k_block, v_block in self._blocks(k, v, parts):
             meet(source, k_block, v_block)
+        return (parts,) if stays(Parcel.of(k, v).size(self.keys.size) * k.element_size()) else ()
 
     def backward(
-        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool], came: Sequence[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         grads: dict[int, Sequence[Tensor]] = {}
-        for source, k_block, v_block in self._blocks(k, v):
+        for source, k_block, v_block in self._blocks(k, v, came[0] if came else self._gathered(k, v)):
             grads[source] = needed_of(meet(source, k_block, v_block), needed)
         own = needed_of((k, v), needed)
         if not own:
@@ -53,14 +56,17 @@ class Gathered:
         total = self._sum(parts)
         return given_back(parcel.unpack(total, own[0].shape[2]), needed, k.dtype)
 
-    def _blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each rank's, this one's first. Parts that differ in size are padded to travel."""
-        size, me = self.axis.size, self.axis.rank
+    def _gathered(self, k: Tensor, v: Tensor) -> Tensor:
+        """Each rank's, packed. Parts that differ in size are padded to travel."""
         parcel = Parcel.of(k, v)
-        counts = [self.keys.count(rank) for rank in range(size)]
-        sent = k.new_zeros(parcel.size(max(counts)))
+        sent = k.new_zeros(parcel.size(max(self.keys.counts(self.axis.size))))
         parcel.pack((k, v), sent)
-        parts = self.axis.all_gather(sent, PURPOSE)
+        return self.axis.all_gather(sent, PURPOSE)
+
+    def _blocks(self, k: Tensor, v: Tensor, parts: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each rank's, this one's first."""
+        size, me = self.axis.size, self.axis.rank
+        parcel, counts = Parcel.of(k, v), self.keys.counts(size)
         for hop in range(size):
             source = (me - hop) % size
             k_block, v_block = parcel.unpack(parts[source], counts[source])

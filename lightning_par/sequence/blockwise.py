@@ -6,7 +6,7 @@ What is computed stands here; how the blocks come by, and how their gradients ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,13 +32,17 @@ MeetBack = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class BlockCarrier(Protocol):
     """Brings every rank's keys and values to the queries, and the gradients back."""
 
-    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
-        """Call ``meet(source, k, v)`` once for each rank's keys and values; ``k`` and ``v`` are this rank's."""
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> Sequence[Tensor]:
+        """Call ``meet(source, k, v)`` once for each rank's keys and values; ``k`` and ``v`` are this rank's.
+
+        Returns:
+            What is to be kept of those of others for `backward`, if anything.
+        """
 
     def backward(
-        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool], came: Sequence[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The same; ``meet`` returns the gradients of the block that it is given.
+        """The same, given what was kept; ``meet`` returns the gradients of the block that it is given.
 
         Returns:
             The gradients of this rank's ``k`` and ``v``, where they are ``needed``, summed over the ranks' queries.
@@ -134,21 +138,21 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         with _as_written(q):
             rows = _Forward(q, v, mask, task)
-            carrier.forward(k, v, rows.meet)
+            came = carrier.forward(k, v, rows.meet)
             out, lse = rows.result(task.fused)
-        # k and v are this rank's own: in backward the others' come by again
-        ctx.save_for_backward(q, k, v, mask, out, lse)
+        # k and v are this rank's own: in backward the others' come by again, but for those that are kept
+        ctx.save_for_backward(q, k, v, mask, out, lse, *came)
         ctx.task, ctx.carrier = task, carrier
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, out, lse = ctx.saved_tensors
+        q, k, v, mask, out, lse, *came = ctx.saved_tensors
         need_q, need_k, need_v, need_mask = ctx.needs_input_grad[:4]
         with _as_written(q):
             rows = _Backward(q, mask, ctx.task, grad, out, lse, need_mask)
-            k_grad, v_grad = ctx.carrier.backward(k, v, rows.meet, (need_k, need_v))
+            k_grad, v_grad = ctx.carrier.backward(k, v, rows.meet, (need_k, need_v), came)
             q_grad = _added(rows.q_grad, None, q, slice(0)).to(q.dtype) if need_q else None
             mask_grad = None if rows.mask_grad is None else rows.mask_grad.to(mask.dtype)
         return q_grad, k_grad, v_grad, mask_grad, None, None
@@ -315,11 +319,12 @@ def _stairs(call: KernelCall, device: torch.device) -> Tensor:
 class Whole:
     """The carrier of keys and values that every rank holds: nothing moves. Their gradients are this rank's share."""
 
-    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> Sequence[Tensor]:
         meet(0, k, v)
+        return ()
 
     def backward(
-        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool], came: Sequence[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         grads = meet(0, k, v)
         return grads[0].to(k.dtype) if needed[0] else None, grads[1].to(v.dtype) if needed[1] else None

@@ -3,7 +3,8 @@
 Forward each block makes c - 1 hops. Backward it does again, and each rank sends what it contributes to a block's
 gradients straight to the rank that owns it, in the dtype of the keys: as many bytes as a ring of partial sums, and
 rounded once, not at every hop. In all 6bsh(c-1)/c elements leave a rank for b sequences of s tokens with h key features
-(Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889).
+(Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889). Where these are few, blocks stay from
+forward to backward: no hops then, and 4bsh(c-1)/c elements in all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_par.mesh.waits import wait_for
 from lightning_par.sequence.blockwise import Meet, MeetBack
 from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
 from lightning_par.sequence.plain_kernel import wide
+from lightning_par.sequence.scheme import stays
 
 PURPOSE = "attention"
 _CALLS = 1 << 12  # tags of so many calls differ; no two ranks are ever that far apart
@@ -44,17 +46,25 @@ class Ring:
         self.axis, self.keys = axis, keys
         # a call has 4 tags a hop: blocks and gradients, forward and backward
         self._tag = axis.rings % _CALLS * axis.size * 4
+        self._sources: list[int] = []  # of blocks that stay
         axis.rings += 1
 
-    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> None:
+    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> Sequence[Tensor]:
+        came: list[Tensor] = []
+        keeps = stays(Parcel.of(k, v).size(self.keys.size) * k.element_size())
         for source, k_block, v_block in self._rotate(k, v, "forward"):
             meet(source, k_block, v_block)
+            if keeps and source != self.axis.rank:  # copies: the next block comes where this one lies
+                came += k_block.clone(), v_block.clone()
+                self._sources.append(source)
+        return came
 
     def backward(
-        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool]
+        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool], came: Sequence[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         home = _Homeward(self, needed_of((k, v), needed))
-        for source, k_block, v_block in self._rotate(k, v, "backward"):
+        kept = ((self.axis.rank, k, v), *zip(self._sources, came[::2], came[1::2], strict=True))
+        for source, k_block, v_block in kept if came else self._rotate(k, v, "backward"):
             home.add(source, needed_of(meet(source, k_block, v_block), needed))
         return given_back(home.totals(), needed, k.dtype)
 

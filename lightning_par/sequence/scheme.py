@@ -19,6 +19,16 @@ Asked = str | Mapping[str, int]
 NAMES = ("auto", "ring", "ulysses", "all_gather")
 
 
+SMALL = 1 << 16
+"""Bytes of a call's keys and values, those of all ranks: where they are no more, they stay for backward. To send so few
+takes as long as to send none, and is what such a step's time goes to."""
+
+
+def stays(nbytes: float) -> bool:
+    """Whether keys and values of so many bytes, all ranks' together, stay from forward to backward."""
+    return nbytes <= SMALL
+
+
 @dataclass(frozen=True)
 class Scheme:
     """Ulysses over ``ulysses`` ranks that lie next to each other, and over ``ring`` such groups a ring or a gather."""
@@ -199,8 +209,13 @@ def choose(asked: Asked, size: int, shapes: Shapes, degrees: tuple[int, ...] = (
     return _scheme(degree, size)
 
 
-def elements(scheme: Scheme, shapes: Shapes) -> float:
+def elements(scheme: Scheme, shapes: Shapes, itemsize: int | None = None) -> float:
     """Elements that leave one rank in forward and backward under ``scheme``, counted as ring algorithms send them.
+
+    Args:
+        scheme: as chosen.
+        shapes: of the call.
+        itemsize: bytes an element; without it, they are taken to be many.
 
     Example::
 
@@ -212,8 +227,9 @@ def elements(scheme: Scheme, shapes: Shapes) -> float:
     keys = shapes.batch * shapes.kv_heads * shapes.keys * features if shapes.spread else 0
     queries = shapes.batch * shapes.heads * shapes.queries * features
     turned = 2 * (queries + keys)  # there and, for the output, back; and the same in backward
-    # blocks go round in forward and in backward, and their gradients go home
-    return turned * (u - 1) / (u * u * r) + 3 * (keys / u) * (r - 1) / r
+    # blocks go round in forward and, unless they stay, in backward, and their gradients go home
+    rounds = 2 if itemsize is not None and stays(keys / u * itemsize) else 3
+    return turned * (u - 1) / (u * u * r) + rounds * (keys / u) * (r - 1) / r
 
 
 def describe(scheme: Scheme, shapes: Shapes, itemsize: int, count: int = 1) -> str:
@@ -228,9 +244,9 @@ def describe(scheme: Scheme, shapes: Shapes, itemsize: int, count: int = 1) -> s
     Example::
 
         call = Shapes(batch=1, heads=4, kv_heads=4, queries=64, keys=64, features=8)
-        assert describe(Scheme("ring", 1, 2), call, 4) == "attention: ring over 2 ranks, 24.6 KB sent by a rank a step"
+        assert describe(Scheme("ring", 1, 2), call, 4) == "attention: ring over 2 ranks, 16.4 KB sent by a rank a step"
     """
-    sent = bytes_text(elements(scheme, shapes) * itemsize * count)
+    sent = bytes_text(elements(scheme, shapes, itemsize) * itemsize * count)
     calls = f" ({count} calls)" if count > 1 else ""
     return f"attention{calls}: {scheme}, {sent} sent by a rank a step"
 

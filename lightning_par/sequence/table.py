@@ -51,5 +51,5 @@ def _attention_line(use: AttentionUse, asked: Any, ranks: int) -> str:
     lengths = f"{use.queries} x {use.keys}"
     what = f"Attention, {use.calls} calls, {kind}, {lengths}, {heads}"
     scheme = use.scheme(asked, ranks)
-    sent = bytes_text(elements(scheme, use.shapes) * use.itemsize * use.calls)
+    sent = bytes_text(elements(scheme, use.shapes, use.itemsize) * use.itemsize * use.calls)
     return f"{what}: {scheme}, {sent} sent by a rank a step."

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_par.planner import plan
+from lightning_par.sequence import scheme
 from tests.tensor.test_counts import FFN, KV, LAYERS, Counted, V, b, h, s
 
 BATCH = torch.zeros(b, s, dtype=torch.long)
@@ -31,9 +32,12 @@ def test_the_tensor_axis_sends_four_all_reduces_a_layer(mlp: str, sharded: bool)
     assert sent["tensor"] == 73_728 * 4 + 192 * 4 + labels
 
 
-def test_a_ring_sends_keys_and_values_three_times() -> None:
+@pytest.mark.parametrize(("small", "elements"), [(0, 12_288), (scheme.SMALL, 8_192)])
+def test_a_ring_sends_keys_and_values_three_times(small: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few stay for backward: they are sent once, and their gradients."""
+    monkeypatch.setattr(scheme, "SMALL", small)
     # and the loss is a mean over ranks: one number forward, one backward
-    assert planned({"sequence_parallel_size": 2, "attention": "ring"})["sent"]["sequence"] == 12_288 * 4 + 2 * 4
+    assert planned({"sequence_parallel_size": 2, "attention": "ring"})["sent"]["sequence"] == elements * 4 + 2 * 4
 
 
 def test_a_pipeline_sends_the_residual_stream_there_and_its_gradient_back() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.mesh.ledger import Ledger, ledger
+from lightning_par.sequence import scheme
 from tests.helpers.sequence_ranks import KINDS, PRODUCT, SCHEMES, Call, check, normal, on_one_device, over_ranks, run
 from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import run_ranks
@@ -161,6 +162,23 @@ def test_messages_are_one_a_neighbour_and_block() -> None:
     counts = _moved("ring", 4, call).counts()
     # Each rank: 3 blocks round the ring forward, 3 backward, 3 contributions home.
     assert counts == {("tensor", "attention", "send"): 4 * 9, ("tensor", "attention", "recv"): 4 * 9}
+
+
+@schemes
+def test_few_keys_and_values_stay_for_backward(asked: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheme, "SMALL", 1 << 16)
+    heads = 2 * ranks
+    grouped = Call(_qkv(13, 13, heads, ranks), dict(is_causal=True, enable_gqa=True), "gap")
+    for call in (grouped, Call((*_qkv(13, 9, heads, heads), normal(B, 1, 13, 9)), {}, "mixed")):
+        check(ranks, asked, call)
+    call = Call(_qkv(4 * ranks, 4 * ranks, heads, heads), dict(is_causal=True))
+    u, r = (2, 2) if asked == PRODUCT else (ranks, 1) if asked == "ulysses" else (1, ranks)
+    numel = B * 4 * ranks * heads * D
+    elements = 8 * numel * (u - 1) / (u * ranks) + 4 * numel / u * (r - 1) / r
+    assert _moved(asked, ranks, call).sent() == pytest.approx(8 * elements * ranks, rel=1e-12)
+    monkeypatch.setattr(scheme, "SMALL", 8 * 2 * numel // u - 1)  # a byte less than all keys and values of a group
+    elements += 2 * numel / u * (r - 1) / r
+    assert _moved(asked, ranks, call).sent() == pytest.approx(8 * elements * ranks, rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", ["ring", "all_gather", "ulysses"])
