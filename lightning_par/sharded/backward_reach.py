@@ -50,20 +50,22 @@ class Reached:
 
 
 class _Kind(NamedTuple):
-    """What a class of nodes tells of each of them: whether it ends the graph, talks to ranks, gathers a weight."""
+    """What a class of nodes tells of each of them: whether it ends the graph, talks to ranks, gathers a weight; nothing
+    where it does none of these, as most do."""
 
     is_end: bool
     talks: bool
     gathers: bool
 
     @classmethod
-    def of(cls, kind: type) -> _Kind:
+    def of(cls, kind: type) -> _Kind | None:
         function = function_of(kind)
         ours = function is not None and function.__module__.startswith("lightning_par.")
-        return cls(kind is Accumulation, ours, getattr(function, "gathers_a_weight", False))
+        found = cls(kind is Accumulation, ours, getattr(function, "gathers_a_weight", False))
+        return found if any(found) else None
 
 
-_kinds: Memo[type, _Kind] = Memo(_Kind.of)
+_kinds: Memo[type, _Kind | None] = Memo(_Kind.of)
 
 
 def behind(roots: Sequence[Tensor]) -> Reached:
@@ -75,22 +77,22 @@ def behind(roots: Sequence[Tensor]) -> Reached:
         assert behind([(weight * 2).sum()]).leaves == (weight,)
     """
     leaves = {id(x): x for x in roots if x.requires_grad and x.grad_fn is None}
-    stack: list[Any] = [x.grad_fn for x in roots if x.grad_fn is not None]
-    seen, talks = set(stack), False
+    nodes: list[Any] = [x.grad_fn for x in roots if x.grad_fn is not None]
+    seen, talks, kinds = set(nodes), False, _kinds
     uses: dict[int, tuple[Any, ...]] = {}
-    while stack:
-        node = stack.pop()
-        kind = _kinds[type(node)]
-        if kind.is_end:
-            leaves[id(node.variable)] = node.variable
-            continue
-        talks = talks or kind.talks
-        for part, number in gathered_by(node) if kind.gathers else ():
-            uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, number))
+    for node in nodes:  # and those behind it, which it appends
+        kind = kinds[type(node)]
+        if kind is not None:
+            if kind.is_end:
+                leaves[id(node.variable)] = node.variable
+                continue
+            talks = talks or kind.talks
+            for part, number in gathered_by(node) if kind.gathers else ():
+                uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, number))
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following not in seen and following is not None:
                 seen.add(following)
-                stack.append(following)
+                nodes.append(following)
     state = RunState.current
     kept = tuple(x for step, x in state.retained if step == state.streams.step and x.grad_fn in seen)
     return Reached(tuple(leaves.values()), kept, talks, uses)
