@@ -26,6 +26,7 @@ class Bucket:
     leaves: list[Tensor] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     flat: Tensor | None = None
+    told: Tensor | None = None  # behind the gradients: for each leaf of the average whether any rank has one
     work: dist.Work | None = None
 
     @property
@@ -36,12 +37,18 @@ class Bucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.leaves)
 
-    def launch(self, gradient: Gradient) -> None:
+    def launch(self, gradient: Gradient, flags: Sequence[bool] = ()) -> None:
+        """Let it leave, and behind the gradients what ``flags`` say of this rank."""
         grads = [(leaf, gradient(leaf)) for leaf in self.leaves]
-        self.flat = torch.cat([_zeros(leaf) if grad is None else grad.reshape(-1) for leaf, grad in grads])
+        pieces = [_zeros(leaf) if grad is None else grad.reshape(-1) for leaf, grad in grads]
+        if flags:
+            pieces.append(_numbers(flags, pieces[0]))
+        self.flat = torch.cat(pieces)
         if self.copies > 1:
             self.flat.div_(self.copies)
         self.work = self.axis.start_all_reduce_(self.flat, "gradients")
+        if flags:
+            self.told = self.flat[-len(flags) :]
 
     def land(self) -> list[tuple[Tensor, Tensor]]:
         """Wait; returns every leaf with its averaged gradient."""
@@ -49,13 +56,19 @@ class Bucket:
         if self.work is not None:
             wait_for(self.work)
         sizes = [leaf.numel() for leaf in self.leaves]
-        landed = [(leaf, part.view(leaf.shape)) for leaf, part in zip(self.leaves, self.flat.split(sizes))]
+        grads = self.flat if self.told is None else self.flat[: -len(self.told)]
+        landed = [(leaf, part.view(leaf.shape)) for leaf, part in zip(self.leaves, grads.split(sizes))]
         self.reset()
         return landed
 
     def reset(self) -> None:
         self.arrived.clear()
-        self.flat = self.work = None
+        self.flat = self.told = self.work = None
+
+
+def _numbers(flags: Sequence[bool], like: Tensor) -> Tensor:
+    """Ones and zeros that are summed with gradients; no sum of theirs is zero but that of zeros."""
+    return like.new_ones(len(flags)) if all(flags) else on_device(flags, like.dtype, like.device)
 
 
 def _zeros(leaf: Tensor) -> Tensor:
@@ -73,6 +86,9 @@ class Buckets:
     def __init__(self, axis: Axis, buckets: Sequence[Bucket] = ()) -> None:
         self._axis, self._buckets = axis, buckets
         self._of = {id(leaf): bucket for bucket in buckets for leaf in bucket.leaves}
+        self._leaves = [leaf for bucket in buckets for leaf in bucket.leaves]
+        # The last one leaves when all others have: it takes the flags along, if it goes to all who are to know.
+        self._takes_flags = bool(buckets) and all(bucket.axis is axis for bucket in buckets)
         self._launched = 0
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -95,17 +111,18 @@ class Buckets:
         bucket = self._of[number]
         bucket.arrived.add(number)
         if bucket.complete:
-            self._launch(gradient, everything=False)
+            self._launch(gradient, lambda x: gradient(x) is not None, everything=False)
 
     @torch.no_grad()
-    def _launch(self, gradient: Gradient, everything: bool) -> None:
+    def _launch(self, gradient: Gradient, mine: Callable[[Tensor], bool], everything: bool) -> None:
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             # in order on all ranks, so a full one waits for those before it
             if not (everything or bucket.complete):
                 return
-            bucket.launch(gradient)
             self._launched += 1
+            takes_flags = self._takes_flags and self._launched == len(self._buckets)
+            bucket.launch(gradient, [mine(leaf) for leaf in self._leaves] if takes_flags else ())
 
     def send_rest(
         self, gradient: Gradient, mine: Callable[[Tensor], bool]
@@ -119,18 +136,19 @@ class Buckets:
         Returns:
             What waits: each leaf that has a gradient on any rank, with the average.
         """
-        self._launch(gradient, everything=True)
-        leaves = [leaf for bucket in self._buckets for leaf in bucket.leaves]
-        here = [mine(leaf) for leaf in leaves]
-        anyones = on_device(here, torch.uint8, leaves[0].device) if leaves else None
-        work = None if anyones is None else self._axis.start_all_reduce_(anyones, "gradient flags", "max")
+        self._launch(gradient, mine, everything=True)
+        here = [mine(leaf) for leaf in self._leaves]
+        told, work = self._buckets[-1].told if self._takes_flags else None, None
+        if self._leaves and not self._takes_flags:
+            told = on_device(here, torch.uint8, self._leaves[0].device)
+            work = self._axis.start_all_reduce_(told, "gradient flags", "max")
 
         def land() -> list[tuple[Tensor, Tensor]]:
             landed = [pair for bucket in self._buckets for pair in bucket.land()]
             if work is not None:
                 wait_for(work)
             # Reading the flags waits for the device, so they are read only where something is missing here.
-            got = here if all(here) or anyones is None else [bool(x) for x in agreed(anyones, here, self._axis)]
+            got = here if all(here) or told is None else [bool(x) for x in agreed(told, here, self._axis)]
             return [pair for pair, there in zip(landed, got) if there]
 
         return land

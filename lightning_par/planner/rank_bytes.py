@@ -119,12 +119,17 @@ class ByRank:
     def _data(self, own: Sequence[int], parts: Sequence[StoredPart]) -> float:
         work, one, p = self.work, self.work.one, self.work.run.precision
         size = work.replicas.size
-        whole = [part for part in parts if not part.message and part.parameter.trained]
-        sent = 0.0
-        for part in whole:
-            ranks = size * (one.layout.tensor if one.shard_residual and part.parameter.dim is None else 1)
-            sent += 2 * part.numel * p.gradients * (ranks - 1) / ranks
         stored = [part for part in parts if part.message]
+        sums: dict[int, list[int]] = {}  # elements of what is summed over so many ranks
+        for part in parts:
+            ranks = size * (one.layout.tensor if one.shard_residual and part.parameter.dim is None else 1)
+            if part.parameter.trained and not part.message and ranks > 1:
+                sums.setdefault(ranks, []).append(part.numel)
+        # Which gradients there are goes with them, if all go to the same ranks.
+        flags = len(sums) == 1 and not (stored and one.shard_residual)
+        sent = 0.0
+        for ranks, numels in sums.items():
+            sent += 2 * (sum(numels) + len(numels) * flags) * p.gradients * (ranks - 1) / ranks
         if not stored:
             return sent
         if one.layout.pipeline > 1 and not one.reshard:

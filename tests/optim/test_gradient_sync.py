@@ -101,7 +101,8 @@ def _volume() -> tuple[int, int]:
             sync.before_backward()
             model(torch.randn(2, 64)).sum().backward()
             sync.after_backward()
-    return sum(t.numel for t in moved.select(purpose="gradients")), sum(p.numel() for p in model.parameters())
+    assert len(moved.transfers) == 1  # whether there is a gradient of a parameter goes with them
+    return sum(t.numel for t in moved.select(purpose="gradients")), sum(p.numel() + 1 for p in model.parameters())
 
 
 def test_each_gradient_is_sent_once_a_window(pool: Pool) -> None:

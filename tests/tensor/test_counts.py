@@ -132,8 +132,8 @@ def test_a_sharded_residual_stream_moves_as_many_bytes_in_gathers_and_scatters(p
         ("all_reduce", b * s),  # the loss
         ("all_reduce", 1),  # its mean
     }
-    # The gradients of what every rank holds are shares: one sum, beside the flags of what got any.
-    assert [t.purpose for t in moved.transfers if t.axis == "stage"] == ["gradients", "gradient flags"]
+    # The gradients of what every rank holds are shares: one sum, and the flags of what got any with it.
+    assert [t.purpose for t in moved.transfers if t.axis == "stage"] == ["gradients"]
 
 
 def test_clipping_costs_one_all_reduce_of_one_number(pool: Pool) -> None:
