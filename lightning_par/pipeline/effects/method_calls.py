@@ -67,15 +67,16 @@ class UnitState:
         called = {path for path, _ in run.units}
         changed = {path for path, cells in self._before.items() if any(x.change_unlent() is not None for x in cells)}
         return frozenset(
-            path for path in self._units if path not in called or path not in run.keeping and path in changed
+            path for path in self._units if path not in called or path not in run.changes.keeping and path in changed
         )
 
     def resets(self, run: Analysis) -> frozenset[str]:
         """The units of ``run``, which has ended, that keep something, and whose state code outside changes, too."""
-        for path in run.keeping:
+        keeping = run.changes.keeping
+        for path in keeping:
             self._compare(path)
         return frozenset(
-            path for path in run.keeping if path in self._assigned or self._has_alone(path, self._moved.get(path, ()))
+            path for path in keeping if path in self._assigned or self._has_alone(path, self._moved.get(path, ()))
         )
 
     def _has_alone(self, path: str, cells: Collection[Cell]) -> bool:

@@ -89,7 +89,8 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
     Raises:
         UnitError: code goes by what a unit changes, and won't have it.
     """
-    paths = [path for path in whole.aftereffects if path in whole.homes]
+    aftereffects = whole.changes.aftereffects
+    paths = [path for path in aftereffects if path in whole.homes]
     if not paths:
         return
     cut = whole.cutter.cut(whole, microbatches)
@@ -105,7 +106,7 @@ def refuse_aftereffects(whole: Analysis, run: Callable[[Sight], Analysis], micro
     found = tuple(path for path in paths if _differs(whole, run, seen_by([path]), repeats)) if len(paths) > 1 else ()
     first, *_ = found = found or tuple(paths)
     raise UnitError(
-        f"code outside of {first!r} goes by what that changes when it runs: {whole.aftereffects[first]}. Other stages "
+        f"code outside of {first!r} goes by what that changes when it runs: {aftereffects[first]}. Other stages "
         "of the pipeline don't have it in time. Return it from the module's forward, and take it as an argument, or "
         "use TensorParallelStrategy.",
         first,

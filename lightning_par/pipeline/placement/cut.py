@@ -97,7 +97,7 @@ class Flow:
         """Of a recorded step."""
         needs: list[set[int]] = [set() for _ in range(len(run.events) + 1)]
         users: dict[Key, set[int]] = defaultdict(set)
-        written = run.memory.written
+        written = run.values.memory.written
         for key, event in run.uses():
             user = len(run.events) if event == inf else int(event)
             users[key].add(user)

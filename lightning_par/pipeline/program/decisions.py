@@ -85,8 +85,8 @@ def _outline(run: Analysis) -> Outline:
 
     events = [(run.events[i].func, run.events[i].kind, [*map(moved, run.events[i].inputs)]) for i in kept]
     constants = [(place[index], found) for index, found in run.constants if index in place]
-    returned = [moved(run.keys.get(id(x))) for x in run.returned]
-    return events, constants, returned, {moved(run.keys.get(id(x))) for x in run.effects}
+    returned = [moved(run.values.keys.get(id(x))) for x in run.returned]
+    return events, constants, returned, {moved(run.values.keys.get(id(x))) for x in run.effects}
 
 
 def _is_users(error: BaseException) -> bool:

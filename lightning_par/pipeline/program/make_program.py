@@ -77,13 +77,13 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
         SharedWriteError: one is on several.
         OutsideWriteError: it is a buffer, and in no unit.
     """
-    buffers = dict(step.module.named_buffers())
+    places, buffers = run.values.memory.places, dict(step.module.named_buffers())
     tensors = {**dict(step.module.named_parameters()), **buffers}
     for name in sorted({name for name, _ in run.overwritten}):
         units = [path for path in run.homes if any(tensors[name] is x for x in _held(step.module.get_submodule(path)))]
         if not units and run.homes and name in buffers:
             raise OutsideWriteError(
-                f"{run.memory.places[name]}: the step writes into {name!r} outside of the modules that are placed, "
+                f"{places[name]}: the step writes into {name!r} outside of the modules that are placed, "
                 "where each rank has a copy of it. Call the layer that does so as a module.",
                 None,
             )
@@ -93,7 +93,7 @@ def _overwritten(step: Step, run: Analysis, cut: Cut) -> frozenset[str]:
         if len(ranks) > 1:
             others = "LayerPlacementStrategy or TensorParallelStrategy" if run.relays else "TensorParallelStrategy"
             raise SharedWriteError(
-                f"{run.memory.places[name]}: the step writes into {name!r}, which is used on ranks "
+                f"{places[name]}: the step writes into {name!r}, which is used on ranks "
                 f"{' and '.join(map(str, sorted(ranks)))} of the pipeline, of which one would write. Write into it in "
                 f"the forward of the only module that uses it, in on_train_batch_start, or use {others}.",
                 units[0] if units else None,
@@ -111,7 +111,7 @@ def _routes(run: Analysis, starts: Sequence[int]) -> Routes:
     if run.relays:
         routes = relayed(uses, starts, run.tail)
     else:
-        routes = direct(uses, starts, run.tail, run.memory.written)
+        routes = direct(uses, starts, run.tail, run.values.memory.written)
     _refuse_torn(run, routes, uses, starts)
     _refuse_partial(run, uses, starts)
     return routes
@@ -145,9 +145,9 @@ def _refuse_torn(run: Analysis, routes: Routes, uses: Sequence[Use], starts: Seq
     """What is written into in one place and seen through another view elsewhere can't be had on several devices."""
     last = {key for key, event in uses if event == inf and not run.relays}  # those come along from stage to stage
     coming = [{key for key, _ in arrivals} for arrivals in routes.coming]
-    for keys in run.memory.sharing.values():
+    for keys in run.values.memory.sharing.values():
         for key in keys:
-            for event in run.memory.written.get(key, ()):
+            for event in run.values.memory.written.get(key, ()):
                 stage = stage_of(starts, event)
                 views = (coming[stage] if event < run.tail else {*routes.tail}).intersection(keys)
                 if len(views) > 1 or (key in last and stage != stage_of(starts, key[0])):
@@ -207,7 +207,7 @@ def _measured(run: Analysis) -> set[Key]:
                 f"{event.place}: the value of a metric is used here, before the last module is called. In a pipeline "
                 "metrics are updated on the last stage: use their values behind the last module."
             )
-    return {key for key in run.keys.values() if key[0] in calls}
+    return {key for key in run.values.keys.values() if key[0] in calls}
 
 
 def _summed(run: Analysis, values: Mapping[Key, Tensor]) -> frozenset[Key]:
@@ -240,8 +240,8 @@ def _has_metrics(events: list[StepEvent]) -> bool:
 
 
 def _joins(run: Analysis, x: Tensor) -> bool:
-    if id(x) not in run.keys:
-        return not run.is_state(x)
+    if id(x) not in run.values.keys:
+        return not run.values.is_state(x)
     tag = tag_of(run.tags, x)
     return tag == Share.SHARE or (isinstance(x, ShardedTensor) and tag is None)
 
@@ -265,4 +265,4 @@ def _wanted(run: Analysis, values: Mapping[Key, Tensor], loss: Tensor | None) ->
         if node not in reached:
             reached.add(node)
             waiting += [following for following, _ in node.next_functions if following is not None]
-    return frozenset(key for key, x in values.items() if not reached.isdisjoint((run.nodes[key], x.grad_fn)))
+    return frozenset(key for key, x in values.items() if not reached.isdisjoint((run.values.nodes[key], x.grad_fn)))

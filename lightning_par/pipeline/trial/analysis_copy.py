@@ -155,4 +155,4 @@ def held(copy: nn.Module, homes: Collection[str], batch: Any, run: Analysis) -> 
     reach = Reach(packages_of(copy), {id(named[path]): path for path in units})
     reach.add_modules((path, module) for path, module in named.items() if path not in units)
     reach.add("batch", batch)
-    return [x for x in run.followed(reach.met) if id(x) in run.keys]
+    return [x for x in run.followed(reach.met) if id(x) in run.values.keys]

@@ -73,7 +73,7 @@ class FakeRun(CallTree, Run):
         if self.depth:
             kwargs = kwargs or {}
             self.draws.about_to_run(func, args)
-            result = self._run(func, args, kwargs)
+            result = self.run_function(func, args, kwargs)
             if not is_metadata(func, getattr(func, "__name__", "")):
                 self.inside(func, (args, kwargs), result)
                 if self.trace is not None:
@@ -90,7 +90,7 @@ class FakeRun(CallTree, Run):
     def inside(self, func: Any, given: Any, result: Any) -> None:
         """A function was called within a unit."""
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On fakes; where the shape of the result depends on data, on ones."""
         self.guesses.ran(tree_leaves((args, kwargs)))
         self._note_state(func, args, kwargs)

@@ -27,6 +27,8 @@ from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned, held, inte
 from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import DRAWS, standing_in
 from lightning_par.pipeline.trial.survey import Seen, Survey, calls_in, same, scaled
+from lightning_par.pipeline.trial.unit_changes import UnitChanges
+from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
@@ -91,16 +93,16 @@ def study(
         run, result = _analyse(step, stages, None, {}, keeps=True)
         refuse_aftereffects(run, partial(_run_apart, step, stages, run), microbatches)
         _follow_numbers(step, stages, None, run)
-        hooked = run.hooked or run.recomputes and bool(run.keeping or run.regions)
+        hooked = run.hooked or run.recomputes and bool(run.changes.keeping or run.regions)
         backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
         return replace(  # what units keep, the next ones go by
-            make_program(step, run, result, 1, {}, in_order=bool(run.keeping or hooked or backwards)),
+            make_program(step, run, result, 1, {}, in_order=bool(run.changes.keeping or hooked or backwards)),
             patterns=run.guesses.patterns,
-            keeping=frozenset(run.keeping),
+            keeping=frozenset(run.changes.keeping),
             outer=run.outer,
-            leaves=bool(run.aftereffects),
+            leaves=bool(run.changes.aftereffects),
             hooked=hooked,
-            made=run.made,
+            made=run.changes.made,
         )
     for name, module in step.module.named_modules() if step.grad else ():
         if number_of_backward_hooks(module) or backward_hooks_on_all():
@@ -108,25 +110,25 @@ def study(
     axis = axis or MicrobatchAxis(microbatches, 0)
     whole, ours, theirs = _as_whole(step, stages, surveyed)
     refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
-    for path, place in whole.keeping.items():
+    for path, place in whole.changes.keeping.items():
         if any(map(has_hooks, step.module.get_submodule(path).modules())) or hooks_on_all():
             error = SamplesMixError(f"a hook on {path!r} changes {place}, which it would do for each microbatch")
             error.unit = path
             raise error
-    for path, place in whole.changes_lent.items():
+    for path, place in whole.changes.lent.items():
         raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
     patterns = whole.guesses.patterns
     layouts = _cut_layouts(_layouts(step, stages, whole, ours, theirs), step.samples, axis)
     run, result = _analyse(step, stages, axis, layouts, patterns=patterns, outer=whole.outer)
-    program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.keeping))
+    program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.changes.keeping))
     program = replace(
         program,
         patterns=run.guesses.patterns,
-        keeping=frozenset(whole.keeping),
+        keeping=frozenset(whole.changes.keeping),
         outer=whole.outer,
-        leaves=bool(whole.aftereffects),
+        leaves=bool(whole.changes.aftereffects),
         in_hooks=run.in_hooks,
-        made=whole.made,
+        made=whole.changes.made,
     )
     _follow_numbers(step, stages, axis, run)
     again = partial(_run, step, stages, axis, layouts, outer=whole.outer)
@@ -228,7 +230,7 @@ def _run(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, step)
     batch = map_tensors(cloned, step.batch)
-    run = Analysis(mode, stages, step.grad, axis, batch, layouts)
+    run = Analysis(mode, stages, axis, batch, layouts)
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     if step.starts:
         with generators.kept(), quiet(), hushed():
@@ -238,13 +240,14 @@ def _run(
         trainer = trainer_of(copy)
         if isinstance(trainer, TrainerView):
             trainer.let_note(lambda name: run.deciding.add(name) if run.depth else None)
-    run.guesses, run.module = guesses, copy
-    run.names.update(fakes.names())
+    run.guesses = guesses
+    run.values.names.update(fakes.names())
     named = [*fakes.named(), *((b, name) for name, b in copy.named_buffers())]
-    run.memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
-    run.tries_units, run.started = draw == 0, step.starts
+    memory = run.values.memory
+    memory.names = {m: name for x, name in named if (m := memory_of(x)) is not None}
+    run.tries_units, run.values.started = draw == 0, step.starts
     run.users = packages_of(step.module)
-    run.packages, run.sight = run.users if keeps else None, sight
+    run.changes = UnitChanges(copy, run.users, keeps, sight)
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in copy.named_buffers()}
     run.handed.buffers = {id(b): path for path in stages.homes for b in copy.get_submodule(path).buffers()}
@@ -253,12 +256,12 @@ def _run(
     listen(copy, run)
     units = UnitState(copy, stages.homes, packages_of(step.module)) if keeps and sight is None else None
     if units is not None:
-        run.resetting = partial(units.call, keeping=run.keeping)
+        run.resetting = partial(units.call, keeping=run.changes.keeping)
     sets = nullcontext() if units is None else units.listening(run)
     streams = RunState.current.streams
     grad = torch.enable_grad() if step.grad else torch.no_grad()
     try:
-        with generators.kept(), streams.kept(), quiet(), hushed(), grad, step.context(), run.memory, numbers, sets, run:
+        with generators.kept(), streams.kept(), quiet(), hushed(), grad, step.context(), memory, numbers, sets, run:
             streams.begin_step(0, 0)
             with standing_in(axis is not None, draw, guesses):
                 result = getattr(copy, step.name)(batch, *step.rest)
@@ -266,8 +269,8 @@ def _run(
         if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
             error.read_at = run.read_at  # type: ignore[union-attr]
         raise
-    run.refuse_backward_hooks(copy.modules())
-    run.kept.append(result)
+    refuse_backward_hooks(run, copy.modules())
+    run.values.kept.append(result)
     if run.met_by_hooks:
         modules = [(f"self.{path}" if path else "self", m) for path, m in copy.named_modules()]
         cells = Snapshot(modules, run.users).cells.values()
@@ -288,7 +291,7 @@ def _as_whole(step: Step, stages: Stages, surveyed: Survey | None) -> tuple[Anal
     """
     known = [] if surveyed is None else [*surveyed.outside(stages.homes)]
     larger = _larger(step, stages) if surveyed is not None and surveyed.samples == step.samples else None
-    if larger is not None and not larger.aftereffects and _are_alike(known, larger.seen()):
+    if larger is not None and not larger.changes.aftereffects and _are_alike(known, larger.seen()):
         return larger, known, larger.seen()
     whole, _ = _analyse(step, stages, None, {}, keeps=True)
     ours = whole.seen()

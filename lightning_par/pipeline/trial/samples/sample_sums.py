@@ -13,6 +13,7 @@ from lightning_par.private.fake_tensors import unset_fake_temporarily
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.functions import ADDS, ASKS, DIVIDES, LINEAR, SCALES, STACKS, SUMS, name_of
+from lightning_par.sharded.tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ class Share:
             parts = [tag_of_all(tags, x) for x in args[0]] if isinstance(args[0], (list, tuple)) else []
             return cls(cls.SHARE if parts and all(tag == cls.SHARE for tag in parts) else cls.MIXED)
         return cls(cls.MIXED)
+
+
+def tag_result(tags: dict[int, str], func: Any, args: Any, kwargs: Any, result: Any, reduced: bool) -> tuple[int, ...]:
+    """Note in ``tags`` what ``func`` has made; returns which of its arguments must be scaled to a share."""
+    shares = Share.after(func, args, kwargs, tags, reduced)
+    for x in tensors_in(result):
+        if not isinstance(x, ShardedTensor) and shares.tag is not None:
+            tags[id(x)] = shares.tag
+        elif isinstance(x, ShardedTensor) and shares.tag is not None and not reduced:
+            tags[id(x)] = Share.MIXED
+    return shares.scaled
 
 
 def tag_of(tags: dict[int, Any], x: Tensor) -> str | None:

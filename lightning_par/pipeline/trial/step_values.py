@@ -1,0 +1,134 @@
+"""The tensors of a recorded step: parameters, values of the model, and what comes of the batch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.pipeline.program.event_functions import writes_into
+from lightning_par.pipeline.program.program import Key, StepEvent, is_located
+from lightning_par.pipeline.program.shared_storage import SharedStorage
+from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
+from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
+from lightning_par.sharded.rules.lookup import user_line
+
+
+class StepValues:
+    """What is known of each tensor that the step's own code meets, by its id.
+
+    Args:
+        batch: its tensors are the first that depend on the batch alone.
+        homes: the units that are called as a whole; none where some are looked for.
+
+    Attributes:
+        names: of fake parameters.
+        keys: of values of the model.
+        batch_keys: of what depends on the batch alone.
+        nodes: of the graph, before anything is written into the value.
+        views: ids of tensors of the module, or of views of them.
+        memory: which values share some, and who writes into it.
+        kept: ids stay valid as long as the objects live.
+        started: whether hooks of the start ran on the copy.
+    """
+
+    def __init__(self, batch: Any, homes: Collection[str]) -> None:
+        self.names: dict[int, str] = {}
+        self.keys: dict[int, Key] = {}
+        self.batch_keys: dict[int, Key] = {id(x): (-1, n) for n, x in enumerate(tensors_in(batch))}
+        self.nodes: dict[Key, Any] = {}
+        self.views: set[int] = set()
+        self.memory = SharedStorage()
+        self.kept: list[Any] = [batch]
+        self.started = False
+        self._homes = homes
+
+    def is_parameter(self, x: Tensor) -> bool:
+        return id(x) in self.names
+
+    def is_of_batch(self, x: Tensor) -> bool:
+        return id(x) in self.batch_keys
+
+    def is_state(self, x: Tensor) -> bool:
+        """Whether the module held it before the step, or it is a view of such a tensor; of what no model is in."""
+        return id(x) not in self.batch_keys or id(x) in self.views
+
+    def made(self, event: int, inputs: Any, result: Any) -> None:
+        """``event`` took ``inputs`` and returned ``result``."""
+        for n, x in enumerate(returned_tensors(result)):
+            if not is_located(x):
+                self.batch_keys[id(x)] = (event, n)
+            elif id(x) not in self.names:
+                self.keys[id(x)] = (event, n)
+                self.nodes[event, n] = x.grad_fn
+                self.memory.made((event, n), x)
+        self.kept.append((inputs, result))
+
+    def made_of_batch(self, event: int, result: Any) -> None:
+        """``event`` saw the batch alone, and returned ``result``."""
+        self.batch_keys.update((id(x), (event, n)) for n, x in enumerate(tensors_in(result)))
+        self.kept.append(result)
+
+    def keys_of(self, tensors: Iterable[Tensor]) -> tuple[Key, ...]:
+        """Of the values of the model among ``tensors``.
+
+        Raises:
+            UnitError: there is one of which nobody knows where it comes from.
+        """
+        found = []
+        for x in tensors:
+            if id(x) in self.keys:
+                found.append(self.keys[id(x)])
+            elif self._homes and is_located(x) and id(x) not in self.names:
+                raise UnitError(f"{user_line()}: {self._why_unknown(x)} Or use TensorParallelStrategy.", maker_of(x))
+        return tuple(found)
+
+    def _why_unknown(self, x: Tensor) -> str:
+        if self.started and maker_of(x) is None:
+            return (
+                "the step uses a tensor that a hook, such as on_fit_start, made of the model's weights. Other stages "
+                "of the pipeline don't have it. Make it in `setup`, when each rank has all weights."
+            )
+        return (
+            "the step uses a value from within a module that the module did not return: a forward hook or an attribute "
+            "handed it out. Other stages of the pipeline can't see that. Return it from the module's forward."
+        )
+
+    def is_of_weights(self, x: Tensor, events: Sequence[StepEvent]) -> bool:
+        """Whether ``x`` is made of the module's tensors alone."""
+        if id(x) in self.names:
+            return True
+        if id(x) not in self.keys:
+            return False
+        todo, seen = [self.keys[id(x)]], {self.keys[id(x)]}
+        while todo:
+            event = events[todo.pop()[0]]
+            if event.kind == "batch" or event.given:
+                return False
+            todo += seen.symmetric_difference(seen | {*event.inputs})
+            seen.update(event.inputs)
+        return True
+
+    def write_target(self, name: str, args: Any) -> Tensor | None:
+        """The tensor of the batch alone that the function ``name`` writes a located value into, where it does so.
+
+        Raises:
+            NotImplementedError: there are other views of it.
+        """
+        target = args[0] if args else None
+        if not writes_into(name) or not isinstance(target, Tensor) or is_located(target):
+            return None
+        storage = target.untyped_storage().data_ptr()
+        shared = any(
+            x is not target and not is_located(x) and x.untyped_storage().data_ptr() == storage
+            for kept in self.kept
+            for x in tensors_in(kept)
+        )
+        if shared:
+            raise NotImplementedError(
+                f"{user_line()}: `{name}` writes a value that depends on the model into a tensor that did not, and of "
+                "which there are other views. A pipeline can't follow that: build the tensor from its parts, e.g. with "
+                "torch.stack or torch.cat."
+            )
+        return target

@@ -1,0 +1,133 @@
+"""The call of a unit, as an analysis runs it on fakes and notes what stages must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.trial.call_context import watched
+from lightning_par.pipeline.trial.code_attributes import TENSORS
+from lightning_par.pipeline.trial.function_event import as_located
+from lightning_par.pipeline.trial.samples.sample_sums import tag_of
+from lightning_par.pipeline.trial.samples.unit_trial import acts_plainly
+from lightning_par.private.module_hooks import number_of_backward_hooks
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.python_state.nested_tensors import map_returned, tensors_in
+from lightning_par.sharded.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.trial.analysis import Analysis
+
+
+def record_unit(
+    run: Analysis, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call the unit ``path``, and note it as an event; returns its result.
+
+    Raises:
+        SamplesMixError: it needs several samples of the batch together, which is cut.
+        GlobalDrawError: it draws from the generators of numpy or `random`.
+    """
+    run.about_to_call()
+    run.draws.begin(path)
+    run.cutter.meet(path, len(run.events))
+    run.handed.check_outside((args, kwargs))
+    inputs = tensors_in((args, kwargs))
+    sums, cuts = (0, 0) if run.axis is None else (run.axis.sums, run.axis.cuts)
+    by_numbers = set[str]()
+    if run.axis is not None:
+        args, kwargs = watched(args, kwargs, by_numbers)
+        if any(tag_of(run.tags, x) for x in inputs):
+            raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
+        args, kwargs = run.with_samples(args), run.with_samples(kwargs)
+    flops, reads = run.frames[-1].flops, run.values_read
+    result, plainly = _called(run, path, module, original, args, kwargs)
+    if run.axis is not None:
+        _refuse_mixing(run, run.axis, path, tensors_in((args, kwargs)), sums, cuts)
+    result = map_returned(lambda x: _returned(run, x), result)
+    given = len(run.values.keys_of(inputs))
+    inputs += run.handed.found.values()
+    for x in inputs:
+        run.use_parameter(x)
+    run.units.append((path, len(run.events)))
+    run.note_constants(len(run.events), (args, kwargs))
+    event = run.keep(path, "located", inputs, result)
+    event.by_numbers, event.by_content = bool(by_numbers), run.values_read > reads
+    if run.values_read > reads:
+        run.deciding.add(TENSORS)
+    event.handed = len(event.inputs) - given
+    event.flops, event.viewed = run.frames[-1].flops - flops, not plainly
+    run.tail = len(run.events)
+    return result
+
+
+def _called(
+    run: Analysis, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, bool]:
+    """What the unit returns, and whether it does the same on the plain tensors of a microbatch."""
+    plainly, stood = True, standing()
+    try:
+        refuse_backward_hooks(run, module.modules())
+        lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
+        taken = tensors_in((args, kwargs))
+        with (
+            run.resetting(path),
+            run.changes.noted(len(run.events), path, module, lent, (args, kwargs)),
+            run.handed.unit(path, module, taken),
+        ):
+            if run.axis is None or not run.tries_units:
+                result = original(*args, **kwargs)
+            else:
+                result, plainly = acts_plainly(run, path, module, original, args, kwargs)
+        if run.axis is not None and run.handed.found.keys() & run.values.keys.keys():
+            raise SamplesMixError(f"{path!r} takes a value that is none of its arguments")
+    except SamplesMixError as error:
+        error.unit = path
+        raise
+    finally:
+        run.draws.leave()
+        if not is_standing(stood):
+            raise GlobalDrawError(path)
+    return result, plainly
+
+
+def _refuse_mixing(run: Analysis, axis: MicrobatchAxis, path: str, given: list[Tensor], sums: int, cuts: int) -> None:
+    """Raises `SamplesMixError` where the unit, which was ``given`` samples of a microbatch, needed those of others.
+
+    Args:
+        run: the analysis.
+        axis: of the microbatches.
+        path: the unit's.
+        given: what it was given.
+        sums: sums over samples before its call.
+        cuts: tensors that were cut before its call.
+    """
+    if axis.sums > sums:
+        raise SamplesMixError(f"{path!r} sums over the samples of a batch")
+    if axis.cuts > cuts and any(_may_hold_samples(run, x) for x in given):
+        raise SamplesMixError(f"{path!r} takes samples in a tensor that could not be followed to the batch")
+
+
+def _may_hold_samples(run: Analysis, x: Tensor) -> bool:
+    """Whether a tensor that is not known to hold samples has a dim of their count, and may be made of the batch."""
+    if isinstance(x, ShardedTensor) or not any(size and size % run.samples == 0 for size in x.shape):
+        return False
+    return not run.values.is_of_weights(x, run.events)
+
+
+def _returned(run: Analysis, x: Tensor) -> Tensor:
+    return x if run.values.is_parameter(x) else run.handed.returned(as_located(run, x))
+
+
+def refuse_backward_hooks(run: Analysis, modules: Iterable[nn.Module]) -> None:
+    """Raises NotImplementedError where the step has registered hooks on the gradients of ``modules``."""
+    for m in modules:
+        if number_of_backward_hooks(m) > run.hooks_on_gradients.get(m, 0):
+            raise NotImplementedError(
+                f"The step registers a hook on the gradients of a {type(m).__name__}. The ranks of a pipeline "
+                "have to know of it before: register it in on_fit_start or __init__, or use TensorParallelStrategy."
+            )
