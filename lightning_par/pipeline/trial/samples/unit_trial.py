@@ -46,7 +46,6 @@ def acts_plainly(
     lead = next((x for x in inputs if isinstance(x, ShardedTensor)), None)
     if lead is None:
         return _called_whole(path, module, partial(call, *args, **kwargs)), True
-    samples, own = lead.positions.size, lead.positions.count(lead.axis.rank)
     given = twin((args, kwargs))  # a cache among the arguments may grow
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
     before = Snapshot(modules, hooks=False)
@@ -55,55 +54,120 @@ def acts_plainly(
             result = call(*args, **kwargs)
     except SamplesMixError:
         before.restore()
-        run.draws.drawn, run.draws.owned = [], False
-        result = by_sample(run, module, call, *twin(given))
-        if result is NotImplemented or run.draws.drawn or run.draws.owned:  # nobody knows for which samples that is
+        result = _sample_by_sample(run, module, call, given)
+        if result is NotImplemented:
             raise
         return result, True
-    drawn, owned, run.draws.drawn = run.draws.drawn, run.draws.owned, []  # what follows is no part of it
-    after = Snapshot(modules, hooks=False)
-    left = before.left()
+    drawn, run.draws.drawn = run.draws.drawn, []  # what follows is no part of it
+    after, left = Snapshot(modules, hooks=False), before.left()
     _refuse_samples(path, lead, after, left)
-
-    def called(*given: Any) -> Trace:
-        with tracing(run, tensors_in(given)) as trace:
-            call(*given[0], **given[1])
-        return trace
-
-    def plainly() -> Trace | None:
-        try:
-            return called(*twin(given, of_microbatch))
-        except Exception:  # user code that wants the whole batch's size; it will see that
-            return None
-
-    def as_views() -> Trace:
-        try:
-            return called(*twin(given))
-        except Exception as error:
-            raise _mixed(path, f"{path!r} can't be called with what its last call left: {error}") from error
-
     try:
         with _aside(run):
             before.restore()  # it may keep the largest size it has seen, which views have to show it
-            start = plainly()
-            same = start is not None and _alike(left, before.left(), _DEEP + 4, remade=True)
-            if left:  # what is stored by the first call alone is no change at each call
-                after.restore()
-            first = _again(path, modules, plainly, None if left else start) if same else None
-            plain = first is not None and viewed.agrees(first, samples, own)
-            if not plain:  # it will see views; and the first call of all may have done more
-                after.restore()
-                again = _again(path, modules, as_views)
-                plain = first is not None and again is not None and again.agrees(first, samples, own)
-                viewed = viewed if again is None else again
-            if plain and first is not None and (drawn or owned):
-                run.draws.parts = viewed.parts_drawn(first, samples, own, lead.positions)
-            elif owned:  # from which each microbatch would draw anew
-                raise _mixed(path, f"{path!r} draws from a generator of its own")
+            plain = _Repeats(run, path, modules, call, given).agree(viewed, lead, before, after, left, bool(drawn))
     finally:
         after.restore()
         run.draws.drawn = drawn
     return result, plain
+
+
+def _sample_by_sample(run: Analysis, module: nn.Module, call: Callable[..., Any], given: Any) -> Any:
+    """What a unit returns that needs samples together; `NotImplemented` where it is not known to act on each."""
+    run.draws.drawn, run.draws.owned = [], False
+    result = by_sample(run, module, call, *twin(given))
+    return NotImplemented if run.draws.drawn or run.draws.owned else result  # nobody knows for which samples that is
+
+
+class _Repeats:
+    """Further calls of a unit, which are no part of the step.
+
+    Args:
+        run: the analysis.
+        path: the unit's.
+        modules: all in it, by name.
+        call: calls it.
+        given: what the first call was given.
+    """
+
+    def __init__(
+        self, run: Analysis, path: str, modules: list[tuple[str, nn.Module]], call: Callable[..., Any], given: Any
+    ) -> None:
+        self._run, self._path, self._modules, self._call, self._given = run, path, modules, call, given
+
+    def agree(
+        self, viewed: Trace, lead: ShardedTensor, before: Snapshot, after: Snapshot, left: dict[str, Change], drew: bool
+    ) -> bool:
+        """Whether calls on plain tensors do what the first call, or another one, did on views.
+
+        Args:
+            viewed: what the first call did.
+            lead: a view that it was given.
+            before: what the unit held before it.
+            after: and what it held then.
+            left: what that call changed.
+            drew: whether it drew.
+
+        Raises:
+            SamplesMixError: calls go by what others left, or nobody knows what each microbatch is to draw.
+        """
+        samples, own, owned = lead.positions.size, lead.positions.count(lead.axis.rank), self._run.draws.owned
+        first = self._first_on_plain(before, after, left)
+        plain = first is not None and viewed.agrees(first, samples, own)
+        if not plain:  # it will see views; and the first call of all may have done more
+            after.restore()
+            again = self._twice(self._as_views)
+            plain = first is not None and again is not None and again.agrees(first, samples, own)
+            viewed = viewed if again is None else again
+        if plain and first is not None and (drew or owned):
+            self._run.draws.parts = viewed.parts_drawn(first, samples, own, lead.positions)
+        elif owned:  # from which each microbatch would draw anew
+            raise _mixed(self._path, f"{self._path!r} draws from a generator of its own")
+        return plain
+
+    def _first_on_plain(self, before: Snapshot, after: Snapshot, left: dict[str, Change]) -> Trace | None:
+        """What the first of calls on plain tensors does; None where it can't be called so, or leaves something else."""
+        start = self._plainly()
+        same = start is not None and _alike(left, before.left(), _DEEP + 4, remade=True)
+        if left:  # what is stored by the first call alone is no change at each call
+            after.restore()
+        return self._twice(self._plainly, None if left else start) if same else None
+
+    def _traced(self, given: Any) -> Trace:
+        with tracing(self._run, tensors_in(given)) as trace:
+            self._call(*given[0], **given[1])
+        return trace
+
+    def _plainly(self) -> Trace | None:
+        try:
+            return self._traced(twin(self._given, of_microbatch))
+        except Exception:  # user code that wants the whole batch's size; it will see that
+            return None
+
+    def _as_views(self) -> Trace:
+        try:
+            return self._traced(twin(self._given))
+        except Exception as error:
+            why = f"{self._path!r} can't be called with what its last call left: {error}"
+            raise _mixed(self._path, why) from error
+
+    def _twice(self, call: Callable[[], Trace | None], first: Trace | None = None) -> Trace | None:
+        """What the first of two calls did, if it could be called; with ``first`` that was the first one.
+
+        Raises:
+            SamplesMixError: the second call did something else, or something is left behind.
+        """
+        first = first or call()
+        between = Snapshot(self._modules, hooks=False)
+        second = None if first is None else call()
+        if first is None or second is None:
+            return None
+        if second.calls != first.calls:
+            raise _mixed(self._path, f"what {self._path!r} computes depends on its last call")
+        for cell in between.cells.values():
+            place = _counted(cell, cell.change_unlent())
+            if place is not None:
+                raise _mixed(self._path, f"{place} changes at each call of {self._path!r}")
+        return first
 
 
 def _called_whole(path: str, module: nn.Module, call: Callable[[], Any]) -> Any:
@@ -128,28 +192,6 @@ def _refuse_samples(path: str, lead: ShardedTensor, after: Snapshot, left: dict[
     for place, x in places:
         if isinstance(x, ShardedTensor) and x.axis is lead.axis:
             raise _mixed(path, f"{place} keeps samples from one call of {path!r} to the next")
-
-
-def _again(
-    path: str, modules: list[tuple[str, nn.Module]], call: Callable[[], Trace | None], first: Trace | None = None
-) -> Trace | None:
-    """Call a unit twice, or once after ``first``; returns what the first of the two calls did, if it could be called.
-
-    Raises:
-        SamplesMixError: the second call did something else, or something is left behind.
-    """
-    first = first or call()
-    between = Snapshot(modules, hooks=False)
-    second = None if first is None else call()
-    if first is None or second is None:
-        return None
-    if second.calls != first.calls:
-        raise _mixed(path, f"what {path!r} computes depends on its last call")
-    for cell in between.cells.values():
-        place = _counted(cell, cell.change_unlent())
-        if place is not None:
-            raise _mixed(path, f"{place} changes at each call of {path!r}")
-    return first
 
 
 def _mixed(path: str, reason: str) -> SamplesMixError:
