@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of, send_to_all
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, copied, sent
+from lightning_par.pipeline.between_steps.remote_weight import Weight, copied
 from lightning_par.pipeline.between_steps.send_away import away_of
+from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.storage import is_shared, memory_of
 from lightning_par.sharded.identity import become

@@ -1,7 +1,7 @@
 """What an optimizer keeps of the parameters of all stages, for user code between two steps.
 
 While no step runs, ``optimizer.state`` of every rank has an entry for each parameter that has one on any rank. The
-tensors in it are read and written as the weights are: see `remote_weight`. What is set or removed is set or removed
+tensors in it are read and written as the weights are: see `weight_functions`. What is set or removed is set or removed
 where the parameter is. Optimizers and our own code see what is kept on this rank.
 """
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere
 from lightning_par.mesh.broadcast import Kind, kind_of
-from lightning_par.pipeline.between_steps.remote_weight import user_of
+from lightning_par.pipeline.between_steps.caller import user_of
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.pytree import tree_map

@@ -14,6 +14,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -26,12 +27,14 @@ from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.optim.closures import with_closures
 from lightning_par.optim.optimizers import begin_anew
 from lightning_par.optim.stand_ins import with_inner
+from lightning_par.pipeline.between_steps import weight_functions
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.optimizer_state import JointState
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, present
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView
 from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.modules import buffers_of
@@ -69,6 +72,7 @@ class JointGradients:
     def __init__(self, module: nn.Module, placement: Placement, axis: Axis, meeting: Meeting) -> None:
         self.axis, self.meeting = axis, meeting
         self.others, self.replicas = Holders(axis), Replicas(self)
+        self.run = partial(weight_functions.run, self)  # functions of weights; no frame of this file around them
         self._parameters = _spread(module.named_parameters(), placement, axis)
         # Steps may exchange buffers: they are found anew.
         self._buffers = {name: _place_of(module, name) for name in _spread(module.named_buffers(), placement, axis)}

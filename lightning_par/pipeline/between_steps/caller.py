@@ -1,0 +1,43 @@
+"""For whom a function of a weight runs between two steps: user code, or torch's, Lightning's and our own."""
+
+from __future__ import annotations
+
+import types
+
+from lightning_par.absent.elsewhere import Elsewhere
+from lightning_par.private.module_calls import METHODS
+
+_OURS = (
+    "lightning_par.",
+    *("torch.optim.", "torch.nn.modules.module", "torch.serialization", "torch.distributed"),
+    *("lightning.pytorch.strategies", "pytorch_lightning.strategies"),
+    *("lightning.fabric.utilities.optimizer", "lightning_fabric.utilities.optimizer"),
+)
+_BETWEEN = (
+    *(Elsewhere.__module__, f"{__package__}.remote_gradient", f"{__package__}.optimizer_state"),
+    *(f"{__package__}.{name}" for name in ("remote_weight", "weight_functions", "weight_reads", "weight_writes")),
+    *("lightning_par.pipeline.run.located", "lightning_par.pipeline.between_steps.unit_by_unit"),  # a step's mode
+    "lightning_par.pipeline.run.unit_calls",
+    "lightning_par.sharded.patches.tensor_data",  # of ``x.data``, for whoever wrote that
+)
+_TRANSPARENT = ("torch", "copy", "collections")
+# What reads for those who call it between steps.
+_USERS = ("torch.optim.swa_utils", "lightning_par.sharded.patches.dummy_experiments")
+# What torch does for a caller: a module's call, where it is no unit, as a copy of one is, and what is held.
+_CALLS = {
+    "torch.nn.modules.module": METHODS,
+    "torch.optim.optimizer": frozenset(("state_dict", "<dictcomp>")),
+}  # fmt: skip
+
+
+def user_of(frame: types.FrameType | None) -> str | None:
+    """The module whose code called a function, by itself or by torch's; None where that is not for user code."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        calls = frame.f_code.co_name in _CALLS.get(module, ())
+        if module.startswith(_OURS) and module not in (*_BETWEEN, *_USERS) and not calls:
+            return None
+        if module not in _BETWEEN and module.partition(".")[0] not in _TRANSPARENT:
+            return str(module)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,74 @@
+"""What torch functions do that user code calls on a weight between two steps.
+
+Those that write into it run where it is. Its views and copies are where it is, too. All others first send its values,
+so that all ranks go on with one result; they meet before. Where the weight is kept in parts, too, what goes entry by
+entry, as averages do, stays in parts, and the others are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.pipeline.between_steps.remote_weight import as_it_is, copied
+from lightning_par.pipeline.between_steps.weight_reads import alone, equal, read, viewed, without_graph
+from lightning_par.pipeline.between_steps.weight_writes import write
+from lightning_par.sharded.functions import COPIES, PRECISIONS, name_of
+from lightning_par.sharded.rules.in_place import targets
+from lightning_par.sharded.run_state import RunState
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.between_steps.remote_reads import JointGradients
+
+_LOG = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")  # one rank alone will read what is logged
+_MAY_BE_SAME = PRECISIONS | {"contiguous"}
+
+
+def run(owner: JointGradients, user: str, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What ``func`` makes of weights.
+
+    Args:
+        owner: carries values over the ranks.
+        user: the module of the user's that called it.
+        func: the function.
+        name: its own.
+        args: what it is given.
+        kwargs: likewise.
+    """
+    if (name == "detach" or name in COPIES) and user not in _LOG or name == "data":
+        return _stays(owner, func, name, args, kwargs)
+    if name in _MAY_BE_SAME and not _is_new(func, args, kwargs):
+        return args[0]
+    if RunState.current.shows_memory and not targets(func, args, kwargs):
+        result = alone(owner, func, name, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if targets(func, args, kwargs):
+        RunState.current.wrote()
+        result = write(owner, func, name, args, kwargs)
+        owner.replicas.refresh()
+        return result
+    if name == "equal" and all(isinstance(x, Tensor) for x in args[:2]) and args[0].dtype == args[1].dtype:
+        return equal(owner, *args[:2])
+    view = viewed(owner, func, name, args, kwargs)
+    return read(owner, func, name, args, kwargs) if view is None else view
+
+
+def _stays(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A view or a copy, on the ranks of the weight; in no graph, which would hold the weight beyond the run."""
+    x, links = args[0], name == "clone" and torch.is_grad_enabled() and args[0].requires_grad
+    with torch.no_grad():
+        result = as_it_is(func, args, kwargs)
+    return owner.show(
+        without_graph(result) if links else result, owner.name_of(x), object() if name in COPIES else copied(x)
+    )
+
+
+def _is_new(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what ``func`` makes is another tensor than its argument, as ``x.to(y)`` is of another kind."""
+    if name_of(func) == "contiguous":
+        return not args[0].is_contiguous(*args[1:], **kwargs)
+    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs) is not like

@@ -1,0 +1,185 @@
+"""Functions that read a weight between two steps: from its memory, as a view of it, or of values that are sent."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_par.absent.elsewhere import Elsewhere, ElsewhereError, is_elsewhere
+from lightning_par.absent.geometry import Geometry
+from lightning_par.mesh.broadcast import kind_of, send_to_all
+from lightning_par.mesh.raw_bytes import raw_bytes
+from lightning_par.pipeline.between_steps.remote_weight import Weight, as_it_is, copied, plain
+from lightning_par.pipeline.between_steps.unlinked import unlinked
+from lightning_par.private.modes import DisableTorchFunctionSubclass
+from lightning_par.private.storage import memory_of
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
+from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.rules.raw_memory import VIEWS, in_memory
+from lightning_par.sharded.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from lightning_par.pipeline.between_steps.remote_reads import JointGradients
+
+
+def alone(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Once memory was asked for, each rank reads on its own: others may not come. `NotImplemented` where it can't."""
+    with DisableTorchFunctionSubclass():
+        result = in_memory(func, args, kwargs)
+    tensors = tensors_in((args, kwargs))
+    if result is not NotImplemented or any(is_elsewhere(x) for x in tensors):
+        return result
+    view = viewed(owner, func, name, args, kwargs)
+    if view is not None:
+        return view
+    result = as_it_is(func, args, kwargs)
+    links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return map_tensors(without_graph, result) if links else result
+
+
+def viewed(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A view of a weight, for which no rank needs values; None where ``func`` makes none, on any rank."""
+    if name not in VIEWS or len(tensors_in((args, kwargs))) > 1 or not isinstance(args[0], Weight):
+        return None
+    base: Any = args[0]
+    like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    views = func(like, *args[1:], **kwargs)
+    if {memory_of(x) for x in tensors_in(views)} != {memory_of(like)}:
+        return None
+    if not is_elsewhere(base):
+        return map_tensors(lambda x: owner.show(x, owner.name_of(base), copied(base)), as_it_is(func, args, kwargs))
+    return map_tensors(lambda x: _away(owner, x, base, _lies(x) == _lies(like)), views)
+
+
+def _lies(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.storage_offset()  # fake tensors know no `is_set_to`
+
+
+def _away(owner: JointGradients, like: Tensor, base: Any, is_whole: bool) -> Any:
+    """What stands here for a view of the kind of ``like`` of a weight that is elsewhere."""
+    view = Elsewhere(like.shape, like.dtype, base.device, base.origin, stride=like.stride())
+    view.is_whole = is_whole and base.is_whole
+    return owner.show(view, owner.name_of(base), copied(base))
+
+
+def read(owner: JointGradients, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What ``func`` makes of the values; where that is a view, it is one of the weight itself."""
+    wholes: dict[int, Any] = {}  # weights and what was sent of them, by its memory
+
+    def whole(x: Tensor) -> Tensor:
+        if not isinstance(x, Weight):
+            return x
+        values = sent(owner, name, x)
+        wholes[memory_of(values)] = x, values
+        return values
+
+    stays = _stays_in_parts(owner, func, args, kwargs)
+    if stays is not None:
+        return stays
+    links = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, kwargs)))
+    given = map_tensors(whole, (args, kwargs))
+    result = func(*given[0], **given[1])
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False  # what is written into a copy would be lost
+    strided = [x for x in tensors_in(result) if x.layout == torch.strided]
+    memories = {memory_of(x) for x in strided}
+    if len(memories) != 1 or not memories <= wholes.keys():  # no view, or views of several
+        return map_tensors(without_graph, result) if links else result
+    base, values = wholes[memories.pop()]
+    of = owner.name_of(base)
+    if not is_elsewhere(base):
+        return map_tensors(lambda x: owner.show(x, of, copied(base)), as_it_is(func, args, kwargs))
+
+    def away(x: Tensor) -> Tensor:
+        return base if x is values else _away(owner, x, base, False)
+
+    return map_tensors(away, result)
+
+
+def _stays_in_parts(owner: JointGradients, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` makes of weights entry by entry is in parts where they are, as an average is: no rank needs values.
+    None where it needs them, or can have them."""
+    given = tensors_in((args, kwargs))
+    weights = [x for x in given if isinstance(x, Weight)]
+    if not weights or not all(is_elsewhere(x) and owner.name_of(x) in owner.in_parts for x in weights):
+        return None
+    if any(isinstance(x, ShardedTensor) for x in given):  # a part that is here, beside one that is not
+        return None
+    try:
+        with torch.no_grad():
+            result = as_it_is(func, args, kwargs)
+    except ElsewhereError:
+        return None
+    origins = {id(vars(x)["_facts"]): copied(x) for x in weights}
+    of = owner.name_of(weights[0])
+
+    def shown(x: Tensor) -> Tensor:
+        return owner.show(x, of, origins.get(id(x.origin), object())) if isinstance(x, Elsewhere) else x
+
+    return map_tensors(shown, result)
+
+
+def without_graph(x: Tensor) -> Tensor:
+    return unlinked(x, "is made of a pipeline's weights between two steps")
+
+
+def sent(owner: JointGradients, name: str, x: Any) -> Tensor:
+    """The values of ``x`` for the function ``name``, in memory of their own. All ranks must call it."""
+    of = owner.name_of(x)
+    refuse_parts(owner, name, of)
+    owner.meet(f"called `{name}` on the weight {of!r} between two steps")
+    here = None if is_elsewhere(x) else plain(x)
+    values = send_to_all(here, kind_of(x), owner.sources[of], owner.axis, "weights")
+    return _laid_as(x, values.to(x.device, copy=here is not None))
+
+
+def _laid_as(x: Any, values: Tensor) -> Tensor:
+    """``values`` in memory where they lie as those of ``x`` do: what is a view of it, and what a copy, goes by that."""
+    stride = x.stride()
+    if values.stride() == stride or not Geometry(tuple(x.shape), stride, 0, x.dtype).apart:
+        return values
+    once = values[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
+    return torch.empty_strided(once.shape, stride, dtype=x.dtype, device=x.device).copy_(once).expand(x.shape)
+
+
+def refuse_parts(owner: JointGradients, name: str, of: str) -> None:
+    """Those that hold parts of a weight go on with these, and won't meet: on them it is no `Weight`.
+
+    Raises:
+        NotImplementedError: each rank that holds it has a part of it.
+    """
+    over = owner.in_parts.get(of)
+    if over is not None:
+        raise NotImplementedError(
+            f"{user_line()}: `{name}` needs the values of the weight {of!r} between two steps. They are on another "
+            f"stage of the pipeline, and split there over the {over} axis: no rank has them to send. Use them "
+            "within the step, write into the weight in place, as `p.data.mul_(0.9)` does, or train by a pipeline "
+            "without that axis."
+        )
+
+
+def equal(owner: JointGradients, a: Tensor, b: Tensor) -> bool:
+    """`torch.equal`, by hashes of what is compared."""
+    if a.shape != b.shape or a is b:
+        return a.shape == b.shape
+    for x in (a, b):
+        if isinstance(x, Weight):
+            refuse_parts(owner, "equal", owner.name_of(x))
+    owner.meet(f"compared weights of shape {tuple(a.shape)} between two steps")
+    told = owner.axis.all_gather_object([_hash(owner, x) for x in (a, b)], "weights")
+    one, other = (next((told[r][i] for r in range(len(told)) if told[r][i] is not None), None) for i in (0, 1))
+    return one is not None and one == other
+
+
+def _hash(owner: JointGradients, x: Tensor) -> bytes | None:
+    """Equal for equal values; None where they aren't known, and where one is no number."""
+    if is_elsewhere(x):
+        return None
+    values = plain(x).cpu() + 0  # of -0.0, too
+    if bool(torch.isnan(values).any()):
+        return None
+    return hashlib.blake2b(raw_bytes(values.contiguous()).numpy().tobytes()).digest()
