@@ -10,41 +10,32 @@ see `lightning_par.pipeline.between_steps.remote_weight`.
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting, refuse_alone
-from lightning_par.optim.closures import with_closures
-from lightning_par.optim.optimizers import begin_anew
-from lightning_par.optim.stand_ins import with_inner
 from lightning_par.pipeline.between_steps import weight_functions
+from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
+from lightning_par.pipeline.between_steps.caller import INNER, is_inner, sees_gradients
 from lightning_par.pipeline.between_steps.holders import Holders
-from lightning_par.pipeline.between_steps.optimizer_state import JointState
+from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightParameter, WeightView
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
-from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.modules import buffers_of
-from lightning_par.private.optimizers import scheduler_marks
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.trial.memo import Memo
 
-_INNER = ("lightning_par.", "torch.")
-_GRAD: Any = torch.Tensor.grad
 _ADVICE = "Do it in code that all ranks run, and let one rank alone log the result."
 
 
@@ -86,8 +77,7 @@ class JointGradients:
         mine = [(name, p.axis.name) for name, p in self._parameters.items() if isinstance(p, ShardedTensor)]
         told = axis.all_gather_object(mine, "names of weights in parts")
         self.in_parts = {name: over for theirs in told for name, over in theirs}
-        self._undo: dict[int, Callable[[], None]] = {}
-        self._optimizers: list[Any] = []
+        self._optimizers = AdoptedOptimizers(self)
         self._show()
 
     def close(self) -> None:
@@ -96,10 +86,7 @@ class JointGradients:
         self._unseen += 1
         for view in [view for ref in [*self._views.values()] if (view := ref()) is not None]:
             _be_plain(view)
-        for undo in self._undo.values():
-            undo()
-        self._undo.clear()
-        self._optimizers.clear()
+        self._optimizers.close()
 
     def forget(self) -> None:
         """To be called on all ranks where gradients may have come or gone."""
@@ -142,6 +129,11 @@ class JointGradients:
         """Whether user code sees weights of all stages now."""
         return not (self._plain or self._unseen)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all code sees the plain gradients of this rank."""
+        return bool(self._plain)
+
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Inside, weights are those of this rank; no communication."""
@@ -169,32 +161,7 @@ class JointGradients:
 
     def adopt(self, optimizer: Any) -> None:
         """Let the steps of ``optimizer`` see what is here, but for its closure, in which hooks of the user's run."""
-        if id(optimizer) in self._undo:
-            return
-        before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
-        step, zero_grad = optimizer.step, optimizer.zero_grad
-
-        def plain_step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = with_closures(lambda closure: lambda: self._shown(closure), args, kwargs)
-            with self.plain():
-                return step(*args, **kwargs)
-
-        def forgetting(*args: Any, **kwargs: Any) -> Any:
-            self.forget()
-            result = zero_grad(*args, **kwargs)
-            if self.shows:
-                self.replicas.refresh()
-            return result
-
-        vars(plain_step).update(scheduler_marks(step))
-        optimizer.step, optimizer.zero_grad = MethodType(plain_step, optimizer), forgetting
-        self._optimizers += [one for one in with_inner(optimizer) if "state" in vars(one)]
-        undo = contextlib.ExitStack()
-        undo.callback(_put_back, optimizer, before)
-        with contextlib.suppress(AttributeError):  # a wrapper that never called `Optimizer.__init__` has no hooks
-            undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self._show_states()).remove)
-        self._undo[id(optimizer)] = undo.close
-        self._show_states()
+        self._optimizers.adopt(optimizer)
 
     def of(self, parameter: Tensor, held: Tensor | None) -> Tensor | None:
         """The gradient as user code sees it; ``held`` is this rank's."""
@@ -211,23 +178,23 @@ class JointGradients:
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
         if here:
-            _hold(parameter, value.here if isinstance(value, Gradient) else value)
+            hold(parameter, value.here if isinstance(value, Gradient) else value)
         else:
-            _refuse_misfit(parameter, value)
+            refuse_misfit(parameter, value)
         self.replicas.set_gradient(name, value)
 
     def held(self, name: str) -> Tensor | None:
         """The gradient of the parameter ``name``, where it is."""
-        return _held(self._parameters[name])
+        return held_here(self._parameters[name])
 
     def read(self, parameter: Tensor, frame: types.FrameType) -> Tensor | None:
         """``parameter.grad`` in the code of ``frame``."""
-        held = _held(parameter)
-        if _never_for_user[frame.f_globals.get("__name__", ""), frame.f_code.co_name]:
+        held = held_here(parameter)
+        if is_inner(frame):
             return held
-        if _for_user(frame):
+        if sees_gradients(frame):
             return self.of(parameter, held)
-        own = frame.f_globals.get("__name__", "").startswith(_INNER)
+        own = frame.f_globals.get("__name__", "").startswith(INNER)
         if not own and is_elsewhere(parameter) and parameter.requires_grad and in_backward():
             raise NotImplementedError(
                 f"{user_line()}: a hook that runs within backward looks at the gradient of "
@@ -238,21 +205,21 @@ class JointGradients:
 
     def write(self, parameter: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
         """``parameter.grad = value`` in the code of ``frame``."""
-        if _for_user(frame):
+        if sees_gradients(frame):
             self.put(parameter, value, not is_elsewhere(parameter))
         else:
-            _hold(parameter, value)
+            hold(parameter, value)
 
     def known(self) -> set[str]:
         """The names of the parameters that have a gradient, on any rank."""
         if self._known is None:
             if self.axis.dry:  # others are taken to have some where this rank has
-                some = any(_held(p) is not None for p in self._parameters.values())
+                some = any(held_here(p) is not None for p in self._parameters.values())
                 self._known = {name for name, p in self._parameters.items() if some and p.requires_grad}
                 return self._known
             self.meet("looked which parameters have gradients")
             first = [name for name in self._parameters if self.sources[name] == self.axis.rank]
-            mine = [name for name in first if _held(self._parameters[name]) is not None]
+            mine = [name for name in first if held_here(self._parameters[name]) is not None]
             self._known = {name for names in self.axis.all_gather_object(mine, "gradients") for name in names}
         return self._known
 
@@ -261,42 +228,24 @@ class JointGradients:
         refuse_alone(self.axis, doing)
         self.meeting(doing, _ADVICE)
 
-    def _shown(self, closure: Callable[[], Any]) -> Any:
-        before, self._plain = self._plain, 0
-        self._show()
-        try:
-            return closure()
-        finally:
-            self._plain = before
-            self._hide()
-
     def _show(self) -> None:
         for p in self._parameters.values():
             if isinstance(p, ShardedTensor):  # other code asks for its very class
                 p._lender = self  # type: ignore[attr-defined]
-            elif not isinstance(p, _Joint):
-                p.__class__ = self.class_of(_Joint, type(p))  # whoever holds the object has it still
+            elif not isinstance(p, WeightParameter):
+                p.__class__ = self.class_of(WeightParameter, type(p))  # whoever holds the object has it still
         for name, x in self._buffers_now():
             self.show(x, name)
-        self._show_states()
-
-    def _show_states(self) -> None:
-        for optimizer in [] if self._plain else self._optimizers:
-            if not isinstance(optimizer.state, JointState):  # torch puts another one in where it loads
-                optimizer.state = JointState(self, optimizer)
+        self._optimizers.show()
 
     def _hide(self) -> None:
         for p in self._parameters.values():
             vars(p).pop("_lender", None)
-            if isinstance(p, _Joint):
+            if isinstance(p, WeightParameter):
                 p.__class__ = p._plain
         for _, x in self._buffers_now():
             _be_plain(x)
-        for optimizer in self._optimizers:
-            if isinstance(optimizer.state, JointState):
-                changed, optimizer.state = optimizer.state.changed, optimizer.state.own
-                if changed:
-                    begin_anew(optimizer)
+        self._optimizers.hide()
 
     def _buffers_now(self) -> Iterator[tuple[str, Tensor]]:
         for name, (buffers, own) in self._buffers.items():
@@ -329,22 +278,6 @@ class JointGradients:
         return self._classes[way, kind]
 
 
-class _Joint(Weight):
-    """What the class of a spread parameter begins with while user code may read it and its gradient."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self._owner.read(_tensor(self), sys._getframe(1))
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._owner.write(_tensor(self), value, sys._getframe(1))
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-
 def _spread(tensors: Iterable[tuple[str, Tensor]], placement: Placement, axis: Axis) -> dict[str, Tensor]:
     return {name: x for name, x in tensors if len(placement.of(name, axis.size)) < axis.size}
 
@@ -358,56 +291,3 @@ def _be_plain(x: Tensor) -> None:
     if isinstance(x, WeightView):
         x.__class__ = x._plain  # type: ignore[assignment]
         del x._of, x._copied
-
-
-def _for_user(frame: types.FrameType) -> bool:
-    """Whether the code that runs in ``frame`` is to see the gradients of all stages."""
-    if in_backward():  # hooks of a parameter run where it is
-        return False
-    return not _never_for_user[frame.f_globals.get("__name__", ""), frame.f_code.co_name]
-
-
-def _is_inner(place: tuple[str, str]) -> bool:
-    module, function = place
-    zeroes = module == "torch.nn.modules.module" and function == "zero_grad"
-    return module.startswith(_INNER) and not zeroes and module != "torch.nn.utils.clip_grad"
-
-
-_never_for_user = Memo(_is_inner)
-"""By the names of a Python module and of a function: whether that is torch's or our own, and not of the user's kind."""
-
-
-def _held(parameter: Any) -> Tensor | None:
-    if isinstance(parameter, ShardedTensor):
-        return parameter.own_grad()
-    with DisableTorchFunctionSubclass():  # an optimizer asks for each of them in every step
-        grad: Tensor | None = _GRAD.__get__(parameter)
-    return grad
-
-
-def _hold(parameter: Tensor, value: Tensor | None) -> None:
-    if isinstance(parameter, ShardedTensor):
-        parameter.set_own_grad(value)
-    else:
-        _GRAD.__set__(parameter, value)
-
-
-def _refuse_misfit(parameter: Tensor, value: Any) -> None:
-    """Raise what ``parameter.grad = value`` raises where the parameter is."""
-
-    def like(x: Tensor) -> Tensor:
-        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
-
-    _GRAD.__set__(like(parameter), like(value) if isinstance(value, Tensor) else value)
-
-
-def _tensor(parameter: Any) -> Tensor:
-    assert isinstance(parameter, Tensor)
-    return parameter
-
-
-def _put_back(optimizer: Any, before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        vars(optimizer).pop(name, None)
-        if value is not None:
-            setattr(optimizer, name, value)

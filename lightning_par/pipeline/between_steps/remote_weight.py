@@ -90,6 +90,22 @@ class Weight:
         return self._owner.show(new, self._owner.name_of(self), copied=object()) if shows else new
 
 
+class WeightParameter(Weight):
+    """What the class of a spread parameter begins with while user code may read it and its gradient."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self._owner.read(_tensor(self), sys._getframe(1))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._owner.write(_tensor(self), value, sys._getframe(1))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
 class WeightView(Weight):
     """A spread buffer, or a view or a copy of a spread parameter or buffer.
 
@@ -103,6 +119,11 @@ class WeightView(Weight):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
+
+
+def _tensor(parameter: Any) -> Tensor:
+    assert isinstance(parameter, Tensor)
+    return parameter
 
 
 def copied(x: Any) -> object | None:
