@@ -1,9 +1,9 @@
 """The verbs that move tensors along one mesh axis.
 
 `Axis` is one mesh axis as one rank sees it. Its methods are the only calls into ``torch.distributed`` on a training
-step's path; each writes one `Transfer` into every open `ledger`. `lightning_par.mesh.collectives` builds autograd
-functions from them. The ops are ``torch.distributed``'s own, never functional collectives: on gloo those abort at
-process exit.
+step's path, by its `lightning_par.mesh.wire.Wire`; each writes one `Transfer` into every open `ledger`.
+`lightning_par.mesh.collectives` builds autograd functions from them. The ops are ``torch.distributed``'s own, never
+functional collectives: on gloo those abort at process exit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from lightning_par.mesh.ledger import Verb, is_open, note
 from lightning_par.mesh.listener import heard
 from lightning_par.mesh.objects import broadcast_object
 from lightning_par.mesh.progress import Begun, Progress
-from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.mesh.waits import wait_for
+from lightning_par.mesh.wire import Done, PeerOp, Wire
 from lightning_par.mesh.world_groups import host_group
-from lightning_par.private.process_groups import has_gloo, is_fake, kind_without_hosts, start_receive, start_send
+from lightning_par.private.process_groups import is_fake
 from lightning_par.private.storage import tensor_in
 from lightning_par.private.tensors import write_count
 from lightning_par.trial.known_values import forget
@@ -34,40 +34,11 @@ from lightning_par.trial.memo import Memo
 if TYPE_CHECKING:
     from lightning_par.mesh.recorder import Recorder
 
-Kind = Literal["forward", "backward"]
 # What functions of sharded tensors send for.
 _OF_SHARDS = {"enter", "leave", "gather", "scatter", "loss", "extreme", "attention", "halo", "parameters", "aliases"}
 # Reductions of equal values that leave them as they are.
 _ALIKE = (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class PeerOp(NamedTuple):
-    """One side of a message between two ranks of an axis.
-
-    Attributes:
-        verb: whether ``x`` is sent or overwritten.
-        x: contiguous, of any dtype; not to be touched before it has left or come.
-        peer: the other rank's index along the axis.
-        purpose: for the ledger.
-        tag: with gloo, says which send is for which receive; NCCL goes by the order.
-    """
-
-    verb: Literal["send", "recv"]
-    x: Tensor
-    peer: int
-    purpose: str
-    tag: int = 0
-
-
-class Done(dist.Work):
-    """Of a message that nobody waits for, since none was sent."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Axis:
@@ -119,9 +90,7 @@ class Axis:
         self.forms: Memo[Any, Any] = Memo()
         """Of tensors that are sharded over it; see `lightning_par.sharded.local_calls.form`."""
         self._entries: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._by_tag: dict[str, bool] = {}
-        self._peers: list[int] = []  # the ranks' numbers in the group
-        self._hosts: tuple[dist.ProcessGroup | None, str | None] | None = None
+        self._wire = Wire(ranks, group)
         self.dry = is_fake(group)
         self._line = name, ranks
         # one that only pretends to move anything, as in a trial of the step, counts for itself
@@ -136,8 +105,9 @@ class Axis:
 
     def __getstate__(self) -> dict[str, Any]:
         """A trainer that is saved as a whole has no groups: each run makes its own."""
-        none = dict.fromkeys(("group", "guard", "mix", "_hosts"))
-        return {**vars(self), **none, "calls": Memo(), "forms": Memo(), "_entries": {}, "_by_tag": {}}
+        none = dict.fromkeys(("group", "guard", "mix"))
+        wire = Wire(self.ranks, None)
+        return {**vars(self), **none, "calls": Memo(), "forms": Memo(), "_entries": {}, "_wire": wire}
 
     @property
     def size(self) -> int:
@@ -214,25 +184,9 @@ class Axis:
             return None
         recorder, begun = self.progress.recorder, self.progress.last
         if recorder is None or begun is None:
-            return self._started(call, *tensors, **options)
+            return self._wire.collective(call, *tensors, **options)
         nbytes = begun[4] * tensors[0].element_size()
-        return recorder.call(begun, nbytes, partial(self._started, call, *tensors, **options))  # type: ignore[no-any-return]
-
-    def _started(self, call: Callable[..., dist.Work | None], *tensors: Tensor, **options: Any) -> dist.Work | None:
-        if tensors[0].device.type != "cpu":
-            return call(*tensors, group=self.group, **options)
-        # Shards that a callback keeps on the host: NCCL takes none.
-        if self._hosts is None:
-            group = host_group(self.group)
-            self._hosts = group, kind_without_hosts(group)
-        group, kind = self._hosts
-        if kind is None:
-            return call(*tensors, group=group, **options)
-        with torch.no_grad():
-            there = [x.to(kind) for x in tensors]
-            call(*there, group=group, **{**options, "async_op": False})
-            tensors[0].copy_(there[0])
-        return None
+        return recorder.call(begun, nbytes, partial(self._wire.collective, call, *tensors, **options))  # type: ignore[no-any-return]
 
     def all_gather(self, x: Tensor, purpose: str, shape: Sequence[int] | None = None) -> Tensor:
         """Every rank's ``x`` (same shape on all ranks), in rank order.
@@ -362,37 +316,8 @@ class Axis:
                     forget(op.x)
             return [Done()] * len(ops)
         if recorder is not None:
-            return recorder.exchange(begun, partial(self._exchanged, ops))
-        return self._exchanged(ops)
-
-    def _exchanged(self, ops: Sequence[PeerOp]) -> list[dist.Work]:
-        if self._goes_by_tag(ops[0].x.device.type):
-            return [self._start_message(op) for op in ops]
-        functions = {"send": dist.isend, "recv": dist.irecv}
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(functions[op.verb], raw_bytes(op.x), self.ranks[op.peer], self.group, op.tag) for op in ops]
-        )
-        return works if len(works) == len(ops) else [works[0]] * len(ops)  # NCCL has one for the whole batch
-
-    def _goes_by_tag(self, kind: str) -> bool:
-        """Whether messages between devices of ``kind`` are gloo's: then each goes by itself, and there is no batch."""
-        known = self._by_tag.get(kind)
-        if known is None:
-            known = self._by_tag[kind] = has_gloo(self.group, kind)
-            self._peers = [dist.get_group_rank(self._process_group, rank) for rank in self.ranks]
-        return known
-
-    def _start_message(self, op: PeerOp) -> dist.Work:
-        # gloo sends memory as it lies, of any dtype
-        x = op.x if op.x.is_contiguous() and not op.x.requires_grad else raw_bytes(op.x)
-        start = start_send if op.verb == "send" else start_receive
-        return start(self._process_group, x, self._peers[op.peer], op.tag)
-
-    @property
-    def _process_group(self) -> dist.ProcessGroup:
-        group = self.group or dist.group.WORLD
-        assert group is not None, "an axis sends once there are process groups"
-        return group
+            return recorder.exchange(begun, partial(self._wire.exchange, ops))
+        return self._wire.exchange(ops)
 
     def start_send(self, x: Tensor, to: int, purpose: str, tag: int = 0) -> dist.Work:
         """Begin to send ``x`` to index ``to``; see `PeerOp`."""

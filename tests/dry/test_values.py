@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_par import dry_run
 from lightning_par.dry import values
 from lightning_par.dry.values import KnownValues
-from lightning_par.mesh.axis import Axis, PeerOp
+from lightning_par.mesh.axis import Axis
+from lightning_par.mesh.wire import PeerOp
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, FakeTensor, FakeTensorMode
 from lightning_par.trial.known_values import is_known
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_par.mesh.axis import Kind
+from lightning_par.mesh.wire import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.program.program import Key, Program

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.mesh.axis import Axis, Kind, PeerOp
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.waits import wait_for
+from lightning_par.mesh.wire import Kind, PeerOp
 from lightning_par.private.process_groups import closed_by_peer, has_gloo, timed_out
 from lightning_par.trial.fake_functions import is_fake
 

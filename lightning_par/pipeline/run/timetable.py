@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_par.mesh.axis import Kind
+from lightning_par.mesh.wire import Kind
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action, Op
 from lightning_par.pipeline.program.program import Program

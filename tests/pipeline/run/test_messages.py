@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_par.mesh.axis import Axis, Kind
+from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.layout import Layout, make_groups
 from lightning_par.mesh.ledger import Transfer, ledger
+from lightning_par.mesh.wire import Kind
 from lightning_par.pipeline.run.messages import MOST_UNDER_WAY, Incoming, Messenger, Outgoing
 from lightning_par.private.process_groups import tells_of_a_lost_peer
 from tests.helpers.pool import Pool, RanksFailedError
