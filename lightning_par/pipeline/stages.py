@@ -30,8 +30,8 @@ from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors, list_names
-from lightning_par.pipeline.program.prepare import Programs
 from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.program.programs import Programs
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.tied_gradients import TiedGradients, make_holder_axes
 from lightning_par.pipeline.run.unit_calls import intercept_units, release_units

@@ -49,6 +49,11 @@ class Step:
         return next((x.shape[0] for x in tensors_in(self.batch) if x.ndim), 0)
 
 
+def call_step(module: nn.Module, step: Step) -> Any:
+    """What the method of ``module`` returns, which is that of ``step`` or a copy of it."""
+    return getattr(module, step.name)(step.batch, *step.rest)
+
+
 def loss_in(result: Any) -> Tensor | None:
     """The loss that a training step returned."""
     if isinstance(result, Mapping):

@@ -20,11 +20,11 @@ from lightning_par.mesh.handshake import Meeting
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.program.prepare import Programs, call_step
+from lightning_par.pipeline.program.programs import Programs
 from lightning_par.pipeline.run.stage_run import StageRun
 from lightning_par.pipeline.run.unit_calls import intercept_units
 from lightning_par.python_state.nested_tensors import map_returned, returned_tensors
-from lightning_par.trial.step import Step
+from lightning_par.trial.step import Step, call_step
 from tests.law.found import Base, C
 
 Pair = namedtuple("Pair", "x y")

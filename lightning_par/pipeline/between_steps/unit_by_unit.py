@@ -13,12 +13,11 @@ from typing import Any
 from torch import nn
 
 from lightning_par.pipeline.effects.console import Said, hearing, hearing_loggers
-from lightning_par.pipeline.program.prepare import call_step
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.sharded.functions import READS
-from lightning_par.trial.step import Step
+from lightning_par.trial.step import Step, call_step
 
 Carry = Callable[[str, nn.Module, Callable[..., Any], Any, Any], Any]
 

@@ -17,8 +17,9 @@ from lightning_par.pipeline.effects.backward_state import InBackward
 from lightning_par.pipeline.effects.effects import Effects, apply
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.plan.stage_order import Order
-from lightning_par.pipeline.program.prepare import Prepared, Programs
+from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
+from lightning_par.pipeline.program.programs import Programs
 from lightning_par.pipeline.run.delivery import gradients_apart
 from lightning_par.pipeline.run.forward_backward import ForwardBackward
 from lightning_par.pipeline.run.messages import Messenger

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
-from lightning_par.pipeline.program.prepare import Prepared
+from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.boundary import Crossing
 from lightning_par.pipeline.run.final_gradients import FinalGradients
 from lightning_par.pipeline.run.microbatch import whole_batches_advised

@@ -17,7 +17,7 @@ from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.random_draws import stand_at
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.pipeline.program.prepare import Part, Prepared
+from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape, filled
 from lightning_par.pipeline.run.located import Run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_par.optim.gradients_ahead import Ahead
-from lightning_par.pipeline.program.prepare import Prepared
+from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.delivery import deliver, gradients_apart, note_last
 from lightning_par.pipeline.run.final_gradients import FinalGradients, stages_by_leaf
 from lightning_par.pipeline.trial.expected_gradients import refuse_others

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.program.decisions import refuse_another_loss
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
-from lightning_par.pipeline.program.prepare import Prepared
+from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Key
 from lightning_par.pipeline.run.microbatch_outputs import averaged, in_order, joined
 from lightning_par.pipeline.run.stage_run import StageRun

@@ -11,9 +11,10 @@ from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.effects.random_draws import stand_at
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.effects.watched_run import Watch
-from lightning_par.pipeline.program.prepare import Part, call_step
+from lightning_par.pipeline.program.prepared_step import Part
 from lightning_par.pipeline.run.errors import StageDoneError
 from lightning_par.pipeline.run.stage_run import StageRun
+from lightning_par.trial.step import call_step
 
 
 class UserStep:

@@ -1,10 +1,9 @@
-"""A step about to run: its program, and what depends on the batch alone."""
+"""The programs of a module's steps: which are known, which one a step has, and what a new one is made of."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,16 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.positions import Positions
-from lightning_par.pipeline.effects.random_draws import is_standing
 from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.program.batch_values import Memo
-from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
 from lightning_par.pipeline.program.lent_buffers import lacking_buffers
-from lightning_par.pipeline.program.microbatch_values import share_of
+from lightning_par.pipeline.program.matching import Matching
+from lightning_par.pipeline.program.prepared_step import Part, Prepared
 from lightning_par.pipeline.program.program import Program
-from lightning_par.pipeline.program.tape import Tape, may_be_taped
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.code_attributes import Attributes
 from lightning_par.pipeline.trial.side_inputs import UnitError
@@ -36,59 +32,6 @@ from lightning_par.trial.trainer_stand_ins import numbers_of
 
 MOST_STUDIES = 12  # of batches of one shape, for what modules and trainer say, before they are left whole
 MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
-
-
-@dataclass
-class Part:
-    """What is known of one microbatch before it runs.
-
-    Attributes:
-        step: with the whole batch, or with the microbatch where that is trained as a batch of its own.
-        program: of the step.
-        memo: what depends on the batch alone.
-        before: where the generators of numpy and `random` stand before it.
-        axis: the microbatch's place among the others; None where the step sees no others.
-        share: by which its loss counts.
-        apart: whether it is a batch of its own.
-        tape: what the dry run saw of the step, where stages may be run by it.
-    """
-
-    step: Step
-    program: Program
-    memo: Memo
-    before: tuple[Any, Any]
-    axis: MicrobatchAxis | None = None
-    share: float = 1.0
-    apart: bool = False
-    tape: Tape | None = None
-
-
-@dataclass
-class Prepared:
-    """A step about to run: its microbatches, and where random numbers stand before and after it."""
-
-    parts: list[Part]
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
-    coupled: bool = False
-
-    @property
-    def step(self) -> Step:
-        return self.parts[0].step
-
-    @property
-    def program(self) -> Program:
-        return self.parts[0].program
-
-    @property
-    def whole(self) -> Any:
-        """The batch that the step was given, None where it was given parts of it as batches of their own."""
-        return None if self.coupled else self.step.batch
-
-    @property
-    def cut(self) -> bool:
-        """Whether the step sees the whole batch, of which each run computes a part."""
-        return len(self.parts) > 1 and not self.coupled
 
 
 @dataclass
@@ -112,10 +55,14 @@ class Programs:
     refused: dict[Any, str] = field(default_factory=dict)
     studies: dict[Any, int] = field(default_factory=dict)
     deciding: set[str] = field(default_factory=set)
+    _kinds: set[Any] = field(default_factory=set)  # of batches so far
+    _cut: set[str] = field(default_factory=set)  # steps of which some batches were cut
+    _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.attributes = Attributes(self.module, self.stages.homes)
         self.tree = ModuleTree(self.module)
+        self._matching = Matching(self.module, self.watch, self.hooks, self.attributes, self._refuse)
 
     def prepare(self, step: Step, microbatches: int) -> Prepared:
         """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
@@ -130,7 +77,7 @@ class Programs:
             known = self.made.setdefault(signature, [])
             start = generators.global_state()
             for program in known:
-                ready = self._dry(step, program, start)
+                ready = self._matching.prepared(step, program, start, self.deciding)
                 if ready is not None:
                     self.made.setdefault(self._signature(step, wanted), known)  # which it may have changed
                     known.remove(program)  # to the front: the next step is likely to be the same
@@ -138,20 +85,17 @@ class Programs:
                     return ready
                 generators.set_global_state(start)
             del known[MOST_PROGRAMS:]
-            if known and known[0] is self._fresh:  # it was made of this very step
+            if known and known[0] is self._matching.fresh:  # it was made of this very step
                 raise RuntimeError(
-                    f"{step.name} does something else each time it runs, first at {self._change}. {self.stages.ranks} "
-                    "ranks that share the model can't follow that: what a step does must depend on the batch, the "
-                    "module's attributes and random numbers of torch, numpy or `random` alone."
+                    f"{step.name} does something else each time it runs, first at {self._matching.change}. "
+                    f"{self.stages.ranks} ranks that share the model can't follow that: what a step does must depend "
+                    "on the batch, the module's attributes and random numbers of torch, numpy or `random` alone."
                 )
             if first:  # on all ranks: what a layer does may go by buffers that one of them holds
                 self.hooks.meeting("met a kind of batch for the first time", "Give all ranks the same batches.")
                 first, tried = False, replace(step, lent=lacking_buffers(self.module, self.hooks.axis))
             wanted = self._study(tried, wanted, signature, known)
             signature = self._signature(step, wanted)
-
-    _cut: set[str] = field(default_factory=set)  # steps of which some batches were cut
-    _warned: set[str] = field(default_factory=set)
 
     def _warn_once(self, name: str, reason: str) -> None:
         if name not in self._warned and torch.distributed.get_rank() == 0:
@@ -161,12 +105,6 @@ class Programs:
                 stacklevel=2,
             )
         self._warned.add(name)
-
-    _kinds: set[Any] = field(default_factory=set)  # of batches so far
-    _fresh: Program | None = None
-    _foreseen: Program | None = None
-    _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
-    _change = ""
 
     def prepare_apart(self, step: Step, microbatches: int) -> Prepared:
         """As `prepare`, with each microbatch a batch of its own, whose loss counts by its share of the samples."""
@@ -210,7 +148,7 @@ class Programs:
         if microbatches == 1 and self.studies[shapes] > MOST_STUDIES:
             program.leaves = False  # it is told something else at each step, which so far came to nothing
         self._add(step, program)
-        self._fresh = program
+        self._matching.fresh = program
         return microbatches
 
     def foresee(self, step: Step, program: Program) -> None:
@@ -218,7 +156,7 @@ class Programs:
         and a dry run agrees, it need not be studied again."""
         self._is_first(self._signature(step, program.microbatches))
         self._add(step, program)
-        self._foreseen = program
+        self._matching.foreseen = program
 
     def _add(self, step: Step, program: Program) -> None:
         if program.microbatches > 1:
@@ -237,6 +175,9 @@ class Programs:
                         f"is held by rank {', '.join(map(str, holders))} alone, where training uses it. Use it in the "
                         "forward of the module that it belongs to, or place modules so that both meet."
                     )
+
+    def _refuse(self, step: Step, program: Program, reason: str) -> None:
+        self.refused[self._signature(step, program.microbatches)[:-1]] = reason
 
     def _signature(self, step: Step, microbatches: int) -> Any:
         tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
@@ -262,104 +203,3 @@ class Programs:
         if trainer is None or self.deciding.isdisjoint(("optimizers", "lr_scheduler_configs")):
             return plain
         return (*plain, numbers_of(trainer.optimizers))
-
-    def _dry(self, step: Step, program: Program, start: tuple[Any, ...]) -> Prepared | None:
-        memo = Memo(step.batch)
-        rank, watch = self.hooks.axis.rank, self.watch
-        tape = Tape(program, memo, rank, watch.moves, watch.original) if may_be_taped(program) else None
-        run = DryRun(program, memo, tape)
-        kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
-        try:
-            self.watch.take_in(program.outer)
-            with (
-                self._apart(step, program),
-                self.watch.undone(step.batch, keep=True, hear=tape),
-                torch.set_grad_enabled(step.grad),
-                step.context(),
-            ):
-                with run:
-                    result = call_step(self.module, step)
-                if tape is not None:
-                    tape.end(result)
-                self._see_what_is_set(program)
-            run.finish()
-            self._see_what_hooks_meet(step, program)
-        except Exception as error:
-            # Shapes of another step may well be what the user's code raises at; if not, it will when it is studied.
-            if not isinstance(error, ChangedError) and program is self._fresh:
-                raise
-            self.attributes.changed_since(())  # some of it was undone
-            self._change = str(error)
-            with torch.no_grad():
-                for x, was in kept:  # a step that writes into its batch must not do so twice
-                    x.copy_(was)
-            return None
-        self._fresh = self._foreseen = None
-        self.attributes.changed_since(())
-        before, count = (start[2], start[3]), program.microbatches  # of numpy and of `random`
-        memo.standing = before if is_standing(before) else None
-        parts = [Part(step, program, memo, before)]
-        if count > 1:
-            axes = [MicrobatchAxis(count, i) for i in range(count)]
-            # a loss that no sample goes into would count once for each microbatch
-            shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
-            told = tape if memo.standing is not None and not memo.anew else None
-            pairs = zip(axes, shares, strict=True)
-            parts = [Part(step, program, memo, before, axis, share, tape=told) for axis, share in pairs]
-        return Prepared(parts, start, generators.global_state())
-
-    def _see_what_hooks_meet(self, step: Step, program: Program) -> None:
-        """Hooks on gradients run before what the step has changed is there, unless it has one microbatch.
-
-        Raises:
-            ChangedError: they may go by what it changed.
-        """
-        met = program.in_hooks & {name for name, _ in self.watch.made} if program.microbatches > 1 else None
-        if met:
-            place = f"{sorted(met)[0]}, which the step changes and a hook on a gradient may go by"
-            self.refused[self._signature(step, program.microbatches)[:-1]] = place
-            self._fresh = None
-            raise ChangedError(place)
-
-    @contextmanager
-    def _apart(self, step: Step, program: Program) -> Iterator[None]:
-        """Inside the step's own code runs, for the first time by ``program``, and no unit.
-
-        Raises:
-            ValueError: it changes what units hold that change it, too: no rank but theirs would have both.
-        """
-        units = sorted(program.keeping) if program in (self._fresh, self._foreseen) else []
-        states = [(path, *self.watch.with_unit(path)) for path in units]
-        for _, state, _ in states:
-            state.lend_iterators()
-        try:
-            yield
-        finally:
-            for _, state, _ in states:
-                state.settle_iterators()
-        for path, state, own in states:
-            changed = [name for name in sorted(own) if state.cells[name].change_unlent() is not None]
-            if changed:
-                state.restore()
-                raise ValueError(
-                    f"{step.name} changes {changed[0]} by other code than the forward of {path!r}, which changes "
-                    "what it holds, too. That runs on the ranks that have its weights alone. Call it as a module, or "
-                    "keep what is changed elsewhere in the LightningModule."
-                )
-
-    def _see_what_is_set(self, program: Program) -> None:
-        """A step may set what units go by before it calls them.
-
-        Raises:
-            ChangedError: it set something else than when ``program`` was made.
-        """
-        found = dict(self.attributes.changed_since(self.deciding)) if program.microbatches > 1 else {}
-        found |= {f"a hook on {name}": n for name, n in self.hooks.now()} if self.watch.hooks.moved() else {}
-        _, known = self._set_within.setdefault(id(program), (program, found))
-        if found != known:
-            place = next(p for p in (*found, *known) if p not in found or p not in known or found[p] != known[p])
-            raise ChangedError(f"{place}, which the step sets")
-
-
-def call_step(module: nn.Module, step: Step) -> Any:
-    return getattr(module, step.name)(step.batch, *step.rest)
