@@ -63,6 +63,21 @@ class Effects:
     names: dict[int, str] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
+    def note(self, state: Snapshot) -> None:
+        """All that has changed in ``state``, or why it can't be told."""
+        for name, change in state.changes().items():
+            cell = state.cells[name]
+            if cell.fixed is None:
+                self.state[name] = change
+                self.places[name] = cell.dotted
+                continue
+            mapping = isinstance(change, MappingChange)
+            places = ", ".join(map(cell.place, [*change.entries, *change.deleted])) if mapping else name
+            self.refused.append(cell.fixed.format(places=places))
+        self.names.update(state.names)
+        self.names.update(state.stand_ins())
+        self.kept.append((state, [cell.lent for cell in state.cells.values() if cell.lent]))
+
     def travel(
         self, axis: Axis, source: int, device: torch.device = _CPU, objects: Mapping[str, Any] = _NOTHING,
         made: Made = _NOTHING, module: nn.Module | ModuleTree | None = None, present: Callable[[], Made] = dict,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_par.pipeline.effects.watched_run import users_within
+from lightning_par.pipeline.effects.unit_reach import users_within
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.patches.module_attributes import hearing_assignments

@@ -7,32 +7,28 @@ what becomes of the run that counts.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextvars import copy_context
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, heard_from, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
+from lightning_par.pipeline.effects.unit_reach import users_within
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
-from lightning_par.python_state.changes import Change, MappingChange, stored_by
+from lightning_par.python_state.changes import Change, stored_by
 from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
-from lightning_par.python_state.snapshot import Snapshot, kept, reading, too_large
+from lightning_par.python_state.snapshot import Snapshot, reading, too_large
 from lightning_par.python_state.spare_tensors import Spares
 from lightning_par.python_state.training_modes import ModesCell
-from lightning_par.python_state.user_code import is_users_code, packages_of
-from lightning_par.trial.step import Step
-
-T = TypeVar("T")
+from lightning_par.python_state.user_code import packages_of
 
 
 class Watch:
@@ -136,9 +132,9 @@ class Watch:
             if keep:
                 self.made = _made([x.changes() for x in held])
             if effects is not None:
-                _tell(effects, state)
+                effects.note(state)
                 if given is not None and whole:
-                    _tell(effects, given)
+                    effects.note(given)
         finally:
             overwritten = [place for x in held for place in x.restore()]
         if overwritten:
@@ -300,56 +296,6 @@ class Watch:
         state = self.snapshot()
         given = self._of_batch(state, batch)
         return state.objects if given is None else {**state.objects, **given.objects}
-
-
-def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
-    """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
-    named = unit.named_modules(prefix=path)
-    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or hooks_on(m)]
-
-
-LENT = "argument "
-"""What the names of modules that a unit is given begin with."""
-
-
-def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequence[nn.Module] = ()) -> Snapshot | None:
-    """All that code which runs in a unit reaches, modules ``lent`` to it too; None if none of it is the user's."""
-    inner = users_within(unit, path, packages)
-    if not inner and not hooks_on_all():
-        return None
-    state = Snapshot([], packages)
-    for name, m in inner:
-        for n, hook in enumerate(hooks_on(m)):
-            state.add(f"hook {n} of {name}", hook)
-    state.add_units(inner)
-    state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])
-    return state
-
-
-def untraced(trial: Callable[..., T]) -> Callable[..., T]:
-    """``trial`` runs a step, its first argument, on a copy of the module; whatever that shares is put back."""
-
-    @functools.wraps(trial)
-    def run(step: Step, *args: Any, **kwargs: Any) -> T:
-        with kept(step.module, step.batch, {id(x) for x in tensors_in(step.batch)}):
-            return copy_context().run(trial, step, *args, **kwargs)  # a ContextVar can't be left without a value again
-
-    return run
-
-
-def _tell(effects: Effects, state: Snapshot) -> None:
-    for name, change in state.changes().items():
-        cell = state.cells[name]
-        if cell.fixed is None:
-            effects.state[name] = change
-            effects.places[name] = cell.dotted
-            continue
-        mapping = isinstance(change, MappingChange)
-        places = ", ".join(map(cell.place, [*change.entries, *change.deleted])) if mapping else name
-        effects.refused.append(cell.fixed.format(places=places))
-    effects.names.update(state.names)
-    effects.names.update(state.stand_ins())
-    effects.kept.append((state, [cell.lent for cell in state.cells.values() if cell.lent]))
 
 
 def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:

@@ -14,7 +14,6 @@ from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.method_calls import UnitState
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.effects.unit_effects import Sight
-from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
@@ -24,6 +23,7 @@ from lightning_par.pipeline.trial.code_attributes import watched_numbers
 from lightning_par.pipeline.trial.placeholders import standing_in
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import refuse_backward_hooks
+from lightning_par.pipeline.trial.untraced import untraced
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_hooks import number_of_backward_hooks

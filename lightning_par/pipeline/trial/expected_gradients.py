@@ -21,8 +21,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.pipeline.effects.console import hushed
 from lightning_par.pipeline.effects.random_draws import stand_at, standing
-from lightning_par.pipeline.effects.watched_run import untraced
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
+from lightning_par.pipeline.trial.untraced import untraced
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors

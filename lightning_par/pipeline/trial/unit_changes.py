@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_par.pipeline.effects.unit_effects import Left, Sight, show
-from lightning_par.pipeline.effects.watched_run import LENT, state_of
+from lightning_par.pipeline.effects.unit_reach import LENT, state_of
 from lightning_par.python_state.changes import as_it_is, stored_by
 from lightning_par.python_state.snapshot import Snapshot, plainly
 

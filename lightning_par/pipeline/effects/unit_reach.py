@@ -1,0 +1,35 @@
+"""What code that runs within a unit reaches, the user's own or hooks on its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_par.private.module_hooks import hooks_on, hooks_on_all
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.user_code import is_users_code
+
+
+def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
+    named = unit.named_modules(prefix=path)
+    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or hooks_on(m)]
+
+
+LENT = "argument "
+"""What the names of modules that a unit is given begin with."""
+
+
+def state_of(unit: nn.Module, path: str, packages: frozenset[str], lent: Sequence[nn.Module] = ()) -> Snapshot | None:
+    """All that code which runs in a unit reaches, modules ``lent`` to it too; None if none of it is the user's."""
+    inner = users_within(unit, path, packages)
+    if not inner and not hooks_on_all():
+        return None
+    state = Snapshot([], packages)
+    for name, m in inner:
+        for n, hook in enumerate(hooks_on(m)):
+            state.add(f"hook {n} of {name}", hook)
+    state.add_units(inner)
+    state.add_modules([(f"{LENT}{n} of {path}", m) for n, m in enumerate(lent)])
+    return state
