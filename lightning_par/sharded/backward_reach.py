@@ -20,8 +20,8 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import Accumulation, function_of, gathered_by
 from lightning_par.private.leaf_hooks import hooks_of
+from lightning_par.sharded.parts import parts_along
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import parts_along
 from lightning_par.trial.memo import Memo
 
 Axes = tuple[Axis, ...]

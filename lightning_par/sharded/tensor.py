@@ -27,6 +27,7 @@ from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import storage_of
 from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter, set_data
 from lightning_par.sharded import aliases
+from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
 
 _dispatch: Callable[..., Any] | None = None
@@ -82,7 +83,7 @@ class ShardedTensor(torch.Tensor):
         if names.on:
             self._name = names.current
         if is_leaf:
-            _note_part(local, axis)
+            note_part(local, axis)
         return self
 
     @property
@@ -170,7 +171,7 @@ class ShardedTensor(torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self._local.requires_grad = value
-        _note_part(self._local, self._axis)
+        note_part(self._local, self._axis)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:  # type: ignore[override]
         self.requires_grad = requires_grad
@@ -249,7 +250,7 @@ class ShardedTensor(torch.Tensor):
         return self._local.retains_grad
 
     def retain_grad(self) -> None:
-        _note_part(self._local, self._axis)
+        note_part(self._local, self._axis)
         self._local.retain_grad()
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -263,7 +264,7 @@ class ShardedTensor(torch.Tensor):
             return None if result is None else self.part_of(result)
 
         local_hook.of_user = hook  # type: ignore[attr-defined]
-        _note_part(self._local, self._axis)
+        note_part(self._local, self._axis)
         return self._local.register_hook(local_hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
@@ -305,29 +306,6 @@ class ShardedTensor(torch.Tensor):
             f"ShardedTensor(shape={tuple(self.shape)}, dim={self._dim}, axis={self._axis.name!r}, "
             f"rank {self._axis.rank} of {self._axis.size} holds {tuple(self._local.shape)}, dtype={self.dtype})"
         )
-
-
-def _note_part(local: Tensor, axis: Axis) -> None:
-    """What is a part has a part of the gradient, where a whole tensor may have a share of it."""
-    local = aliases.innermost(local)
-    known = parts_along(local)
-    if all(axis is not other for other in known):
-        local._part_along = (*known, axis)  # type: ignore[attr-defined]  # no weak reference: it may be swapped
-
-
-def parts_along(x: Tensor) -> tuple[Axis, ...]:
-    """The axes along which the plain ``x`` is known to be the part of a sharded tensor."""
-    axes: tuple[Axis, ...] = getattr(x, "_part_along", ())
-    return axes
-
-
-def sharded_parameter(whole: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:
-    """A parameter of which this rank keeps its part of ``whole``, as a fresh leaf."""
-    # a view would keep all of it in memory
-    part = collectives.scatter(whole.detach(), dim, positions, axis).clone(memory_format=torch.contiguous_format)
-    param = ShardedTensor(torch.nn.Parameter(part, requires_grad=whole.requires_grad), dim, positions, axis)
-    mark_parameter(param)  # what `isinstance(x, nn.Parameter)` asks of a tensor subclass
-    return param
 
 
 def leaf(param: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.leaf_hooks import hooks_of, set_hooks
 from lightning_par.sharded.identity import become
-from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
+from lightning_par.sharded.parameter import sharded_parameter
+from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.plan import TensorPlan
 
 

@@ -23,7 +23,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.optim.optimizers import adopt
 from lightning_par.optim.value_places import StagePlaces
-from lightning_par.sharded.tensor import OutOfSightError, ShardedTensor, full, sharded_parameter
+from lightning_par.sharded.parameter import sharded_parameter
+from lightning_par.sharded.tensor import OutOfSightError, ShardedTensor, full
 from lightning_par.strategies.end_of_run import unshard_optimizer_state
 from tests.helpers.differences import differences
 from tests.helpers.sequence_ranks import sub_axis

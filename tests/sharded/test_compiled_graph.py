@@ -16,8 +16,8 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import patches
 from lightning_par.sharded.aliases import Memory, note
 from lightning_par.sharded.identity import become
+from lightning_par.sharded.parameter import sharded_parameter
 from lightning_par.sharded.run_state import RunState
-from lightning_par.sharded.tensor import sharded_parameter
 
 C = 8
 

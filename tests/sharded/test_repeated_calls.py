@@ -13,7 +13,8 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded.local_calls.form import form_of
 from lightning_par.sharded.local_calls.repeated_calls import Call
-from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
+from lightning_par.sharded.parameter import sharded_parameter
+from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.rule_check import KINDS, Case, check
 from tests.helpers.slow import in_turn, slow
 from tests.helpers.thread_ranks import SequenceThreadAxis, run_ranks

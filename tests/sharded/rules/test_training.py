@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
 from lightning_par.sharded import patches
-from lightning_par.sharded.tensor import ShardedTensor, sharded_parameter
+from lightning_par.sharded.parameter import sharded_parameter
+from lightning_par.sharded.tensor import ShardedTensor
 from tests.helpers.thread_ranks import ThreadAxis, run_ranks
 
 OWNERS = {"even": [0, 0, 0, 1, 1, 1], "uneven": [0, 1, 1, 1, 1, 1], "zigzag": [0, 1, 1, 1, 0, 0], "empty": [1] * 6}
