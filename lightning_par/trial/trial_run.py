@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,33 +90,10 @@ def record_step(
         assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
     """
 
-    def explored(starts: bool) -> Trial[Recording]:
-        def trial(guesses: Guesses) -> Trial[Recording]:
-            with kept(module):  # class bodies, globals and closures, which the copy shares
-                listener = listeners() if listeners is not None and not starts else None
-                kind = TwinRecorder if twin else Recorder
-                run = partial(
-                    _record,
-                    module,
-                    step,
-                    batch,
-                    shared,
-                    context,
-                    prepare,
-                    loaders,
-                    guesses,
-                    starts,
-                    listener,
-                    kind,
-                    device,
-                )
-                recording = copy_context().run(run)
-            turns = guesses.endless is not None  # of a loop, which come to nothing
-            worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
-            # A loop in an evaluation that generates text is mostly all that there is of it.
-            done = recording.is_whole or (turns and step != STEPS["fit"] and recording.met_all)
-            return Trial(recording, guesses, worth, done)
+    run = _Run(module, step, batch, shared, context, prepare, loaders, listeners, twin, device)
 
+    def explored(starts: bool) -> Trial[Recording]:
+        trial = partial(run.trial, starts)
         with torch.set_grad_enabled(grad):
             best = explore(trial, patterns)
         if best.value.stopped is not None and best.guesses.endless is None:
@@ -131,61 +108,90 @@ def record_step(
     return best.value
 
 
-def _record(
-    module: nn.Module,
-    step: str,
-    batch: Any,
-    shared: tuple[Any, ...],
-    context: Context,
-    prepare: Callable[[Any], Any] | None,
-    loaders: int,
-    guesses: Guesses,
-    starts: bool,
-    listener: Listener | None,
-    kind: type[Recorder],
-    device: torch.device | None,
-) -> Recording:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, Tensor] = {}
-    stand = fake_stands(module, mode, fakes, device)
+@dataclass(frozen=True)
+class _Run:
+    """What is recorded; see `record_step`."""
+
+    module: nn.Module
+    step: str
+    batch: Any
+    shared: tuple[Any, ...]
+    context: Context
+    prepare: Callable[[Any], Any] | None
+    loaders: int
+    listeners: Listeners | None
+    twin: bool
+    device: torch.device | None
+
+    def trial(self, starts: bool, guesses: Guesses) -> Trial[Recording]:
+        """The step by ``guesses``; ``starts`` says whether hooks of the start of a run are called before."""
+        with kept(self.module):  # class bodies, globals and closures, which the copy shares
+            listener = self.listeners() if self.listeners is not None and not starts else None
+            recording = copy_context().run(self._recorded, guesses, starts, listener)
+        turns = guesses.endless is not None  # of a loop, which come to nothing
+        worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
+        # A loop in an evaluation that generates text is mostly all that there is of it.
+        done = recording.is_whole or (turns and self.step != STEPS["fit"] and recording.met_all)
+        return Trial(recording, guesses, worth, done)
+
+    def _recorded(self, guesses: Guesses, starts: bool, listener: Listener | None) -> Recording:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, Tensor] = {}
+        stand = fake_stands(self.module, mode, fakes, self.device)
+        parameters = _by_names(self.module, fakes)
+        recorder = (TwinRecorder if self.twin else Recorder)(mode, guesses, listener)
+        copy = stand_in(self.module, stand, self.shared, recorder.took)
+        if isinstance(recorder, TwinRecorder):
+            recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
+        if listener is not None:
+            listener.begin(copy)
+        batch = copied(self.batch)
+        if starts:
+            with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
+                call_start_hooks(copy, self.step, batch)
+        result, stopped, refused = self._called(copy, batch, recorder)
+        tensors = tuple(recorder.fake(x) for x in tensors_of(batch))
+        events = tuple(recorder.events)
+        found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
+        return found if stopped is not None else _heard(found, recorder, batch)
+
+    def _called(self, copy: Any, batch: Any, recorder: Recorder) -> tuple[Any, str | None, str | None]:
+        """What the step returns, why it ended early, and what no recording can follow, if that was the reason."""
+        result, stopped, refused = None, None, None
+        with generators.kept(), quiet(), recorder, self.context():
+            try:
+                function = getattr(copy, self.step)
+                given = batch if self.prepare is None else self.prepare(batch)
+                if fetches_itself(function):
+                    result = function(Repeated(given))
+                else:
+                    result = function(given, *step_arguments(function, self.loaders))
+                recorder.took_by(returned, result)
+            except (Exception, EndlessError) as error:  # whatever the user's step may raise on fakes: it ends there
+                stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+                stopped += f" at {line_of(error) or 'an unknown line'}"
+                refused = str(error) if isinstance(error, OutOfSightError) else None
+        return result, stopped, refused
+
+
+def _by_names(module: nn.Module, fakes: dict[int, Tensor]) -> dict[tuple[str, ...], Tensor]:
+    """The fakes of parameters, by all names of each."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(fakes[id(parameter)]), []).append(name)
-    recorder = kind(mode, guesses, listener)
-    copy = stand_in(module, stand, shared, recorder.took)
-    if isinstance(recorder, TwinRecorder):
-        recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
-    if listener is not None:
-        listener.begin(copy)
-    own_batch = copied(batch)
-    if starts:
-        with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
-            call_start_hooks(copy, step, own_batch)
-    result, stopped, refused = None, None, None
-    with generators.kept(), quiet(), recorder, context():
-        try:
-            function = getattr(copy, step)
-            given = own_batch if prepare is None else prepare(own_batch)
-            if fetches_itself(function):
-                result = function(Repeated(given))
-            else:
-                result = function(given, *step_arguments(function, loaders))
-            recorder.took_by(returned, result)
-        except (Exception, EndlessError) as error:  # whatever the user's step may raise on fakes: it ends there
-            stopped = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
-            stopped += f" at {line_of(error) or 'an unknown line'}"
-            refused = str(error) if isinstance(error, OutOfSightError) else None
     by_id = {id(fake): fake for fake in fakes.values()}
-    parameters = {tuple(found): by_id[key] for key, found in names.items()}
-    tensors = tuple(recorder.fake(x) for x in tensors_of(own_batch))
-    found = Recording(tuple(recorder.events), parameters, tensors, result, stopped, refused, guesses.patterns)
+    return {tuple(found): by_id[key] for key, found in names.items()}
+
+
+def _heard(found: Recording, recorder: Recorder, batch: Any) -> Recording:
+    """What was ``found``, with what a listener heard of the whole step, and a twin's own recording of that."""
     whole = recorder.plain if isinstance(recorder, TwinRecorder) else recorder
-    if whole is None or stopped is not None:
+    if whole is None:
         return found
     heard = None if whole.listener is None else whole.listener.end()
     if whole is recorder:
         return replace(found, heard=heard)
-    tensors = tuple(whole.fake(x) for x in tensors_of(own_batch))
+    tensors = tuple(whole.fake(x) for x in tensors_of(batch))
     plain = replace(found, events=tuple(whole.events), batch=tensors, result=None, heard=heard)
     return replace(found, plain=plain)
 
