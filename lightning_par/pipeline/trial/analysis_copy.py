@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
+from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
@@ -66,8 +67,6 @@ class Fakes:
 
 
 def _is_away(x: Tensor) -> bool:
-    from lightning_par.absent.elsewhere import is_elsewhere
-
     return is_elsewhere(x) or x.is_meta
 
 

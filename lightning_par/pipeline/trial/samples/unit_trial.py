@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.program.microbatch_values import of_microbatch
 from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.trial.call_costs import Frame
 from lightning_par.pipeline.trial.samples.by_sample import by_sample
 from lightning_par.pipeline.trial.samples.function_calls import Trace, tracing
 from lightning_par.private.pytree import tree_leaves
@@ -203,8 +204,6 @@ def _mixed(path: str, reason: str) -> SamplesMixError:
 @contextmanager
 def _aside(run: Analysis) -> Iterator[None]:
     """What is computed inside costs nothing and is no part of the step."""
-    from lightning_par.pipeline.trial.call_costs import Frame
-
     unsized, frames, casts = run.unsized, run.frames, run.casts
     run.frames, run.casts = [Frame("", 0)], Counter()
     try:
