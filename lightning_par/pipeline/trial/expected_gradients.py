@@ -3,8 +3,8 @@
 What a pipeline knows of a step comes from runs in which metrics, reads and parts of the model are stood in for. This
 run stands in for none: fake parameters, the real batch, torch's own backward. Metrics that look at values, as most do
 that check what they are given, tell nothing instead, if nothing is made of what they tell. Where the step can't be run
-so, as where the code goes by values of the model, the first step is run on one rank that gets all weights, if they are small beside the
-memory that is free. Where they are not, or random numbers decide, nothing is expected.
+so, as where the code goes by values of the model, the first step is run on one rank that gets all weights, if they are
+small beside the memory that is free. Where they are not, or random numbers decide, nothing is expected.
 """
 
 from __future__ import annotations
