@@ -99,7 +99,6 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a metric's update."""
 
 
-
 def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
     RunState.current.streams.begin_step(0, 0)
     loss = loss_in(getattr(copy, step.name)(map_tensors(cloned, step.batch), *step.rest))
