@@ -48,7 +48,7 @@ def add_plan(commands: Any) -> None:
 def show_plan(asked: Namespace) -> int:
     """Run the command; returns its exit code."""
     precision, devices = asked.precision, asked.devices
-    made = load(asked.module) if asked.module else None
+    made: Any = load(asked.module) if asked.module else None
     batch = load(asked.batch) if asked.batch else None
     if asked.config:
         from lightning_par.planner.cli_config import read_config
