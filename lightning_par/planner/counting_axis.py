@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.stored_parameter import StorageAxis
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
 from lightning_par.sequence.deep_masks import DeepMasks
@@ -78,4 +79,13 @@ class CountingResidual(_Counting, ResidualAxis):
     def __init__(self, tensor: CountingAxis) -> None:
         ResidualAxis.__init__(self, tensor)
         self.masks = _Shallow()
+        self.forget_calls()
+
+
+class CountingStorage(_Counting, StorageAxis):
+    """``size`` ranks that store parts of weights, as the first one sees them; who uses a weight has it gathered."""
+
+    def __init__(self, size: int) -> None:
+        Axis.__init__(self, "data", tuple(range(size)), 0, None)
+        self.copies, self.gathering = size, None
         self.forget_calls()

@@ -73,7 +73,10 @@ class TraceRecorder:
         found: list[tuple[int, str, int]] = []
 
         def note(name: str, x: Tensor) -> None:
-            found.append((len(live.steps) - begin, name, x.numel() * x.element_size()))
+            size, steps = x.numel() * x.element_size(), live.steps
+            before = steps[-2] if len(steps) > begin + 1 else start
+            freed = len(steps) > begin and steps[-1] - before == -size  # it was, as it was added
+            found.append((len(steps) - begin + (not freed), name, size))
 
         trained = [(name, x) for name, x in self._leaves.items() if x.requires_grad]
         handles = [x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in trained]
@@ -84,4 +87,5 @@ class TraceRecorder:
         finally:
             for handle in handles:
                 handle.remove()
-        self.actions[op] = Trace((start, *live.steps[begin:]), tuple((i + 1, n, s) for i, n, s in found))
+        last = len(live.steps) - begin
+        self.actions[op] = Trace((start, *live.steps[begin:]), tuple((min(i, last), n, s) for i, n, s in found))

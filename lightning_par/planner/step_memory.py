@@ -89,7 +89,22 @@ def _key(stage: int, number: int) -> Key:
     return stage << 16 | number, 0
 
 
-def peak_of(step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged] = ()) -> float:
+@dataclass(frozen=True)
+class StepEnd:
+    """What is made once all backwards have ended, beside all that is there then, in bytes.
+
+    Attributes:
+        tied: of gradients that are summed over the ranks which hold the same weights; copied into messages, and out.
+        parts: while gradients are summed whose parts ranks store.
+    """
+
+    tied: float = 0.0
+    parts: float = 0.0
+
+
+def peak_of(
+    step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged] = (), end: StepEnd | None = None
+) -> float:
     """The most bytes of live tensors at any time.
 
     Args:
@@ -97,6 +112,7 @@ def peak_of(step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged
         rank: whose.
         apart: whether the step's gradients are collected beside those of earlier ones.
         averaged: the messages that average gradients, in the order in which they leave.
+        end: of the step; None: nothing is made.
     """
     found = _Rank(step, rank, apart, averaged)
     for event in step.orders[rank]:
@@ -104,7 +120,7 @@ def peak_of(step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged
             found.exchange(event)
         elif isinstance(event, Action):
             found.run(event)
-    return found.ended()
+    return found.ended(end or StepEnd())
 
 
 @dataclass
@@ -114,7 +130,7 @@ class _Rank:
     apart: bool
     averaged: Sequence[Averaged]
     live: int = 0
-    peak: int = 0
+    peak: float = 0
     batches: int = 0
     known: set[str] = field(default_factory=set)  # parameters whose gradients are there
     arrived: set[str] = field(default_factory=set)  # parameters whose gradients are final
@@ -213,8 +229,10 @@ class _Rank:
             self.launched += 1
         return found
 
-    def ended(self) -> float:
-        """All has been sent; what was not averaged yet leaves."""
+    def ended(self, end: StepEnd) -> float:
+        """Gradients are finished with the last messages under way. Then all has been sent; what was not averaged yet
+        leaves."""
+        self.peak = max(self.peak, self.live + 2 * end.tied, self.live + end.tied + end.parts)
         rest = sum(one.nbytes for one in self.averaged[self.launched :])
         own = 0 if self.apart else self.live - sum(x[2] for x in self.sent)
         return float(max(self.peak, own + rest))
