@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,17 +32,32 @@ class Trace:
         return self.live[-1]
 
 
+class Taken(NamedTuple):
+    """A value that comes from the stage before.
+
+    Attributes:
+        nbytes: of it.
+        wanted: whether its gradient goes back.
+        held: bytes of the memory that this lies in, which may be more: a part of what came for the stage's own values
+            is one of theirs. 0 where the gradient of one that came before it lies there, too.
+    """
+
+    nbytes: int
+    wanted: bool
+    held: int
+
+
 @dataclass(frozen=True)
 class StageTrace:
     """Of one stage and one microbatch.
 
     Attributes:
         actions: by their letters in schedules: F, and B or I and W.
-        taken: bytes of each value that comes from the stage before it, and whether its gradient goes back.
+        taken: the values that it takes.
     """
 
     actions: Mapping[str, Trace]
-    taken: tuple[tuple[int, bool], ...]
+    taken: tuple[Taken, ...]
 
 
 class TraceRecorder:

@@ -20,7 +20,7 @@ from lightning_par.pipeline.program.routes import Routes
 from lightning_par.pipeline.run.message_plan import Message, Traffic
 from lightning_par.pipeline.run.messages import MOST_UNDER_WAY
 from lightning_par.pipeline.run.timetable import Event, Exchange, make_timetable
-from lightning_par.planner.stage_trace import StageTrace
+from lightning_par.planner.stage_trace import StageTrace, Taken
 
 
 class Averaged(NamedTuple):
@@ -54,7 +54,7 @@ def order_of(schedule: Schedule | None, traces: Sequence[StageTrace]) -> StepOrd
     """The events of a step; without a ``schedule`` one stage runs one microbatch."""
     if schedule is None:
         return StepOrder(tuple(traces), (0,), ((Action("F", 0, 0), Action("B", 0, 0)),))
-    crossing = tuple(tuple(wanted for _, wanted in trace.taken) for trace in traces)
+    crossing = tuple(tuple(value.wanted for value in trace.taken) for trace in traces)
     return StepOrder(tuple(traces), schedule.placement, _orders(schedule, crossing))
 
 
@@ -154,16 +154,17 @@ class _Rank:
             self.live -= self.sent.popleft()[2]
         for message in event.sent:
             if message.kind == "backward":
-                size = self._size(message)
+                size = self._value(message).held
                 self.given[message.stage + 1, message.microbatch] -= size
                 self.sent.append((self.step.placement[message.stage], self.batches, size))
         for message in event.received:
-            self.rooms[message] = self._size(message), self.batches
-            self._grow(self._size(message))
+            size = self._value(message).nbytes
+            self.rooms[message] = size, self.batches
+            self._grow(size)
         self.batches += 1
 
-    def _size(self, message: Message) -> int:
-        return self.step.traces[message.stage + 1].taken[message.key[0] & 0xFFFF][0]
+    def _value(self, message: Message) -> Taken:
+        return self.step.traces[message.stage + 1].taken[message.key[0] & 0xFFFF]
 
     def _took(self, message: Message) -> int:
         """Wait for a message: what was sent to who sent it has arrived."""
@@ -190,7 +191,7 @@ class _Rank:
             ) + self.given.pop((stage + 1, microbatch), 0)  # fmt: skip
         self._follow(action, trace)
         if action.op in "BI" and stage:
-            size = sum(size for size, wanted in trace.taken if wanted)
+            size = sum(value.held for value in trace.taken)
             self.given[place] = size
             self.live += size
         if action.op == "I" and not stage:
