@@ -45,6 +45,8 @@ def rank_memory(
             activations = peak_of(counted, rank, apart, _averaged(work, own, tensor), end)
             if stored or p.autocast is not None and one.layout.pipeline == 1:
                 buffers = 0.0  # gathered weights, and copies, come and go with the functions
+        if counted is not None and one.layout.pipeline > 1:
+            activations += _of_batch(work)
         peak = (
             fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
         ) * run.machine.fragmentation
@@ -116,6 +118,12 @@ def _gathered(work: LayoutWork, units: Sequence[int]) -> float:
         # and one message of each kind, laid out in one piece
         return (sum(sizes) + sizes[0]) * (p.moved() + p.gradients)
     return sum(sizes[:2]) * p.moved() + sum(sizes[:1]) * (p.moved() + p.gradients)
+
+
+def _of_batch(work: LayoutWork) -> float:
+    """Bytes of what the batch alone determines: ranks of a pipeline keep it as long as a step's microbatches run."""
+    growing, fixed = work.profile.stages.of_batch
+    return growing * work.one.micro * work.one.microbatches / work.profile.samples + fixed
 
 
 def _whole(work: LayoutWork, own: Sequence[int], tensor: int) -> float:

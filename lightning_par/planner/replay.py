@@ -244,7 +244,8 @@ class _Replay:
         return dispatch(event.func, args, kwargs) if sharded else event.func(*args, **kwargs)
 
     def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
-        """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew."""
+        """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew: what
+        this one began with holds the whole graph."""
         outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
         loss = [x for x in tree_leaves(self.step.recording.result) if isinstance(x, Tensor) and id(x) in made]
         ends: dict[int, Tensor] = {}
@@ -253,7 +254,7 @@ class _Replay:
             if inner.requires_grad and not inner.is_leaf:
                 ends[id(inner)] = inner
         roots = [*ends.values()]
-        return roots, [torch.empty_like(x) for x in roots], {id(x): _anew(self.values[id(x)]) for x in outs}
+        return roots, [torch.empty_like(x) for x in roots], {id(x): _anew(self.values[id(x)]) for x in (*outs, *loss)}
 
     def _backward(
         self, roots: list[Tensor], grads: list[Tensor], inputs: list[Tensor], after: dict[int, Any], counted: Any

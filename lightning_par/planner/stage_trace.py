@@ -39,7 +39,7 @@ class Taken(NamedTuple):
         nbytes: of it.
         wanted: whether its gradient goes back.
         held: bytes of the memory that this lies in, which may be more: a part of what came for the stage's own values
-            is one of theirs. 0 where the gradient of one that came before it lies there, too.
+            is one of theirs. 0 where another gradient lies there, too, that is counted.
     """
 
     nbytes: int

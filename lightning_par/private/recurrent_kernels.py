@@ -22,7 +22,8 @@ def workspace_bytes(args: Sequence[Any]) -> int:
     """The size of the workspace that `layer` makes of ``args`` where gradients are wanted.
 
     The kernel runs on zeros of these shapes. Where that would take more than some 10 ms and 20 MB, they are cut, in
-    features first and in time last, and what is found is scaled up: a workspace of some MB comes out within 5 %.
+    features first and in time last, and what is found is scaled up: a workspace of some MB comes out within 5 %, of a
+    layer of very few features within 7 %.
 
     Args:
         args: of `layer`; tensors need no values.
