@@ -45,7 +45,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        return leave(grad, ctx.axis, ctx.purpose), None, None
+        return _summed(grad, ctx.axis, ctx.purpose), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -57,8 +57,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        summed = leave if ctx.axis.gradient_shares else enter
-        return summed(grad, ctx.axis, ctx.purpose), None, None
+        back = _summed if ctx.axis.gradient_shares else enter
+        return back(grad, ctx.axis, ctx.purpose), None, None
 
 
 def _plain(x: Tensor) -> bool:
@@ -94,7 +94,7 @@ class _Entering:
         return x.detach()
 
     def backward(self, grad: Tensor) -> Tensor:
-        return leave(grad, self.axis, self.purpose)
+        return _summed(grad, self.axis, self.purpose)
 
     def start_backward(self, grad: Tensor) -> Started:
         # A gradient may be shared with another branch of the graph, hence the copy.
@@ -113,6 +113,15 @@ def leave(x: Tensor, axis: Axis, purpose: str = "leave") -> Tensor:
         closed = axis.residual.closed(x, purpose)
         if closed is not NotImplemented:
             return closed
+    return _summed(x, axis, purpose)
+
+
+def _summed(x: Tensor, axis: Axis, purpose: str) -> Tensor:
+    """The sum over the axis of the partial sums ``x``, replicated: a gradient has the shape of what it is of."""
+    if axis.size == 1:
+        return x
+    if not _plain(x):
+        return _on_parts(_summed, x, axis, purpose)
     if axis.by_sample:  # nothing moves, and the copy's own backward is the identity
         return axis.all_reduce_(x.clone(memory_format=torch.contiguous_format), purpose)
     return _Leave.apply(x, axis, purpose)

@@ -112,7 +112,8 @@ class Layout:
 
 
 def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> str:
-    product = " * ".join(f"{name}_parallel_size={size}" for name, size in sizes.items() if size not in (1, "auto"))
+    named = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size not in (1, "auto")]
+    product = named[0] if len(named) == 1 else f"{' * '.join(named) or 'the sizes'} = {known}"
     own_size = sizes[own]
     rest = known // own_size if isinstance(own_size, int) else known
     hint = (
@@ -121,7 +122,7 @@ def _mismatch(sizes: dict[str, Size], own: str, known: int, world_size: int) -> 
         else "Write sizes whose product is the number of processes"
     )
     return (
-        f"{product or 'the sizes'} = {known}, but the Trainer starts {world_size} processes (devices * num_nodes). "
+        f"{product}, but the Trainer starts {world_size} processes (devices * num_nodes). "
         f"{hint}, leave one of them 'auto', or set devices * num_nodes to a multiple of {known}."
     )
 

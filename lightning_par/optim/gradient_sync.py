@@ -164,8 +164,9 @@ class GradientSync:
             return
         pairs = zip(found, map(self._along, parameters), strict=True)
         held = {id(x): (x, axis) for x, axis in pairs if axis.size > 1 and not is_elsewhere(x)}
-        # a leaf frozen within the window may have got its share
-        along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in self._touched}
+        # a leaf frozen within the window may have got its share, be it on another rank
+        frozen = self._handles if self._begun else ()
+        along = {i: axis for i, (x, axis) in held.items() if x.requires_grad or i in frozen}
         leaves = {i: held[i][0] for i in along}
         if leaves.keys() == self._handles.keys():
             return

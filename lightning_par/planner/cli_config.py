@@ -1,4 +1,4 @@
-"""What a LightningCLI's YAML says of a run: its model, its precision, its devices."""
+"""What a LightningCLI's YAML says of a run: its model, optimizer and data, its precision, its devices."""
 
 from __future__ import annotations
 
@@ -7,44 +7,143 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any
+
+from lightning.pytorch.utilities import CombinedLoader
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Of one run; None where the YAML does not say it."""
+    """Of one run; None where the YAML does not say it.
+
+    Attributes:
+        module: makes the model, with the optimizer that the YAML gives it.
+        batch: makes the first batch of the data.
+        precision: the Trainer's.
+        devices: of all hosts.
+    """
 
     module: Callable[[], Any] | None
+    batch: Callable[[], Any] | None
     precision: str | None
     devices: int | None
 
 
-def read_config(path: str) -> RunConfig:
-    """Read the YAML at ``path``.
+def read_config(path: str, kind: Any = None) -> RunConfig:
+    """Read the YAML at ``path``. Nothing is made yet.
+
+    Args:
+        path: of what LightningCLI takes with ``--config``, or writes into a run's folder.
+        kind: the model's class, or a function that makes it, where the YAML says no more than its arguments.
 
     Raises:
-        ValueError: there is no such file, or its model can't be found.
+        ValueError: there is no such file, it is none of LightningCLI's, or a class in it can't be found or does not
+            take what is given.
     """
     import yaml
 
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"There is no file {path}.")
-    given: Mapping[str, Any] = yaml.safe_load(file.read_text()) or {}
-    given = given.get("fit", given)
-    trainer = given.get("trainer") or {}
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    count = devices * nodes if isinstance(devices, int) and isinstance(nodes, int) else None
-    precision = trainer.get("precision")
-    return RunConfig(_module(given.get("model"), path), None if precision is None else str(precision), count)
-
-
-def _module(model: Any, path: str) -> Callable[[], Any] | None:
-    if not isinstance(model, Mapping) or "class_path" not in model:
-        return None
-    place, _, name = str(model["class_path"]).rpartition(".")
     try:
-        kind = getattr(import_module(place), name)
+        given = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{path} is no config of LightningCLI: it has no names such as model and trainer.")
+    given = given.get("fit") or given
+    trainer = given.get("trainer") or {}
+    precision = trainer.get("precision")
+    return RunConfig(
+        _module(given, kind, path), _batch(given.get("data"), path), None if precision is None else str(precision),
+        _devices(trainer.get("devices"), trainer.get("num_nodes", 1)),
+    )  # fmt: skip
+
+
+def _devices(devices: Any, nodes: Any) -> int | None:
+    count = len(devices) if isinstance(devices, list) else devices
+    count = int(count) if isinstance(count, str) and count.isdigit() else count
+    whole = isinstance(count, int) and isinstance(nodes, int) and count > 0  # -1 is as many as there are
+    return count * nodes if whole else None
+
+
+def _module(given: Mapping[str, Any], kind: Any, path: str) -> Callable[[], Any] | None:
+    model = given.get("model") or {}
+    make = _maker(model, kind, "model", path)
+    optimizer = given.get("optimizer")
+    if make is None or not optimizer:
+        return make
+    name = optimizer.get("class_path") if isinstance(optimizer, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError(f"{path}: optimizer has no class_path.")
+    optimizer_kind, arguments = _named(name, "optimizer", path), dict(optimizer.get("init_args") or {})
+
+    def with_optimizer() -> Any:
+        module = make()
+        configure = MethodType(lambda self: optimizer_kind(self.parameters(), **arguments), module)
+        module.configure_optimizers = configure  # as LightningCLI does
+        return module
+
+    return with_optimizer
+
+
+def _batch(data: Any, path: str) -> Callable[[], Any] | None:
+    make = _maker(data or {}, None, "data", path)
+
+    def first() -> Any:
+        assert make is not None
+        found = make()
+        found.prepare_data()
+        found.setup("fit")
+        batch, _, _ = next(iter(CombinedLoader(found.train_dataloader(), "max_size_cycle")))
+        return batch
+
+    return None if make is None else first
+
+
+def _maker(given: Any, kind: Any, section: str, path: str) -> Callable[[], Any] | None:
+    """Makes what a section of the YAML describes; None where that is no more than arguments, and no ``kind`` is there.
+
+    Raises:
+        ValueError: it can't be found, or does not take what is given.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{path}: {section} must have a class_path and init_args, got {given!r}.")
+    if "class_path" in given:
+        kind = kind or _named(str(given["class_path"]), section, path)
+        given = given.get("init_args") or {}
+    if kind is None:
+        return None
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError:
+        raise ValueError("--config needs jsonargparse: pip install 'lightning_par[cli]'.") from None
+    parser = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if isinstance(kind, type) else parser.add_function_arguments
+    if not add(kind, section, fail_untyped=False):  # it takes none by name
+        return partial(kind, **given)
+    try:
+        read = parser.parse_object({section: dict(given)})
+    except Exception as error:  # of its own kind, or what types of the user's raise
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+
+    def make() -> Any:
+        made = getattr(parser, "instantiate", None) or parser.instantiate_classes  # newer, older
+        found = made(read)[section]
+        return found if isinstance(kind, type) else kind(**found.as_dict())
+
+    return make
+
+
+def _named(name: str, section: str, path: str) -> Any:
+    """The class of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place, _, own = name.rpartition(".")
+    try:
+        return getattr(import_module(place), own)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: the model {model['class_path']!r} can't be imported: {error}.") from None
-    return partial(kind, **(model.get("init_args") or {}))
+        raise ValueError(f"{path}: the {section} {name!r} can't be imported: {error}.") from None

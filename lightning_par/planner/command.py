@@ -33,7 +33,9 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--save-machine", help="write the machine to this YAML, to be given again")
     plan.add_argument("--devices", type=int, help="over all hosts (default: one host's)")
     plan.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
-    plan.add_argument("--config", help="a LightningCLI's YAML, for the model, the precision and the devices")
+    plan.add_argument(
+        "--config", help="a LightningCLI's YAML, for the model, its optimizer, the batch, the precision and the devices"
+    )
     plan.add_argument("--layout", type=json_dict, help="HybridParallelStrategy's arguments in JSON: that layout alone")
     plan.add_argument("--precision", help="as the Trainer's (default: 32-true)")
     plan.add_argument("--global-batch", type=int, help="samples of one step of the optimizer over all replicas")
@@ -45,17 +47,19 @@ def add_plan(commands: Any) -> None:
 
 def show_plan(asked: Namespace) -> int:
     """Run the command; returns its exit code."""
-    module, precision, devices = asked.module, asked.precision, asked.devices
+    precision, devices = asked.precision, asked.devices
+    made: Any = load(asked.module) if asked.module else None
+    batch = load(asked.batch) if asked.batch else None
     if asked.config:
         from lightning_par.planner.cli_config import read_config
 
-        config = read_config(asked.config)
-        module = module or config.module
+        config = read_config(asked.config, made)
+        made, batch = config.module, config.batch if batch is None else batch
         precision, devices = precision or config.precision, devices or config.devices
-    missing = [n for n, v in (("MODULE", module), ("--batch", asked.batch), ("--machine", asked.machine)) if not v]
+    missing = [n for n, v in (("MODULE", made), ("--batch", batch), ("--machine", asked.machine)) if v is None]
     if missing:
-        raise ValueError(f"plan needs {' and '.join(missing)}.")
-    made, batch = load(module) if isinstance(module, str) else module, load(asked.batch)
+        without = f", which {asked.config} does not tell" if asked.config and missing != ["--machine"] else ""
+        raise ValueError(f"plan needs {' and '.join(missing)}{without}.")
     if asked.init:
         made = partial(made, **asked.init)
     from lightning_par.planner import plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -74,12 +75,29 @@ class CountingSequence(_Counting, SequenceAxis):
 
 
 class CountingResidual(_Counting, ResidualAxis):
-    """The ranks of a counting tensor axis, as those among which tokens are shared out."""
+    """The ranks of a counting tensor axis, as those among which tokens are shared out.
 
-    def __init__(self, tensor: CountingAxis) -> None:
+    Args:
+        tensor: the axis.
+        lengths: of sequences that earlier steps have met.
+    """
+
+    def __init__(self, tensor: CountingAxis, lengths: Collection[int] = ()) -> None:
         ResidualAxis.__init__(self, tensor)
+        self.lengths.update(lengths)
         self.masks = _Shallow()
         self.forget_calls()
+        self._unknown: set[int] = set()  # sizes that were no known length as an island ended
+
+    def closed(self, partial: Tensor, purpose: str) -> Any:
+        if partial.ndim > 2:
+            self._unknown.update(size for size in partial.shape[:2] if size not in self.lengths)
+        return super().closed(partial, purpose)
+
+    @property
+    def settled(self) -> bool:
+        """Whether another step, which has met the lengths of this one, does the same."""
+        return self._unknown.isdisjoint(self.lengths)
 
 
 class CountingStorage(_Counting, StorageAxis):

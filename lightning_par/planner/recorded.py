@@ -271,7 +271,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, v
         module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu")
     )
     if recording.stopped is not None:
-        raise ValueError(f"The step can't be run without values: {recording.stopped}.")
+        raise ValueError(f"The step can't be run on this batch without values: {recording.stopped}.")
     heard: Heard = recording.heard
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     blocks = plan_blocks(module, sizes)

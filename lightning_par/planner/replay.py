@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -96,11 +96,22 @@ def replay(
     Raises:
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
-    run = _Replay(step, dealt, place, storage, holds=len(cut.starts) == 1)
+    lengths: set[int] = set()
+    while True:
+        run = _Replay(step, dealt, place, storage, holds=len(cut.starts) == 1, lengths=lengths)
+        found = _replayed(run, cut)
+        # Steps share out tokens of the lengths that they have met: the first one of some later than those that follow.
+        residual = run.tensor.residual
+        if residual is None or residual.settled or residual.lengths <= lengths:
+            return found
+        lengths |= residual.lengths
+
+
+def _replayed(run: _Replay, cut: StageCut) -> tuple[StageReplay, ...]:
     state = RunState.current
     with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
         state.streams.in_step = True
-        bounds = [*cut.starts, len(step.events)]
+        bounds = [*cut.starts, len(run.step.events)]
         try:
             return tuple(run.stage(n, first, end) for n, (first, end) in enumerate(zip(bounds, bounds[1:])))
         finally:
@@ -110,8 +121,9 @@ def replay(
 
 class _Replay:
     def __init__(
-        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, holds: bool = False
-    ) -> None:
+        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, holds: bool = False,
+        lengths: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self.step, self.place = step, place
         self.tensor = CountingAxis(*place.tensor)
         self.tokens: Any = None
@@ -120,7 +132,7 @@ class _Replay:
             _attend(self.tokens, place.attention)
         elif place.residual:
             self.tensor.gradient_shares = True
-            self.tokens = self.tensor.residual = CountingResidual(self.tensor)
+            self.tokens = self.tensor.residual = CountingResidual(self.tensor, lengths)
         self.axes: tuple[Axis, ...] = tuple(x for x in (self.tokens, self.tensor) if x is not None and x.size > 1)
         self.mix = Mix(self.axes) if len(self.axes) > 1 else None
         self.values: dict[int, Any] = {}

@@ -125,8 +125,8 @@ def _reason(planner: Planner, layout: Layout, samples: int) -> RuledOut | None:
             return RuledOut(f"tensor {layout.tensor}", f"a host has {planner.machine.devices} devices")
         groups = planner.profile(1 if layout.tensor == 1 else 2).groups
         if groups < layout.tensor:
-            why = f"split weights fall into {groups} groups" if groups else "no weight can be split"
-            return RuledOut(f"tensor {layout.tensor}", why)
+            why = f"split weights fall into {groups} groups (as heads), fewer than ranks"
+            return RuledOut(f"tensor {layout.tensor}", why if groups else "no weight can be split")
     if samples % layout.data:
         return RuledOut(f"data {layout.data}", f"{samples} samples a step are no multiple of it")
     if layout.sequence > 1:

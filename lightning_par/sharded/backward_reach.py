@@ -77,10 +77,15 @@ def behind(roots: Sequence[Tensor]) -> Reached:
         assert behind([(weight * 2).sum()]).leaves == (weight,)
     """
     leaves = {id(x): x for x in roots if x.requires_grad and x.grad_fn is None}
+    # Depth first: one rank may have a node more on an edge than another, by which breadth first would change the order.
     nodes: list[Any] = [x.grad_fn for x in roots if x.grad_fn is not None]
-    seen, talks, kinds = set(nodes), False, _kinds
+    seen, talks, kinds = set[Any](), False, _kinds
     uses: dict[int, tuple[Any, ...]] = {}
-    for node in nodes:  # and those behind it, which it appends
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         kind = kinds[type(node)]
         if kind is not None:
             if kind.is_end:
@@ -91,7 +96,6 @@ def behind(roots: Sequence[Tensor]) -> Reached:
                 uses[id(part)] = (*uses.get(id(part), ()), GradientEdge(node, number))
         for following, _ in node.next_functions:
             if following not in seen and following is not None:
-                seen.add(following)
                 nodes.append(following)
     state = RunState.current
     kept = tuple(x for step, x in state.retained if step == state.streams.step and x.grad_fn in seen)

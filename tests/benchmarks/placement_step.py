@@ -79,7 +79,7 @@ class Branches(Model):
 
 
 def loss_of(y: Tensor) -> Tensor:
-    return y.square().mean()
+    return y.square().sum(-1).mean()  # of samples alone: a gradient's size is that of any width
 
 
 class ByHand:

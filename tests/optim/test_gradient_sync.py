@@ -132,6 +132,33 @@ def test_parameters_may_be_frozen_and_unfrozen(pool: Pool) -> None:
     assert [sum(x is None for x in step) for step in one] == [4, 2, 0]
 
 
+def _freeze_within() -> list[list[Tensor | None]]:
+    """A branch that one rank alone takes is frozen within a window, and is still so in the next one."""
+    axis, model = _axis(), Branches()
+    sync, history = GradientSync(model, axis), []
+    for number in range(4):
+        model.branches[3].requires_grad_(number == 0)
+        sync.blocked = number % 2 == 0
+        sync.before_backward()
+        model(_inputs(axis.rank), [0, 3] if (axis.rank, number) == (1, 0) else [0]).backward()
+        sync.after_backward()
+        if not sync.blocked:
+            history.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+    return history
+
+
+def test_what_another_rank_has_of_a_parameter_that_is_frozen_within_a_window_is_in_the_mean(pool: Pool) -> None:
+    first = _reference([{0: [0], 1: [0, 3]}, {0: [0], 1: [0]}])
+    second = _reference([{0: [0], 1: [0]}, {0: [0], 1: [0]}])
+    for history in pool.run(2, _freeze_within):
+        for grads, expected in zip(history, (first, second), strict=True):
+            assert [x is None for x in grads] == [x is None for x in expected]
+            for got, want in zip(grads, expected, strict=True):
+                if got is not None and want is not None:
+                    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
 def _reentrant() -> None:
     axis, model = _axis(), Branches()
     sync = GradientSync(model, axis, bucket_bytes=1)

@@ -66,7 +66,7 @@ def test_a_table_and_what_to_write(file: str, capsys: pytest.CaptureFixture[str]
         ("big", "batch", ["--machine", "H900"], "There is no machine 'H900'"),
         ("broken", "batch", ["--machine", "H100"], "The module can't be built: KeyError: 'no width'"),
         ("big", "wrong_batch", ["--machine", "H100"], "The batch can't be made: OSError: no file"),
-        ("big", "torn_batch", ["--machine", "H100"], "The step can't be run without values"),
+        ("big", "torn_batch", ["--machine", "H100"], "The step can't be run on this batch without values"),
         ("big", "batch", [], "plan needs --machine"),
         ("big", "batch", ["--machine", "H100", "--layout", '{"tensor": 2}'], "--layout has 'tensor'"),
     ],

@@ -154,7 +154,7 @@ def _trainer(devices: int = 4, **kwargs: Any) -> Trainer:
 
 
 def test_wrong_sizes_end_when_the_trainer_is_made() -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=3 = 3, but the Trainer starts 4 processes"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=3, but the Trainer starts 4 processes"):
         _trainer(tensor_parallel_size=3)
     with pytest.raises(ValueError, match="`tensor_parallel_size` must be a positive int or 'auto', got 0"):
         _trainer(tensor_parallel_size=0)

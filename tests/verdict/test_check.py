@@ -251,7 +251,7 @@ def test_what_is_refused_comes_with_its_message_and_what_ends_otherwise_with_how
     (verdict,) = pool.run(1, _check, "gan", ["pipeline_parallel", dict(tensor_parallel_size=3)], devices=2)
     assert _states(verdict) == ["refused"] * 2 and not verdict
     assert "optimizes by hand (automatic_optimization = False)" in verdict.layouts[0].message
-    assert verdict.layouts[1].message.startswith("tensor_parallel_size=3 = 3, but the Trainer starts 2 processes")
+    assert verdict.layouts[1].message.startswith("tensor_parallel_size=3, but the Trainer starts 2 processes")
     (messages,) = pool.run(1, _ends)
     assert messages[:2] == ["rank 1 can't", "Rank 1 died."]
     assert messages[2].startswith(

@@ -57,13 +57,16 @@ class WeightCasts:
             RuntimeError: something was written into one of them meanwhile.
         """
         versions = {name: write_count(x) for name, x in weights.items()}
-        # As it is, so that nothing but the end of what is inside is no end of the outermost context.
+        # Copies go where the outermost context ends. This one changes nothing, but that no run's is the outermost; nor
+        # may it be itself, as where the user's own is around the whole fit.
         with self._autocast(torch.is_autocast_enabled(self.kind), torch.is_autocast_cache_enabled()):
+            torch.clear_autocast_cache()
             self._keeps = True
             try:
                 yield
             finally:
                 self._keeps = False
+                torch.clear_autocast_cache()
         _check_unwritten(weights, versions)
 
     def _autocast(self, enabled: bool, cache: bool) -> AbstractContextManager[Any]:

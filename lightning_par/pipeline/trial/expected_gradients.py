@@ -1,9 +1,10 @@
 """Which parameters get a gradient: found by a run that knows nothing of stages, and compared with what stages yield.
 
 What a pipeline knows of a step comes from runs in which metrics, reads and parts of the model are stood in for. This
-run stands in for none: fake parameters, the real batch, torch's own backward. Where it can't be run so, as where the
-code goes by values of the model, the first step is run on one rank that gets all weights, if they are small beside the
-memory that is free. Where they are not, or random numbers decide, nothing is expected.
+run stands in for none: fake parameters, the real batch, torch's own backward. Metrics that look at values, as most do
+that check what they are given, tell nothing instead, if nothing is made of what they tell. Where the step can't be run
+so, as where the code goes by values of the model, the first step is run on one rank that gets all weights, if they are
+small beside the memory that is free. Where they are not, or random numbers decide, nothing is expected.
 """
 
 from __future__ import annotations
@@ -47,24 +48,55 @@ def expected_gradients(step: Step) -> frozenset[str] | None:
     try:
         with generators.kept() as has_drawn, streams.kept(), quiet(), hushed(), torch.enable_grad(), step.context():
             stood = standing()
-            found = _gradients(step)
+            found = _gradients_told(step)
             if found is not None and has_drawn():
                 if streams.whole:  # fakes move no generator on: what is drawn behind them is another number
                     return None
                 stand_at(stood)
                 # once more with other draws: where these decide, nothing is expected
                 torch.manual_seed(torch.initial_seed() + 1)
-                if _gradients(step) != found:
+                if _gradients_told(step) != found:
                     return None
         return found
     except Exception:  # user code on values that are not there, or torch's own limits
         return None
 
 
+def _gradients_told(step: Step) -> frozenset[str] | None:
+    before = generators.global_state()
+    try:
+        return _gradients(step, metrics=True)
+    except Exception:
+        generators.set_global_state(before)
+        return _gradients(step, metrics=False)
+
+
 @untraced
-def _gradients(step: Step) -> frozenset[str] | None:
+def _gradients(step: Step, metrics: bool) -> frozenset[str] | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _gradients_of(_plain_copy(step, Fakes(mode, step), mode.from_tensor), step)
+    copy = _plain_copy(step, Fakes(mode, step), mode.from_tensor)
+    for module in copy.modules() if not metrics else ():
+        if isinstance(module, Metric):
+            vars(module).update(forward=_tell_nothing, update=_do_nothing, compute=_tell_nothing)
+    return _gradients_of(copy, step)
+
+
+class _Untold:
+    """What a metric would have told: it may be handed on, as to ``self.log``, but nothing can be made of it."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise TypeError("a metric's value is not known")
+
+    __bool__ = __eq__ = __lt__ = __gt__ = __len__ = __iter__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _tell_nothing(*args: Any, **kwargs: Any) -> _Untold:
+    return _Untold()
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a metric's update."""
 
 
 def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:

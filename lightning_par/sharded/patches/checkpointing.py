@@ -1,6 +1,7 @@
 """A region that `torch.utils.checkpoint` runs again draws the sharded random numbers of its first run.
 
-In a pipeline's step it is run again as one, or each call in it by itself.
+It is run again on this rank's parts of its arguments, which torch keeps with the graph behind them even if the region
+lies in another one. In a pipeline's step it is run again as one, or each call in it by itself.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_par.private.graph import checkpoint_generator
+from lightning_par.sharded.aliases.frames import framed, frames_of, innermost
 from lightning_par.sharded.patches.replacement import Replacement, Use
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.tensor import ShardedTensor, remembered
 
 
 def patch() -> Replacement:
@@ -33,7 +36,8 @@ def _drawing_again(plain: Any, use: Use) -> Any:
             return plain(fn, *args, **kwargs)
 
         def around(fn: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
-            return plain(replaying(fn), *args[: len(named) - 1], *rest, **kwargs)
+            again, parts = _on_parts(replaying(fn), rest)
+            return plain(again, *args[: len(named) - 1], *parts, **kwargs)
 
         if Run.current is not None:
             Run.current.recomputes = True
@@ -41,6 +45,31 @@ def _drawing_again(plain: Any, use: Use) -> Any:
         return whole if Run.current is None or Run.current.depth else _by_run(Run.current, whole, around)
 
     return generator
+
+
+def _on_parts(fn: Callable[..., Any], given: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """``fn`` of this rank's parts of what is ``given``, and these; in a view of a part autograd sees no graph."""
+    views = [_view_like(x) if type(x) is ShardedTensor else None for x in given]
+    if not any(views):
+        return fn, given
+
+    @functools.wraps(fn)
+    def run(*parts: Any, **kwargs: Any) -> Any:
+        return fn(*(x if view is None else view(x) for x, view in zip(parts, views, strict=True)), **kwargs)
+
+    return run, [x if view is None else innermost(x) for x, view in zip(given, views, strict=True)]
+
+
+def _view_like(x: ShardedTensor) -> Callable[[Any], Any]:
+    """What makes of another part what ``x`` is of its own, whose memory may go meanwhile."""
+    frames, strides = frames_of(x), remembered(x)
+
+    def view(part: Any) -> Any:
+        again = framed(part, frames)
+        again._strides = strides
+        return again
+
+    return view
 
 
 def _by_run(run: Any, whole: Any, around: Callable[..., Any]) -> Any:

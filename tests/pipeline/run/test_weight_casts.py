@@ -53,7 +53,14 @@ def _losses(weight: Tensor, parts: tuple[Tensor, ...], casts: WeightCasts, kept:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_copies_are_kept_for_a_step_and_no_longer(kept: bool) -> None:
+@pytest.mark.parametrize("within", [False, True], ids=["outermost", "within another context"])
+def test_copies_are_kept_for_a_step_and_no_longer(within: bool, kept: bool) -> None:
+    with torch.autocast("cpu", enabled=False) if within else nullcontext():
+        _check_copies(kept)
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
+def _check_copies(kept: bool) -> None:
     weight, parts = nn.Parameter(torch.randn(WIDTH, WIDTH)), torch.randn(8, WIDTH).chunk(4)
     casts = WeightCasts("cpu", MixedPrecision("bf16-mixed", "cpu").forward_context)
     assert casts.lowers
@@ -65,7 +72,6 @@ def test_copies_are_kept_for_a_step_and_no_longer(kept: bool) -> None:
     for _ in range(2):
         _losses(weight, parts, casts, False)
     assert weight.grad is not None and found is not None and torch.equal(found, weight.grad)
-    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
 
 
 def test_a_weight_that_is_written_into_meanwhile_is_an_error() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_par import PipelineParallelStrategy
 from lightning_par.pipeline.program import make_program
 from lightning_par.pipeline.run import verification
 from lightning_par.pipeline.trial import expected_gradients
+from lightning_par.trial.step import Step
 from tests.helpers.pool import Pool
 from tests.law.found import Base, C
 from tests.law.test_found import Batches
@@ -74,3 +78,28 @@ def test_weights_gradients_and_what_backward_keeps_must_be_small(pool: Pool, bes
     """Without room for weights and gradients nothing is gathered; with little more, the run ends early."""
     needed = 2 * sum(p.numel() * 8 for p in KeepsByValue(True).parameters())
     assert pool.run(2, _train, True, False, 4 * (needed + beside)) == [(0.0, runs)] * 2
+
+
+class Measures(Base):
+    """Metrics look at the values that they are given."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use, self.unused = use, nn.Linear(C, C)
+        accuracy = MulticlassAccuracy(C)
+        self.metric = MetricCollection({"accuracy": accuracy}) if use == "collected" else accuracy
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, target = batch
+        y = self(x)
+        told, loss = self.metric(y, target), nn.functional.cross_entropy(y, target)
+        self.log_dict(told) if self.use == "collected" else self.log("accuracy", told)
+        return loss * (1 - told) if self.use == "in the loss" else loss
+
+
+@pytest.mark.parametrize("use", ["logged", "collected", "in the loss"])
+def test_what_gets_gradients_is_told_beside_metrics_that_look_at_values(use: str) -> None:
+    module, batch = Measures(use), (torch.randn(4, C), torch.randint(C, (4,)))
+    step = Step(module, "training_step", batch, (0,), nullcontext, True, torch.device("cpu"))
+    found = expected_gradients.expected_gradients(step)
+    assert found == (None if use == "in the loss" else {"a.weight", "a.bias", "b.weight", "b.bias"})

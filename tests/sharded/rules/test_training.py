@@ -342,10 +342,17 @@ class _RunAgain(torch.autograd.Function):
         return x.grad, None
 
 
+def _checkpointed_again(x: Tensor) -> Tensor:
+    weight = torch.linspace(1, 2, 6, dtype=x.dtype, requires_grad=True)  # what is kept for its gradient is x
+    return checkpoint(lambda x: x * weight * 2, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 REGIONS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Tensor]] = {
     "reentrant checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=True),
     "its output added": lambda run, x: torch.cat([x, x], 1)[:, :6] + checkpoint(run, x, use_reentrant=True),
     "two outputs": lambda run, x: checkpoint(lambda x: (run(x), x * 2), x, use_reentrant=True)[0],
+    "a checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=False),
+    "one in another": lambda run, x: checkpoint(lambda x: _checkpointed_again(run(x)), x, use_reentrant=False),
     "run again": lambda run, x: _RunAgain.apply(x, run),
 }
 
