@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.gather_order import GatherOrder
 from lightning_par.fsdp.stored_parameter import StorageAxis
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
@@ -105,5 +106,5 @@ class CountingStorage(_Counting, StorageAxis):
 
     def __init__(self, size: int) -> None:
         Axis.__init__(self, "data", tuple(range(size)), 0, None)
-        self.copies, self.gathering = size, None
+        self.copies, self.gathering, self.order = size, None, GatherOrder()
         self.forget_calls()
