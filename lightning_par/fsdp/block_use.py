@@ -233,9 +233,10 @@ class Use:
 
     def _name(self) -> None:
         """Ranks that come to different weights are told of these."""
-        names = RunState.current.names
+        names, first = RunState.current.names, self.block.weights[0]._name
+        self.block.axis.order.note(first)
         if names.on:
-            names.current = self.block.weights[0]._name or names.current
+            names.current = first or names.current
 
     def _now(self) -> list[tuple[int, int]]:
         return [(write_count(x), x.data_ptr()) for x in self.locals]

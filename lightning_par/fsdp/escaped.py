@@ -177,8 +177,10 @@ class Escaped:
         if self.may_be_here:
             here = [any(place.is_there for place in self._places(x)) for x in self.weights]
         peers = self.weights[0]._peers
-        flags = peers.all_reduce_(torch.tensor(here, dtype=torch.uint8), "views", "max")
-        self._anywhere = {id(x) for x, there in zip(self.weights, agreed(flags, here, peers)) if there}
+        mine = [*here, *peers.order.told()]
+        flags = agreed(peers.all_reduce_(torch.tensor(mine, dtype=torch.uint8), "views", "max"), mine, peers)
+        self._anywhere = {id(x) for x, there in zip(self.weights, flags) if there}
+        peers.order.compare(flags[len(here) :], peers)
 
     def end_backward(self) -> None:
         """No call, and no backward, uses them any more: what is still there someone keeps."""

@@ -76,7 +76,9 @@ class StoragePart(Part):
                     continue
                 if dim_of(parameter, self.peers.size) is not None:
                     _refuse_hooks(leaf(parameter), name)
-                    become(parameter, Stored.of(parameter, self.all, self.peers), name)
+                    stored = Stored.of(parameter, self.all, self.peers)
+                    stored._name = name
+                    become(parameter, stored, name)
         if not self.throughout:
             self._take_blocks(module)
         if self.reshard:

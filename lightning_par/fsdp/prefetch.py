@@ -152,7 +152,13 @@ class Prefetch(Gathering):
         self.blocks.escaped.begin_step([x for x in weights if isinstance(x, Stored)])
 
     def end_optimizer_step(self, written: Sequence[ShardedTensor]) -> None:
-        self.blocks.escaped.end_step([x for x in written if isinstance(x, Stored)])
+        stored = [x for x in written if isinstance(x, Stored)]
+        axes = {id(x._peers): x._peers for x in stored}
+        left = [(peers, peers.order.compared) for peers in axes.values() if not peers.order.is_empty]
+        self.blocks.escaped.end_step(stored)
+        for peers, compared in left:
+            if peers.order.compared == compared:  # no other message has told it
+                peers.order.ask(peers)
 
     def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
         """Forget what was gathered of ``weights``, or of all."""

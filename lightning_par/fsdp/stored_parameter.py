@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.gather_order import GatherOrder
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
@@ -48,6 +49,7 @@ class StorageAxis(Axis):
         super().__init__("data", axis.ranks, axis.rank, axis.group)
         self.copies = copies
         self.gathering: Gathering | None = gathering
+        self.order = GatherOrder()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "gathering": None}
@@ -103,11 +105,13 @@ class Stored(ShardedTensor):
 
     def held(self, dtype: torch.dtype) -> Tensor:
         """What all peers hold of it, of no graph; all of them must call it."""
+        self._peers.order.note(self._name)
         return collectives.gather(self._local.detach().to(dtype), self._dim, self._inner, self._peers, PURPOSE)
 
     def part_of_sum(self, gradient: Tensor) -> Tensor:
         """This rank's part of the mean over replicas of ``gradient``, which each peer has one of; all must call it."""
         own = gradient.to(self._local.dtype)
+        self._peers.order.note(self._name)
         return collectives.sum_scatter(own, self._dim, self._inner, self._peers, PURPOSE) / self._peers.copies
 
     def as_gathered(self) -> Tensor:

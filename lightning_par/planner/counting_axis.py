@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.gather_order import GatherOrder
+from lightning_par.fsdp.stored_parameter import StorageAxis
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
 from lightning_par.sequence.deep_masks import DeepMasks
@@ -97,3 +99,12 @@ class CountingResidual(_Counting, ResidualAxis):
     def settled(self) -> bool:
         """Whether another step, which has met the lengths of this one, does the same."""
         return self._unknown.isdisjoint(self.lengths)
+
+
+class CountingStorage(_Counting, StorageAxis):
+    """``size`` ranks that store parts of weights, as the first one sees them; who uses a weight has it gathered."""
+
+    def __init__(self, size: int) -> None:
+        Axis.__init__(self, "data", tuple(range(size)), 0, None)
+        self.copies, self.gathering, self.order = size, None, GatherOrder()
+        self.forget_calls()

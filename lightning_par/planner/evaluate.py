@@ -117,8 +117,9 @@ class Planner:
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:
         """What one microbatch is to a rank in each stage, run by the rules."""
         layout, step = one.layout, self.step_of(one.micro)
-        tensor = self.profile(layout.tensor, count, asked).alike[tensor]
-        if self.sequences and all(length % (2 * layout.sequence) == 0 for length in self.sequences):
+        if not one.shard_residual or self._divides(layout.tensor):  # else ranks that hold as much may have more tokens
+            tensor = self.profile(layout.tensor, count, asked).alike[tensor]
+        if self._divides(2 * layout.sequence):
             sequence = 0  # all have as many tokens
         place = Place(
             (layout.tensor, tensor),
@@ -138,6 +139,10 @@ class Planner:
             dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)
             self._sent[key] = replay(step, dealt, cut_stages(step, count, asked), place, storage)
         return self._sent[key]
+
+    def _divides(self, ranks: int) -> bool:
+        """Whether ``ranks`` have as many tokens each, as far as that is known."""
+        return bool(self.sequences) and all(length % ranks == 0 for length in self.sequences)
 
     def profile(self, ranks: int, count: int = 1, asked: Any = None) -> Profile:
         """Over ``ranks`` ranks of the tensor axis, in ``count`` stages, which begin where ``asked`` says.

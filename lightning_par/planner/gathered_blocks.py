@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.fsdp.regathered import Again
+from lightning_par.planner.lone_weights import LoneWeights
 from lightning_par.private.storage import memory_of
 
 
@@ -205,10 +207,11 @@ class GatheredBlocks:
     Args:
         calls: in the order of the step.
         keep: whether weights stay whole until the end of backward.
+        lone: weights that no block has.
 
     Example::
 
-        blocks = GatheredBlocks(calls, keep=False)
+        blocks = GatheredBlocks(calls, False, lone)
         with blocks.saved():
             for number, event in enumerate(events):
                 values |= blocks.before(number)
@@ -218,8 +221,8 @@ class GatheredBlocks:
         loss.backward()
     """
 
-    def __init__(self, calls: Sequence[BlockCall], keep: bool) -> None:
-        self._calls, self._keep = list(calls), keep
+    def __init__(self, calls: Sequence[BlockCall], keep: bool, lone: LoneWeights) -> None:
+        self._calls, self._keep, self._lone = list(calls), keep, lone
         self._begins = {call.first: [c for c in calls if c.first == call.first] for call in calls}
         self._ends = {call.last: [c for c in calls if c.last == call.last] for call in calls}
         self._uses: dict[GatheredBlock, _Use] = {}  # that have weights now
@@ -229,7 +232,7 @@ class GatheredBlocks:
         self._final = passing[-1] if passing else None
 
     def before(self, number: int) -> dict[int, Tensor]:
-        """The weights of the calls that begin with an event, by their keys."""
+        """The weights of the calls that begin with an event, and those that it takes itself, by their keys."""
         found: dict[int, Tensor] = {}
         for call in self._begins.get(number, ()):
             known = self._uses.get(call.block)
@@ -243,7 +246,7 @@ class GatheredBlocks:
             wholes = use.weights()
             self._begin_next(call)
             found |= {w.key: w.used(x) for w, x in zip(call.block.weights, wholes)}
-        return found
+        return found | self._lone.before(number)
 
     def _made(self, block: GatheredBlock) -> _Use:
         use = self._last = _Use(block, self._last)
@@ -259,7 +262,7 @@ class GatheredBlocks:
 
     def after(self, number: int) -> list[int]:
         """Let go of what calls that end with an event have used; returns the keys of these weights."""
-        gone: list[int] = []
+        gone = self._lone.after(number)
         for call in self._ends.get(number, ()):
             use = self._uses.get(call.block)
             if use is None or call.block.stays or self._keep:
@@ -281,11 +284,11 @@ class GatheredBlocks:
             if number is not None and not self._keep:
                 use.refers[number] += 1
                 return use, number, x.size(), x.stride(), int(x.storage_offset())
-        return x
+        return self._lone.packed(x)
 
     def end_forward(self) -> list[int]:
         """What lives on is the graph's; returns the keys of the weights that are gone."""
-        gone = [w.key for block in self._uses for w in block.weights]
+        gone = self._lone.end_forward() + [w.key for block in self._uses for w in block.weights]
         self._uses.clear()
         self._ahead.clear()
         self._last = None
@@ -293,8 +296,8 @@ class GatheredBlocks:
 
 
 def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
+    if isinstance(kept, Tensor | Again):
+        return kept if isinstance(kept, Tensor) else kept.get()
     use, number, size, stride, offset = kept
     found: Tensor = use.for_backward(number).as_strided(size, stride, offset)
     return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_par.planner.notes import Kept
+from lightning_par.planner.notes import BatchValue, Kept
 from lightning_par.planner.operations import (
     ATTENTION,
     LOSSES,
@@ -49,8 +49,13 @@ def make_profile(step: RecordedStep, dealt: Dealt, ranks: int, cut: StageCut) ->
         cut.units([run.first for run in pieces.runs]),
         tuple(tuple(reader.named(name) for name in names) for names in cut.held),
         tuple(tuple(map(reader.use, values)) for values in cut.crossing),
+        (_bytes(cut.batch_values, True), _bytes(cut.batch_values, False)),
     )
     return Profile(ranks, kinds, order, parameters, groups, step.samples, stages)
+
+
+def _bytes(values: Sequence[BatchValue], grows: bool) -> int:
+    return sum(x.nbytes for x in values if x.grows == grows)
 
 
 class _Reader:

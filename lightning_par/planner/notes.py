@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.private.storage import memory_of
+from lightning_par.private.storage import memory_of, storage_of
+from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.trial.fake_functions import is_fake
 
 MemoryKey = int
@@ -64,6 +65,21 @@ class Call:
 
 
 @dataclass(frozen=True)
+class BatchValue:
+    """Memory of what neither parameters nor what came of them determine.
+
+    Attributes:
+        call: of a module, in which it was made.
+        nbytes: of the memory.
+        grows: whether the batch determines it.
+    """
+
+    call: int
+    nbytes: int
+    grows: bool
+
+
+@dataclass(frozen=True)
 class Heard:
     """What `StepNotes` heard.
 
@@ -72,12 +88,14 @@ class Heard:
         notes: of each function in order, by the ids of the tensors that it made.
         root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
         held: ids of tensors that variables held, and what the last function made meanwhile; empty where not looked for.
+        batch_values: in order, each memory once, without what the batch and the module hold themselves.
     """
 
     calls: tuple[Call, ...]
     notes: Mapping[int, Sequence[Note]]
     root: ModuleCall | None
     held: Mapping[int, int]
+    batch_values: tuple[BatchValue, ...]
 
 
 class StepNotes(Surveyor):
@@ -95,6 +113,8 @@ class StepNotes(Surveyor):
         self.calls_made = [Call("", 0)]
         self._running = [0]
         self._pending: list[Kept] = []
+        self._batch_values: dict[int, BatchValue] = {}  # by memory
+        self._fixed: set[int] = set()  # ids of tensors that even the batch does not determine
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
 
     def enter_module(self, path: str, numel: int) -> None:
@@ -114,13 +134,27 @@ class StepNotes(Surveyor):
                 self._alive.append(x)
                 self.notes[id(x)].append(Note(self._running[-1], kept))
                 kept = ()
+        if not of_model:
+            self._note_values(tensors_in((args, kwargs)), tensors_in(result))
         made = next((id(x) for x in tree_leaves(result) if isinstance(x, Tensor)), None)
         if self.looks and made is not None:
             self.held.update((id(x), made) for x in in_variables(sys._getframe(1)))
 
+    def _note_values(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        grows = any(id(x) not in self._fixed and id(x) not in self.buffers for x in given)
+        memories = {memory_of(x) for x in given if storage_of(x) is not None}
+        for x in made:
+            if not grows:
+                self._fixed.add(id(x))
+            storage = storage_of(x)
+            if storage is not None and memory_of(x) not in memories:
+                value = BatchValue(self._running[-1], storage.nbytes(), grows)
+                self._batch_values.setdefault(memory_of(x), value)
+
     def end(self) -> Any:
         survey = super().end()
-        return Heard(tuple(self.calls_made), self.notes, None if survey is None else survey.root, self.held)
+        root = None if survey is None else survey.root
+        return Heard(tuple(self.calls_made), self.notes, root, self.held, tuple(self._batch_values.values()))
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""

@@ -60,11 +60,13 @@ class Stages:
         units: the units of each stage, by their numbers in the step.
         parameters: that each holds, in the order of the module.
         crossing: the values that each takes from the one before it.
+        of_batch: bytes of what is made once a step of the recorded batch alone; and of what not even that determines.
     """
 
     units: tuple[tuple[int, ...], ...]
     parameters: tuple[tuple[Parameter, ...], ...]
     crossing: tuple[tuple[Use, ...], ...]
+    of_batch: tuple[int, int]
 
     def by_rank(self, schedule: str, ranks: int) -> list[list[int]]:
         """The stages of each rank along the pipeline."""

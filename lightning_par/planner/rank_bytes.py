@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
+from lightning_par.planner.profile import Parameter
 from lightning_par.planner.replay import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
 
@@ -106,15 +107,15 @@ class ByRank:
 
     def _tied(self, own: Sequence[int]) -> float:
         """The sum of gradients over the ranks that hold the same parameters, and a flag for each."""
-        work, p = self.work, self.work.run.precision
-        stages = work.profile.stages
-        places = stages.by_rank(work.one.schedule, work.one.layout.pipeline)
-        found = 0.0
-        for x in stages.held(own):
-            holders = sum(any(y.name == x.name for y in stages.held(other)) for other in places)
-            if x.trained and holders > 1:
-                found += 2 * (x.local + 1) * p.gradients * (holders - 1) / holders
-        return found
+        each = self.work.run.precision.gradients
+        return sum(2 * (x.local + 1) * each * (holders - 1) / holders for x, holders in self.tied(own))
+
+    def tied(self, own: Sequence[int]) -> list[tuple[Parameter, int]]:
+        """The trained parameters of the stages ``own`` that other ranks hold, too, and how many ranks do."""
+        stages, one = self.work.profile.stages, self.work.one
+        held = [{x.name for x in stages.held(other)} for other in stages.by_rank(one.schedule, one.layout.pipeline)]
+        counted = ((x, sum(x.name in names for names in held)) for x in stages.held(own) if x.trained)
+        return [(x, holders) for x, holders in counted if holders > 1]
 
     def _data(self, own: Sequence[int], parts: Sequence[StoredPart]) -> float:
         work, one, p = self.work, self.work.one, self.work.run.precision

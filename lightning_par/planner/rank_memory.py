@@ -11,7 +11,7 @@ from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.pipeline_time import in_flight, rough_flight, schedule_of, simulated
 from lightning_par.planner.prediction import RankMemory
 from lightning_par.planner.rank_bytes import ByRank
-from lightning_par.planner.step_memory import Averaged, StepOrder, order_of, peak_of
+from lightning_par.planner.step_memory import Averaged, StepEnd, StepOrder, order_of, peak_of
 from lightning_par.planner.stored_parts import stored_part
 from lightning_par.planner.weight_copies import copies, kept_copies
 
@@ -36,14 +36,17 @@ def rank_memory(
         if counted is None:
             activations = held[rank]
         elif stored and one.layout.pipeline > 1:
-            activations = peak_of(counted, rank, True, [])
+            end = StepEnd(_tied(work, each, own), _summed(work, own, tensor))
+            activations = peak_of(counted, rank, True, [], end) + _whole(work, own, tensor)
             buffers = 0.0
-            activations = max(activations + _whole(work, own, tensor), _summed(work, own, tensor))
         else:
             apart = one.layout.pipeline > 1 and one.accumulated > 1
-            activations = peak_of(counted, rank, apart, _averaged(work, own, tensor))
+            end = StepEnd(_tied(work, each, own))
+            activations = peak_of(counted, rank, apart, _averaged(work, own, tensor), end)
             if stored or p.autocast is not None and one.layout.pipeline == 1:
                 buffers = 0.0  # gathered weights, and copies, come and go with the functions
+        if counted is not None and one.layout.pipeline > 1:
+            activations += _of_batch(work)
         peak = (
             fixed.parameters + fixed.gradients + fixed.optimizer + buffers + activations
         ) * run.machine.fragmentation
@@ -117,17 +120,28 @@ def _gathered(work: LayoutWork, units: Sequence[int]) -> float:
     return sum(sizes[:2]) * p.moved() + sum(sizes[:1]) * (p.moved() + p.gradients)
 
 
-def _whole(work: LayoutWork, own: Sequence[int], tensor: int, gradients: bool = False) -> float:
-    """Bytes of the weights that ranks store parts of, gathered; or of their gradients."""
+def _of_batch(work: LayoutWork) -> float:
+    """Bytes of what the batch alone determines: ranks of a pipeline keep it as long as a step's microbatches run."""
+    growing, fixed = work.profile.stages.of_batch
+    return growing * work.one.micro * work.one.microbatches / work.profile.samples + fixed
+
+
+def _whole(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
+    """Bytes of the weights that ranks store parts of, gathered for a pipeline's step: as long as all parts, padded."""
     size, p = work.replicas.size, work.run.precision
-    held = [x for x in work.profile.stages.held(own) if stored_part(x, tensor, size, 0, True).message]
-    return float(sum(prod(x.part(tensor)) * (p.gradients if gradients else p.moved(x.low)) for x in held))
+    parts = [stored_part(x, tensor, size, 0, True) for x in work.profile.stages.held(own)]
+    return float(sum(part.message * size * p.moved(part.parameter.low) for part in parts))
 
 
 def _summed(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
-    """Bytes while whole gradients of a pipeline's step are summed, beside the whole weights: see `fsdp.buckets`."""
+    """Bytes while whole gradients of a pipeline's step are summed, beside these: see `fsdp.buckets`."""
     size, p = work.replicas.size, work.run.precision
     parts = [stored_part(x, tensor, size, 0, True) for x in work.profile.stages.held(own) if x.trained]
     own_bytes = sum(part.message for part in parts) * p.gradients
     bucket = min(own_bytes * size, 2 * FSDP_BUCKET_BYTES)  # one is on its way while the next one is laid out
-    return _whole(work, own, tensor) + _whole(work, own, tensor, True) + bucket + bucket / size + own_bytes
+    return bucket + bucket / size + own_bytes
+
+
+def _tied(work: LayoutWork, each: ByRank, own: Sequence[int]) -> float:
+    """Bytes of the gradients that are summed over the pipeline's ranks that hold the same weights."""
+    return float(sum(x.local for x, _ in each.tied(own)) * work.run.precision.gradients)

@@ -172,15 +172,6 @@ class RecordedStep:
         """The first and the last event of each call of these modules."""
         return [span for number, call in enumerate(self.calls) if call.path in paths and (span := self._span(number))]
 
-    def spans_of(self, name: str) -> list[tuple[int, int]]:
-        """The same of each call that uses a parameter itself."""
-        uses = (
-            note.call
-            for event, note in zip(self.events, self.notes)
-            if note is not None and any(self.names.get(id(x), ("",))[0] == name for x in event.inputs)
-        )
-        return [span for call in dict.fromkeys(uses) if (span := self._span(call))]
-
     def _span(self, call: int) -> tuple[int, int] | None:
         inside = {call}
         for number in range(call + 1, len(self.calls)):

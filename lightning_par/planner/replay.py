@@ -23,11 +23,12 @@ from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.gathered_blocks import GatheredBlocks
 from lightning_par.planner.recorded import RecordedStep, casting
-from lightning_par.planner.stage_trace import StageTrace, TraceRecorder
+from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.stages import StageCut
 from lightning_par.planner.storage import Storage, store
 from lightning_par.private.pytree import tree_leaves, tree_map
-from lightning_par.private.tensors import mark_parameter
+from lightning_par.private.storage import memory_of
+from lightning_par.private.tensors import mark_parameter, with_node
 from lightning_par.python_state import generators
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.plan import make_plan
@@ -183,9 +184,11 @@ class _Replay:
             leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else _inner(self.values[id(x)])
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
-        sizes = [(_nbytes(self.values.get(id(x), x)), x.requires_grad) for x in taken]
-        arrived = [x for x in map(_inner, (self.values[id(x)] for x in taken if id(x) in self.values))
-                   if x.requires_grad and x.is_leaf]  # fmt: skip
+        here = [_inner(self.values.get(id(x), x)) for x in taken]
+        arrived = [inner for x, inner in zip(taken, here)
+                   if id(x) in self.values and inner.requires_grad and inner.is_leaf]  # fmt: skip
+        received = {id(x): self.values[id(x)] for x in taken if id(x) in self.values}
+        self.values |= {key: _with_node(x) for key, x in received.items()}
         recorder = TraceRecorder(leaves) if self.place.live else None
 
         def counted(op: str) -> Any:
@@ -200,12 +203,14 @@ class _Replay:
             roots, grads, after = self._ends(made, end)
             if self.blocks is not None:
                 after = {}  # nothing follows: there is one stage
-            self._backward(roots, grads, arrived, after, counted)
-        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(size for size, _ in sizes))}
-        found[RETURNED] = float(sum(size for size, wanted in sizes if wanted))
+            after |= {key: x for key, x in received.items() if key in self.values}  # which only pass through
+            held = self._backward(roots, grads, arrived, after, counted)
+        values = tuple(Taken(_nbytes(y), x.requires_grad, held.get(id(y), 0)) for x, y in zip(taken, here))
+        found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(x.nbytes for x in values))}
+        found[RETURNED] = float(sum(x.nbytes for x in values if x.wanted))
         for transfer in moved.transfers:
             found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer.sent
-        return StageReplay(found, None if recorder is None else StageTrace(recorder.actions, tuple(sizes)))
+        return StageReplay(found, None if recorder is None else StageTrace(recorder.actions, values))
 
     def _forward(self, made: set[int], first: int, end: int) -> None:
         blocks = self.blocks
@@ -251,7 +256,8 @@ class _Replay:
         return dispatch(event.func, args, kwargs) if sharded else event.func(*args, **kwargs)
 
     def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
-        """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew."""
+        """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew: what
+        this one began with holds the whole graph."""
         outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
         loss = [x for x in tree_leaves(self.step.recording.result) if isinstance(x, Tensor) and id(x) in made]
         ends: dict[int, Tensor] = {}
@@ -260,25 +266,24 @@ class _Replay:
             if inner.requires_grad and not inner.is_leaf:
                 ends[id(inner)] = inner
         roots = [*ends.values()]
-        return roots, [torch.empty_like(x) for x in roots], {id(x): _anew(self.values[id(x)]) for x in outs}
+        return roots, [torch.empty_like(x) for x in roots], {id(x): _anew(self.values[id(x)]) for x in (*outs, *loss)}
 
     def _backward(
         self, roots: list[Tensor], grads: list[Tensor], inputs: list[Tensor], after: dict[int, Any], counted: Any
-    ) -> None:
+    ) -> dict[int, int]:
+        """Bytes that gradients of ``inputs`` hold, by these' ids; see `Taken`."""
         with unshared():  # gradients are summed up where steps are, not here
-            if not self.place.split:
-                with counted("B"):
-                    backward(roots, grads, inputs)
-                    self.values |= after
-                    roots.clear()
-                return
-            split = SplitBackward()
-            with counted("I"):
-                split.inputs(roots, grads, inputs)
+            split = SplitBackward() if self.place.split else None
+            with counted("B" if split is None else "I"):
+                found = (backward if split is None else split.inputs)(roots, grads, inputs)
+                memories = {memory_of(x): (id(y), x.untyped_storage().nbytes()) for x, y in zip(found, inputs)}
+                del found
                 self.values |= after
                 roots.clear()
-            with counted("W"):
-                split.weights()
+            if split is not None:
+                with counted("W"):
+                    split.weights()
+        return dict(memories.values())
 
     def _value(self, x: Any) -> Any:
         return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
@@ -314,6 +319,13 @@ def _inner(x: Tensor) -> Tensor:
     while isinstance(x, ShardedTensor):
         x = x._local
     return x
+
+
+def _with_node(x: Any) -> Any:
+    """As a stage meets what it received: what its gradient lies in is let go last."""
+    if isinstance(x, ShardedTensor):
+        return x.with_local(_with_node(x._local))
+    return with_node(x) if x.requires_grad else x
 
 
 def _nbytes(x: Tensor) -> int:

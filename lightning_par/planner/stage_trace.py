@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,17 +32,32 @@ class Trace:
         return self.live[-1]
 
 
+class Taken(NamedTuple):
+    """A value that comes from the stage before.
+
+    Attributes:
+        nbytes: of it.
+        wanted: whether its gradient goes back.
+        held: bytes of the memory that this lies in, which may be more: a part of what came for the stage's own values
+            is one of theirs. 0 where another gradient lies there, too, that is counted.
+    """
+
+    nbytes: int
+    wanted: bool
+    held: int
+
+
 @dataclass(frozen=True)
 class StageTrace:
     """Of one stage and one microbatch.
 
     Attributes:
         actions: by their letters in schedules: F, and B or I and W.
-        taken: bytes of each value that comes from the stage before it, and whether its gradient goes back.
+        taken: the values that it takes.
     """
 
     actions: Mapping[str, Trace]
-    taken: tuple[tuple[int, bool], ...]
+    taken: tuple[Taken, ...]
 
 
 class TraceRecorder:
@@ -73,7 +89,10 @@ class TraceRecorder:
         found: list[tuple[int, str, int]] = []
 
         def note(name: str, x: Tensor) -> None:
-            found.append((len(live.steps) - begin, name, x.numel() * x.element_size()))
+            size, steps = x.numel() * x.element_size(), live.steps
+            before = steps[-2] if len(steps) > begin + 1 else start
+            freed = len(steps) > begin and steps[-1] - before == -size  # it was, as it was added
+            found.append((len(steps) - begin + (not freed), name, size))
 
         trained = [(name, x) for name, x in self._leaves.items() if x.requires_grad]
         handles = [x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in trained]
@@ -84,4 +103,5 @@ class TraceRecorder:
         finally:
             for handle in handles:
                 handle.remove()
-        self.actions[op] = Trace((start, *live.steps[begin:]), tuple((i + 1, n, s) for i, n, s in found))
+        last = len(live.steps) - begin
+        self.actions[op] = Trace((start, *live.steps[begin:]), tuple((min(i, last), n, s) for i, n, s in found))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
+from lightning_par.planner.notes import BatchValue, Heard
 from lightning_par.planner.recorded import RecordedStep
 
 
@@ -23,11 +24,13 @@ class StageCut:
         starts: the event with which each stage begins.
         held: the names of the parameters of each stage, in the order of the module.
         crossing: the values that each stage takes from the one before it.
+        batch_values: what the step itself makes of the batch alone, which all ranks do once for all microbatches.
     """
 
     starts: tuple[int, ...]
     held: tuple[tuple[str, ...], ...]
     crossing: tuple[tuple[Tensor, ...], ...]
+    batch_values: tuple[BatchValue, ...] = ()
 
     @property
     def count(self) -> int:
@@ -54,17 +57,26 @@ def cut_stages(step: RecordedStep, count: int, asked: Sequence[str] | Mapping[st
     if step.root is None:
         raise ValueError("the step takes gradients of its own, and can't be cut into stages")
     plan = make_stage_plan(step.root, count, asked or None, module="the module")
-    starts = _starts(step, plan, count)
-    return StageCut(starts, _held(step, plan, starts), tuple(_across(step, start) for start in starts))
+    units = _unit_calls(step, plan)
+    starts = _starts(step, plan, count, units)
+    heard: Heard = step.recording.heard
+    values = tuple(x for x in heard.batch_values if units[x.call] is None)
+    return StageCut(starts, _held(step, plan, starts), tuple(_across(step, start) for start in starts), values)
 
 
-def _starts(step: RecordedStep, plan: StagePlan, count: int) -> tuple[int, ...]:
-    """The first event of each stage: that of its first unit."""
-    units = plan.homes.keys()
-    outermost: dict[int, int | None] = {0: None}  # of a call of a module, the call of a unit around it or itself
+def _unit_calls(step: RecordedStep, plan: StagePlan) -> dict[int, int | None]:
+    """Of a call of a module, the call of a unit around it or itself."""
+    found: dict[int, int | None] = {0: None}
     for number, call in enumerate(step.calls[1:], 1):
-        around = outermost[call.outer]
-        outermost[number] = around if around is not None else number if call.path in units else None
+        around = found[call.outer]
+        found[number] = around if around is not None else number if call.path in plan.homes else None
+    return found
+
+
+def _starts(
+    step: RecordedStep, plan: StagePlan, count: int, outermost: Mapping[int, int | None]
+) -> tuple[int, ...]:  # fmt: skip
+    """The first event of each stage: that of its first unit."""
     places = {call: i for i, call in enumerate(sorted({x for x in outermost.values() if x is not None}))}
     starts = [0] + [len(step.events)] * (count - 1)
     for number, note in enumerate(step.notes):

@@ -20,7 +20,7 @@ from lightning_par.pipeline.program.routes import Routes
 from lightning_par.pipeline.run.message_plan import Message, Traffic
 from lightning_par.pipeline.run.messages import MOST_UNDER_WAY
 from lightning_par.pipeline.run.timetable import Event, Exchange, make_timetable
-from lightning_par.planner.stage_trace import StageTrace
+from lightning_par.planner.stage_trace import StageTrace, Taken
 
 
 class Averaged(NamedTuple):
@@ -54,7 +54,7 @@ def order_of(schedule: Schedule | None, traces: Sequence[StageTrace]) -> StepOrd
     """The events of a step; without a ``schedule`` one stage runs one microbatch."""
     if schedule is None:
         return StepOrder(tuple(traces), (0,), ((Action("F", 0, 0), Action("B", 0, 0)),))
-    crossing = tuple(tuple(wanted for _, wanted in trace.taken) for trace in traces)
+    crossing = tuple(tuple(value.wanted for value in trace.taken) for trace in traces)
     return StepOrder(tuple(traces), schedule.placement, _orders(schedule, crossing))
 
 
@@ -89,7 +89,22 @@ def _key(stage: int, number: int) -> Key:
     return stage << 16 | number, 0
 
 
-def peak_of(step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged] = ()) -> float:
+@dataclass(frozen=True)
+class StepEnd:
+    """What is made once all backwards have ended, beside all that is there then, in bytes.
+
+    Attributes:
+        tied: of gradients that are summed over the ranks which hold the same weights; copied into messages, and out.
+        parts: while gradients are summed whose parts ranks store.
+    """
+
+    tied: float = 0.0
+    parts: float = 0.0
+
+
+def peak_of(
+    step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged] = (), end: StepEnd | None = None
+) -> float:
     """The most bytes of live tensors at any time.
 
     Args:
@@ -97,6 +112,7 @@ def peak_of(step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged
         rank: whose.
         apart: whether the step's gradients are collected beside those of earlier ones.
         averaged: the messages that average gradients, in the order in which they leave.
+        end: of the step; None: nothing is made.
     """
     found = _Rank(step, rank, apart, averaged)
     for event in step.orders[rank]:
@@ -104,7 +120,7 @@ def peak_of(step: StepOrder, rank: int, apart: bool, averaged: Sequence[Averaged
             found.exchange(event)
         elif isinstance(event, Action):
             found.run(event)
-    return found.ended()
+    return found.ended(end or StepEnd())
 
 
 @dataclass
@@ -114,7 +130,7 @@ class _Rank:
     apart: bool
     averaged: Sequence[Averaged]
     live: int = 0
-    peak: int = 0
+    peak: float = 0
     batches: int = 0
     known: set[str] = field(default_factory=set)  # parameters whose gradients are there
     arrived: set[str] = field(default_factory=set)  # parameters whose gradients are final
@@ -138,16 +154,17 @@ class _Rank:
             self.live -= self.sent.popleft()[2]
         for message in event.sent:
             if message.kind == "backward":
-                size = self._size(message)
+                size = self._value(message).held
                 self.given[message.stage + 1, message.microbatch] -= size
                 self.sent.append((self.step.placement[message.stage], self.batches, size))
         for message in event.received:
-            self.rooms[message] = self._size(message), self.batches
-            self._grow(self._size(message))
+            size = self._value(message).nbytes
+            self.rooms[message] = size, self.batches
+            self._grow(size)
         self.batches += 1
 
-    def _size(self, message: Message) -> int:
-        return self.step.traces[message.stage + 1].taken[message.key[0] & 0xFFFF][0]
+    def _value(self, message: Message) -> Taken:
+        return self.step.traces[message.stage + 1].taken[message.key[0] & 0xFFFF]
 
     def _took(self, message: Message) -> int:
         """Wait for a message: what was sent to who sent it has arrived."""
@@ -174,7 +191,7 @@ class _Rank:
             ) + self.given.pop((stage + 1, microbatch), 0)  # fmt: skip
         self._follow(action, trace)
         if action.op in "BI" and stage:
-            size = sum(size for size, wanted in trace.taken if wanted)
+            size = sum(value.held for value in trace.taken)
             self.given[place] = size
             self.live += size
         if action.op == "I" and not stage:
@@ -213,8 +230,10 @@ class _Rank:
             self.launched += 1
         return found
 
-    def ended(self) -> float:
-        """All has been sent; what was not averaged yet leaves."""
+    def ended(self, end: StepEnd) -> float:
+        """Gradients are finished with the last messages under way. Then all has been sent; what was not averaged yet
+        leaves."""
+        self.peak = max(self.peak, self.live + 2 * end.tied, self.live + end.tied + end.parts)
         rest = sum(one.nbytes for one in self.averaged[self.launched :])
         own = 0 if self.apart else self.live - sum(x[2] for x in self.sent)
         return float(max(self.peak, own + rest))

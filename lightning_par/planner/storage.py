@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.fsdp.stored_parameter import dim_of_shape
+from lightning_par.fsdp.stored_parameter import Stored, dim_of_shape
+from lightning_par.planner.counting_axis import CountingStorage
 from lightning_par.planner.gathered_blocks import BlockCall, BlockWeight, GatheredBlock, GatheredBlocks
+from lightning_par.planner.lone_weights import LoneWeight, LoneWeights, ends_of_calls
 from lightning_par.planner.profile import Parameter
 from lightning_par.planner.recorded import RecordedStep
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part
@@ -58,17 +60,28 @@ def store(
         held = values.pop(id(x))
         with fake:
             own = parts[id(x)] = torch.empty(known[name].numel, dtype=x.dtype).requires_grad_(x.requires_grad)
-        travels = step.autocast if step.autocast is not None and known[name].parameter.low else x.dtype
-        return _weight(id(x), known[name], own, held, travels, storage.ranks, tensor)
+        return _weight(id(x), known[name], own, held, _travels(step, known[name], x), storage.ranks, tensor)
 
     calls: list[BlockCall] = []
     for message in messages:
         block = GatheredBlock(tuple(map(weight, message.names)), storage.ranks, message.stays)
         calls += [BlockCall(first, last, block) for first, last in step.spans(message.paths)]
+    axis, lone = CountingStorage(storage.ranks), []
     for part in alone:
-        block = GatheredBlock((weight(part.parameter.name),), storage.ranks)
-        calls += [BlockCall(first, last, block) for first, last in step.spans_of(part.parameter.name)]
-    return GatheredBlocks(sorted(calls, key=lambda call: (call.first, -call.last)), storage.keep)
+        x = fakes[part.parameter.name]
+        with fake:
+            own = Stored.of(values.pop(id(x)), axis, axis)
+        parts[id(x)] = own.local
+        lone.append(LoneWeight(id(x), own, _travels(step, part, x)))
+    keys = {part.parameter.name: w.key for part, w in zip(alone, lone)}
+    ends = None if storage.keep else ends_of_calls(storage.module, step, keys, messages)
+    events = [[id(x) for x in event.inputs] for event in step.events]
+    calls.sort(key=lambda call: (call.first, -call.last))
+    return GatheredBlocks(calls, storage.keep, LoneWeights(lone, events, ends))
+
+
+def _travels(step: RecordedStep, part: StoredPart, x: Tensor) -> torch.dtype:
+    return step.autocast if step.autocast is not None and part.parameter.low else x.dtype
 
 
 def _weight(

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+
+from lightning_par.private import recurrent_kernels
 
 __all__ = [
     "DataDependentOutputException",
@@ -38,6 +39,40 @@ log = logging.getLogger(fake_tensor.__name__)
 
 WITHOUT_VALUE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What a fake raises where its value is asked for."""
+
+
+_SETS_STORAGE = torch.ops.aten.set_.source_Storage_storage_offset
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """Torch's, in which memory is as on real tensors: a layer of an LSTM on CPUs keeps its workspace for backward,
+    which torch has as 0 bytes, and what a tensor is set to lie in is freed, which torch keeps among what it knows."""
+
+    def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
+        super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
+        self._workspaces: dict[Any, int] = {}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _SETS_STORAGE:
+            return self._uncached(func, types, args, kwargs)
+        result: Any = super().dispatch(func, types, args, kwargs or {})
+        if func is recurrent_kernels.layer and torch.is_grad_enabled():
+            result = *result[:3], self._workspace(args)
+        return result
+
+    def _uncached(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        before, self.cache_enabled = self.cache_enabled, False
+        try:
+            return super().dispatch(func, types, args, kwargs or {})
+        finally:
+            self.cache_enabled = before
+
+    def _workspace(self, args: Any) -> torch.Tensor:
+        key = args[0].shape, args[0].dtype, args[1].shape[0], *map(str, args[7:])
+        if key not in self._workspaces:
+            self._workspaces[key] = recurrent_kernels.workspace_bytes(args)
+        with self:
+            return torch.empty(self._workspaces[key], dtype=torch.uint8, device=args[0].device)
 
 
 def makes_fakes(frame: types.FrameType) -> bool:

@@ -49,7 +49,7 @@ class OnOnes:
         self.__name__, self.__module__ = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+        mode: Any = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
         return run_on_ones(mode, self.func, args, kwargs)
 
     def __hash__(self) -> int:

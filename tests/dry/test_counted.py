@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_par import dry_run
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import MODELS
 from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
@@ -58,3 +59,11 @@ def test_autocast_moves_what_was_said(case: str, name: str) -> None:
     counted = [dried(case, layout, rank, "bf16-mixed") for rank in range(ranks_of(layout))]
     lines = differences(counted, planned(case, layout, "bf16-mixed"))
     assert not lines, "\n" + "\n".join(lines)
+
+
+def test_the_peak_has_what_an_lstm_keeps_for_backward() -> None:
+    module: Any = MODELS["lstm"].module()
+    with LiveBytes() as live:
+        module.loss(batch_of("lstm")).backward()
+    found = dry_run(MODELS["lstm"].module, batch_of("lstm"), {"data_parallel_size": 2}, devices=2)
+    assert found.peak - found.kept == pytest.approx(live.peak, rel=0.05)

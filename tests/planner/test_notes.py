@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch import Tensor, nn
 
 from lightning_par.planner.notes import in_variables
+from lightning_par.planner.recorded import record
 
 
 def test_tensors_are_held_by_variables_and_by_what_these_hold() -> None:
@@ -19,3 +21,24 @@ def test_tensors_are_held_by_variables_and_by_what_these_hold() -> None:
     y = torch.zeros(4)
     found = call(y)
     assert {id(x), id(y), id(kept["a"][0])} <= found and id(deep[0][0][0]) not in found
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 6)
+        self.register_buffer("scale", torch.ones(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        mask = torch.ones(8, 8).tril()  # of no batch
+        weights = (batch[1:] * self.scale[:2].sum()).exp()  # 3 x 2 x 4
+        return self.rnn(weights)[0].sum() + mask.sum()
+
+
+def test_what_the_batch_alone_determines_is_told_with_the_module_that_makes_it() -> None:
+    step = record(Masked(), torch.ones(4, 2, 4))
+    values = step.recording.heard.batch_values
+    paths = [step.calls[x.call].path for x in values]
+    own = [(x.nbytes, x.grows) for x, path in zip(values, paths) if not path]
+    assert own == [(256, False), (256, False), (4, False), (96, True), (96, True), (4, False)]
+    assert paths.count("rnn") == 2  # the first states

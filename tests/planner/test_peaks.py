@@ -10,17 +10,12 @@ from tests.planner.counted import CASES, LAYOUTS, ranks_of
 from tests.planner.peaks import WITHIN, planned, run
 from tests.planner.test_counted import IMPOSSIBLE
 
-OPEN = {("lstm", name) for name in LAYOUTS} | {
-    ("encoder_decoder", "shard_residual"), ("unet", "pipeline_4"), ("mlp_deep", "zbv"), ("mlp_deep", "fsdp_pipeline"),
-    ("hf_bert", "fsdp_pipeline"),
-}  # fmt: skip
-"""Not within 5 %; docs/planning.md says why."""
-
 TRIES = 3  # a message that is late on a busy machine holds its memory for longer
 
-ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE | OPEN]
+ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
-    "gqa_repeat-shard_residual", "gpt-ring", "gpt-fsdp", "mlp_deep-gpipe", "hf_llama-interleaved", "hf_llama-zbv",
+    "gqa_repeat-shard_residual", "gpt-ring", "gpt-fsdp", "lstm-fsdp", "mlp_deep-zbv", "unet-pipeline_4",
+    "hf_llama-interleaved", "hf_llama-zbv",
 ]  # fmt: skip
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_par.pipeline.plan.schedule import make_schedule
-from lightning_par.planner.stage_trace import StageTrace, Trace
-from lightning_par.planner.step_memory import Averaged, order_of, peak_of
+from lightning_par.planner.stage_trace import StageTrace, Taken, Trace, TraceRecorder
+from lightning_par.planner.step_memory import Averaged, StepEnd, order_of, peak_of
 
 KEPT, TAKEN, MADE = 100, 10, 7
 
 
-def stage(first: bool) -> StageTrace:
+def stage(first: bool, held: int = TAKEN) -> StageTrace:
     """Keeps 100 bytes of a microbatch, and makes a gradient of 7 bytes in its backward."""
     backward = Trace((KEPT, KEPT + MADE, KEPT, 0), ((2, "weight", MADE),))
-    return StageTrace({"F": Trace((0, KEPT)), "B": backward}, () if first else ((TAKEN, True),))
+    return StageTrace({"F": Trace((0, KEPT)), "B": backward}, () if first else (Taken(TAKEN, True, held),))
 
 
 def peaks(name: str, ranks: int, microbatches: int, apart: bool = False) -> list[float]:
@@ -45,3 +46,30 @@ def test_averages_of_gradients_are_a_copy_of_them() -> None:
     assert peak_of(order, 0, False) == KEPT + MADE
     assert peak_of(order, 0, False, [Averaged(frozenset({"weight"}), 500)]) == KEPT + 500
     assert peak_of(order, 0, False, [Averaged(frozenset({"another"}), 500)]) == 500  # leaves when backward has ended
+
+
+def test_a_gradient_that_goes_back_holds_the_memory_that_it_lies_in() -> None:
+    schedule, sizes = make_schedule("gpipe", 2, 3), (20 * TAKEN, 40 * TAKEN)
+    orders = [order_of(schedule, [stage(True), stage(False, held)]) for held in sizes]
+    last = [peak_of(order, 1, False) for order in orders]
+    assert last[1] - last[0] == 3 * 20 * TAKEN  # as the last backward ends all are on their way
+    first = [peak_of(order, 0, False) for order in orders]
+    assert first[0] == first[1]  # what comes is the gradient alone
+
+
+def test_what_is_made_as_a_step_ends_is_beside_what_is_there_then() -> None:
+    order = order_of(make_schedule("gpipe", 2, 3), [stage(True), stage(False)])
+    end = MADE + 3 * TAKEN  # gradients, of which three are on their way
+    assert peak_of(order, 1, True, end=StepEnd(tied=1000)) == end + 2 * 1000
+    assert peak_of(order, 1, True, end=StepEnd(tied=1000, parts=5000)) == end + 1000 + 5000
+
+
+def test_a_gradient_that_is_freed_last_is_told() -> None:
+    weight = torch.ones(10, requires_grad=True)
+    weight.grad = torch.zeros(10)
+    recorder = TraceRecorder({"weight": weight})
+    with recorder.action("B"):
+        torch.autograd.backward(weight.expand(3, 10).sum(0), torch.ones(10))
+    trace = recorder.actions["B"]
+    ((number, name, size),) = trace.gradients
+    assert (name, size) == ("weight", 40) and number < len(trace.live) and trace.end == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_par.planner.live_bytes import LiveBytes
 from lightning_par.private import fake_tensors
 from lightning_par.private.fake_tensors import (
     WITHOUT_VALUE,
@@ -102,3 +103,39 @@ def test_which_mode_makes_fakes_now_is_known() -> None:
         assert active_fakes() is mode
         with unset_fake_temporarily():
             assert active_fakes() is None
+
+
+LSTMS: list[dict[str, Any]] = [
+    {}, {"bidirectional": True, "num_layers": 2, "batch_first": True}, {"bias": False, "dtype": torch.bfloat16},
+    {"proj_size": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", LSTMS, ids=str)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_an_lstm_holds_as_much_as_on_real_tensors(options: dict[str, Any], trains: bool) -> None:
+    def held() -> tuple[int, int]:
+        lstm = nn.LSTM(8, 20, **options)
+        x = torch.zeros(30, 4, 8, dtype=options.get("dtype"))
+        lstm(x)[0].sum().backward()  # gradients are there
+        with LiveBytes() as live, torch.set_grad_enabled(trains):
+            out = lstm(x)[0]
+            kept = live.now
+            if trains:
+                out.sum().backward()
+        return live.peak, kept
+
+    real = held()
+    with FakeTensorMode():
+        assert held() == real
+
+
+def test_memory_that_a_tensor_was_set_to_lie_in_is_freed() -> None:
+    with FakeTensorMode(), LiveBytes() as live:
+        x, lying = torch.zeros(100), torch.zeros(0)
+        lying.set_(x.untyped_storage(), 0, (50,), (1,))  # type: ignore[call-overload]
+        del x
+        assert live.now == 400
+        del lying
+        assert live.now == 0

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_par
 from lightning_par import HybridParallelStrategy
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.planner.counted import _Count
 
 C = 8
@@ -20,12 +21,12 @@ LAYOUT = {"tensor_parallel_size": 2, "shard_residual": True}
 
 
 class Patches(LightningModule):
-    """A small vision transformer: nine patches, and a token of a class before them, which alone is looked at."""
+    """A small vision transformer: 16 patches, and a token of a class before them, which alone is looked at."""
 
     def __init__(self, manual: bool) -> None:
         super().__init__()
         self.automatic_optimization = not manual
-        self.patch, self.first = nn.Conv2d(1, C, 2, 2), nn.Parameter(torch.zeros(1, 1, C))
+        self.patch, self.first = nn.Conv2d(1, C, 4, 4), nn.Parameter(torch.zeros(1, 1, C))
         layer = nn.TransformerEncoderLayer(C, 2, 2 * C, 0.0, batch_first=True, norm_first=True)
         self.layers, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(C, 3)
 
@@ -47,7 +48,7 @@ class Patches(LightningModule):
 
 def _data(samples: int) -> DataLoader[Any]:
     torch.manual_seed(0)
-    x = torch.randn(3 * samples, 1, 6, 6, dtype=torch.float64)
+    x = torch.randn(3 * samples, 1, 16, 16, dtype=torch.float64)
     return DataLoader(TensorDataset(x, torch.randint(3, (3 * samples,))), batch_size=samples)
 
 
@@ -72,8 +73,9 @@ def _whole(layout: dict[str, Any], manual: bool, samples: int) -> tuple[dict[str
     return {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in found.items()}, sent
 
 
+@slow(but=["6-manual"])
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
-@pytest.mark.parametrize("samples", [4, 3])  # the image has as many rows of patches as the latter
+@pytest.mark.parametrize("samples", [6, 4])  # there are as many rows of patches as of the latter
 def test_what_is_trained_is_one_devices_and_what_is_sent_is_as_planned(pool: Pool, manual: bool, samples: int) -> None:
     expected, _ = _trained(None, manual, samples)
     found = pool.run(2, _whole, LAYOUT, manual, samples)
