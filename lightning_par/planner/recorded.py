@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
+from lightning_par.sequence.plan import SequencePlan
 from lightning_par.trial.recording import Event, Recording
 from lightning_par.trial.trial_run import record_step
 
@@ -52,6 +53,7 @@ class RecordedStep:
         blocks: whose weights are gathered together, if stored in parts.
         samples: in the recorded batch.
         autocast: the dtype in which torch's autocast ran products; None: it ran none.
+        given: how its batch is given to ranks that share out tokens, by their layout, once that was asked for.
     """
 
     recording: Recording
@@ -62,6 +64,7 @@ class RecordedStep:
     blocks: tuple[Block, ...]
     samples: int
     autocast: torch.dtype | None = None
+    given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

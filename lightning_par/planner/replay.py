@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.backward import SplitBackward, backward
+from lightning_par.planner.batch_plan import batch_plan
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.gathered_blocks import GatheredBlocks
 from lightning_par.planner.recorded import RecordedStep, casting
@@ -31,7 +32,7 @@ from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter, with_node
 from lightning_par.python_state import generators
 from lightning_par.sequence.batch_tensor import BatchTensor
-from lightning_par.sequence.plan import make_plan
+from lightning_par.sequence.plan import SequencePlan, asks, asks_in_parts
 from lightning_par.sequence.scheme import AttentionSettings, make_grid
 from lightning_par.sharded.gradient_shares import shared_over, unshared
 from lightning_par.sharded.rules.lookup import dispatch
@@ -97,9 +98,12 @@ def replay(
         RuntimeError: a function can't be run by its rule on tensors without values.
     """
     lengths: set[int] = set()
+    given = _given(step, dealt, place)
     while True:
-        run = _Replay(step, dealt, place, storage, holds=len(cut.starts) == 1, lengths=lengths)
-        found = _replayed(run, cut)
+        run = _Replay(step, dealt, place, storage, given, len(cut.starts) == 1, lengths)
+        with _running(run):
+            bounds = [*cut.starts, len(step.events)]
+            found = tuple(run.stage(n, first, end) for n, (first, end) in enumerate(zip(bounds, bounds[1:])))
         # Steps share out tokens of the lengths that they have met: the first one of some later than those that follow.
         residual = run.tensor.residual
         if residual is None or residual.settled or residual.lengths <= lengths:
@@ -107,13 +111,31 @@ def replay(
         lengths |= residual.lengths
 
 
-def _replayed(run: _Replay, cut: StageCut) -> tuple[StageReplay, ...]:
+def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | None:
+    """How the batch is given to ranks that share out tokens, as a run chooses it; None: they don't."""
+    ranks = place.sequence[0] if place.sequence[0] > 1 else place.tensor[0] if place.residual else 1
+    if ranks == 1:
+        return None
+    key = ranks, repr(place.attention)
+    if key not in step.given:
+        alone = Place((1, 0), (ranks, 0), False, place.attention)  # weights are whole while it is chosen
+
+        def attends(plan: SequencePlan) -> tuple[int, int]:
+            run = _Replay(step, dealt, alone, None, plan)
+            with _running(run):
+                return run.attends()
+
+        step.given[key] = batch_plan(step.recording, ranks, place.attention, attends)
+    return step.given[key]
+
+
+@contextlib.contextmanager
+def _running(run: _Replay) -> Iterator[None]:
     state = RunState.current
     with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
         state.streams.in_step = True
-        bounds = [*cut.starts, len(run.step.events)]
         try:
-            return tuple(run.stage(n, first, end) for n, (first, end) in enumerate(zip(bounds, bounds[1:])))
+            yield
         finally:
             for axis in run.axes:
                 axis.end_step()
@@ -121,8 +143,8 @@ def _replayed(run: _Replay, cut: StageCut) -> tuple[StageReplay, ...]:
 
 class _Replay:
     def __init__(
-        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, holds: bool = False,
-        lengths: Collection[int] = (),
+        self, step: RecordedStep, dealt: Dealt, place: Place, storage: Storage | None, given: SequencePlan | None,
+        holds: bool = False, lengths: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.step, self.place = step, place
         self.tensor = CountingAxis(*place.tensor)
@@ -149,8 +171,9 @@ class _Replay:
         self.blocks: GatheredBlocks | None = None
         if storage is not None:
             self.blocks = store(storage, step, self.values, self.parts, self.tensor.rank, self.fake)
-        if self.tokens is not None:
-            self._mark_batch()
+        self.asked: list[bool] = []  # of each call of attention, whether it is for this rank's own tokens alone
+        if self.tokens is not None and given is not None:
+            self._mark_batch(given)
 
     def _parameter(self, x: Tensor, dealt: Dealt) -> Tensor:
         key = id(self.step.stands.get(id(x), x))
@@ -166,11 +189,9 @@ class _Replay:
             mark_parameter(sharded)
             return sharded
 
-    def _mark_batch(self) -> None:
-        batch, ranks = self.step.recording.batch, self.tokens.size
-        plan = make_plan(self.step.recording, [""] * len(batch), ranks, None, self.place.attention)
+    def _mark_batch(self, plan: SequencePlan) -> None:
         self.tokens.zigzag = plan.zigzag and self.place.sequence[0] > 1
-        for number, x in enumerate(batch):
+        for number, x in enumerate(self.step.recording.batch):
             dim = plan.dim_of(number, x)
             positions: Positions | None = None if dim is None else self.tokens.spread(x.shape[dim])
             if positions is not None and dim is not None:
@@ -212,6 +233,12 @@ class _Replay:
             found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer.sent
         return StageReplay(found, None if recorder is None else StageTrace(recorder.actions, values))
 
+    def attends(self) -> tuple[int, int]:
+        """How many calls of attention in a forward are for this rank's own tokens alone, and how many there are."""
+        with casting(self.step.autocast):
+            self._forward(set(), 0, len(self.step.events))
+        return sum(self.asked), len(self.asked)
+
     def _forward(self, made: set[int], first: int, end: int) -> None:
         blocks = self.blocks
         if blocks is None:
@@ -232,6 +259,9 @@ class _Replay:
             if event.func is returned or not event.outputs or all(id(x) not in self.values for x in event.inputs):
                 continue
             args, kwargs = tree_map(self._value, (event.args, event.kwargs))
+            asked = asks(event)
+            if asked is not None:
+                self.asked.append(asks_in_parts(self._value(asked)))
             with contextlib.ExitStack() as stack:
                 if not any(x.requires_grad for x in event.outputs):
                     stack.enter_context(torch.no_grad())
@@ -240,7 +270,7 @@ class _Replay:
             for old, value in zip(event.outputs, new, strict=False):
                 self.values[id(old)] = value
                 made.add(id(old))
-            del args, kwargs, result, new
+            del args, kwargs, result, new, asked
             self._let_go(number)
 
     def _let_go(self, number: int) -> None:

@@ -167,10 +167,20 @@ def attends_in_parts(split: Recording) -> tuple[int, int]:
     Args:
         split: one run of the step as if the batch were split.
     """
-    asking = [_given(e, 0, "query") for e in split.events if e.name == "scaled_dot_product_attention"]
-    asking += [e.inputs[0] for e in split.events if e.name == "softmax" and e.inputs and e.inputs[0].ndim > 2]
-    parts = [x for x in asking if isinstance(x, ShardedTensor) and moves(x) and x.sharded_dim == x.ndim - 2]
-    return len(parts), len(asking)
+    asking = [x for event in split.events if (x := asks(event)) is not None]
+    return sum(map(asks_in_parts, asking)), len(asking)
+
+
+def asks(event: Event) -> Any:
+    """Whose tokens a call of attention is asked for; None of another event."""
+    if event.name == "scaled_dot_product_attention":
+        return _given(event, 0, "query")
+    return event.inputs[0] if event.name == "softmax" and event.inputs and event.inputs[0].ndim > 2 else None
+
+
+def asks_in_parts(x: Any) -> bool:
+    """Whether a rank has its own tokens alone of ``x``, by which attention is asked."""
+    return isinstance(x, ShardedTensor) and moves(x) and x.sharded_dim == x.ndim - 2
 
 
 def attention_uses(recording: Recording) -> tuple[AttentionUse, ...]:

@@ -23,10 +23,10 @@ LAYOUT = {"tensor_parallel_size": 2, "shard_residual": True}
 class Patches(LightningModule):
     """A small vision transformer: 16 patches, and a token of a class before them, which alone is looked at."""
 
-    def __init__(self, manual: bool) -> None:
+    def __init__(self, manual: bool, size: int = 16) -> None:
         super().__init__()
         self.automatic_optimization = not manual
-        self.patch, self.first = nn.Conv2d(1, C, 4, 4), nn.Parameter(torch.zeros(1, 1, C))
+        self.patch, self.first = nn.Conv2d(1, C, size // 4, size // 4), nn.Parameter(torch.zeros(1, 1, C))
         layer = nn.TransformerEncoderLayer(C, 2, 2 * C, 0.0, batch_first=True, norm_first=True)
         self.layers, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(C, 3)
 
@@ -46,13 +46,15 @@ class Patches(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.5)
 
 
-def _data(samples: int) -> DataLoader[Any]:
+def _data(samples: int, size: int) -> DataLoader[Any]:
     torch.manual_seed(0)
-    x = torch.randn(3 * samples, 1, 16, 16, dtype=torch.float64)
+    x = torch.randn(3 * samples, 1, size, size, dtype=torch.float64)
     return DataLoader(TensorDataset(x, torch.randint(3, (3 * samples,))), batch_size=samples)
 
 
-def _trained(layout: dict[str, Any] | None, manual: bool, samples: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _trained(
+    layout: dict[str, Any] | None, manual: bool, samples: int, size: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights, and what a rank sent in the second step by axis."""
     seed_everything(0, verbose=False)
     count, ranks = _Count(), 1 if layout is None else 2
@@ -61,28 +63,33 @@ def _trained(layout: dict[str, Any] | None, manual: bool, samples: int) -> tuple
         max_epochs=1, callbacks=[] if layout is None else [count], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, precision="64-true",
     )  # fmt: skip
-    module = Patches(manual)
-    trainer.fit(module, _data(samples))
+    module = Patches(manual, size)
+    trainer.fit(module, _data(samples, size))
     if layout is None:
         return {name: x.detach() for name, x in module.state_dict().items()}, {}
     return trainer.strategy.lightning_module_state_dict(), count.found.sent
 
 
-def _whole(layout: dict[str, Any], manual: bool, samples: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    found, sent = _trained(layout, manual, samples)
+def _whole(*asked: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    found, sent = _trained(*asked)
     return {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in found.items()}, sent
 
 
-@slow(but=["6-manual"])
+# Of the first, rows of the image are as many as tokens but one, of the other a run finds out that they make tokens.
+@slow(but=["16-6-manual"])
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
 @pytest.mark.parametrize("samples", [6, 4])  # there are as many rows of patches as of the latter
-def test_what_is_trained_is_one_devices_and_what_is_sent_is_as_planned(pool: Pool, manual: bool, samples: int) -> None:
-    expected, _ = _trained(None, manual, samples)
-    found = pool.run(2, _whole, LAYOUT, manual, samples)
+@pytest.mark.parametrize("size", [16, 8])
+def test_what_is_trained_is_one_devices_and_what_is_sent_is_as_planned(
+    pool: Pool, manual: bool, samples: int, size: int
+) -> None:
+    expected, _ = _trained(None, manual, samples, size)
+    found = pool.run(2, _whole, LAYOUT, manual, samples, size)
     for weights, _ in found:
         assert all(torch.allclose(weights[name], x, atol=1e-12) for name, x in expected.items())
+    data = _data(samples, size)
     plan = lightning_par.plan(
-        lambda: Patches(manual=False), _data(samples), "8xH100", devices=2, layout=LAYOUT, precision="64-true"
+        lambda: Patches(False, size), data, "8xH100", devices=2, layout=LAYOUT, precision="64-true"
     )
     ranks = plan.as_dict()["layouts"][0]["ranks"]
     assert [one["sent"]["tensor"] for one in ranks] == [sent["tensor"] for _, sent in found]
