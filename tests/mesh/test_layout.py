@@ -60,8 +60,8 @@ def test_refuses_what_is_no_size(axis: AxisName, size: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "own", "sizes", "message"),
     [
-        (4, "tensor", dict(tensor=3), ["tensor_parallel_size=3 = 3", "4 processes", "Write tensor_parallel_size=4"]),
-        (2, "tensor", dict(tensor=4), ["tensor_parallel_size=4 = 4", "2 processes", "Write tensor_parallel_size=2"]),
+        (4, "tensor", dict(tensor=3), ["tensor_parallel_size=3, but", "4 processes", "Write tensor_parallel_size=4"]),
+        (2, "tensor", dict(tensor=4), ["tensor_parallel_size=4, but", "2 processes", "Write tensor_parallel_size=2"]),
         (
             8,
             "tensor",
@@ -72,9 +72,9 @@ def test_refuses_what_is_no_size(axis: AxisName, size: Any) -> None:
             8,
             "tensor",
             dict(data=3, tensor="auto"),
-            ["data_parallel_size=3 = 3", "8 processes", "Write sizes whose product", "multiple of 3"],
+            ["data_parallel_size=3, but", "8 processes", "Write sizes whose product", "multiple of 3"],
         ),
-        (8, "pipeline", dict(pipeline="auto", tensor=3), ["tensor_parallel_size=3 = 3", "multiple of 3"]),
+        (8, "pipeline", dict(pipeline="auto", tensor=3), ["tensor_parallel_size=3, but", "multiple of 3"]),
         (8, "tensor", dict(data=3, tensor=3), ["data_parallel_size=3 * tensor_parallel_size=3 = 9", "8 processes"]),
     ],
 )

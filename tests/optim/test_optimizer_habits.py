@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.absent.elsewhere import Elsewhere, Origin, is_elsewhere
+from lightning_par.fsdp.gather_order import GatherOrder
 from lightning_par.fsdp.prefetch import Prefetch
 from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
@@ -485,7 +486,7 @@ class StorageThreadAxis(ThreadAxis):
 
     def __init__(self, size: int, rank: int, meeting: Any, name: str = "data") -> None:
         super().__init__(size, rank, meeting, name)
-        self.gathering = Prefetch(reshard=True)
+        self.gathering, self.order = Prefetch(reshard=True), GatherOrder()
 
 
 def sharded(axis: ThreadAxis, make: Any) -> Any:
