@@ -82,6 +82,7 @@ APART = frozenset(
         "metrics",
         "has_batch",
         "views",
+        "order",
         "gradient flags",
     }
 )
