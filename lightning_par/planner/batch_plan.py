@@ -22,8 +22,11 @@ def batch_plan(
             how many there are.
     """
     plan = make_plan(recording, [""] * len(recording.batch), ranks, None, attention)
+    others = [*other_plans(recording, plan)]
+    if not others:
+        return plan
     parts, all_ = attends(plan)
-    for other in other_plans(recording, plan) if parts < all_ else ():
+    for other in others if parts < all_ else ():
         more, _ = attends(other)
         if more > parts:
             plan, parts = other, more
