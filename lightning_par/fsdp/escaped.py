@@ -146,8 +146,14 @@ class Escaped:
             aliases.written([weight._local])
 
     def begin_step(self, weights: Sequence[Stored]) -> None:
-        """An optimizer is about to write to ``weights``; until `end_step` none of its writes by itself counts."""
+        """An optimizer is about to write to ``weights``; until `end_step` none of its writes by itself counts.
+
+        Raises:
+            RuntimeError: ranks have come to different weights before; see `GatherOrder`.
+        """
         self.settle(weights)
+        if self._asks:
+            self._ask()
         self._is_stepping = True
 
     def end_step(self, weights: Sequence[Stored]) -> None:

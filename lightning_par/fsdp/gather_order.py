@@ -1,7 +1,8 @@
 """Whether the ranks that store parts of the same weights come to them in one order.
 
 Messages along an axis meet in the order in which each rank sends them. Where replicas take different branches, parts of
-two weights of one size would be joined without a word, so what each has come to is compared once a step.
+two weights of one size would be joined without a word, so what each has come to is compared once a step, before the
+optimizer writes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ MOST = 4096
 class GatherOrder:
     """The messages of weights and of their gradients along one axis since they were compared.
 
-    Attributes:
-        compared: how often they were.
-
     Example::
 
         order = GatherOrder()
@@ -38,7 +36,6 @@ class GatherOrder:
     """
 
     def __init__(self) -> None:
-        self.compared = 0
         self._hash = 0
         self._met: deque[str] = deque(maxlen=MOST)
 
@@ -67,7 +64,6 @@ class GatherOrder:
             RuntimeError: they have come to different weights; on all ranks.
         """
         met, self._met, self._hash = self._met, deque(maxlen=MOST), 0
-        self.compared += 1
         half = len(most) // 2
         if any(a + b != 255 for a, b in zip(most[:half], most[half:])):
             raise RuntimeError(_differ(axis.all_gather_object([*met], "order"), axis))

@@ -149,16 +149,16 @@ class Prefetch(Gathering):
 
     def begin_optimizer_step(self, weights: Sequence[ShardedTensor]) -> None:
         self.blocks.end_backward()
-        self.blocks.escaped.begin_step([x for x in weights if isinstance(x, Stored)])
+        stored = [x for x in weights if isinstance(x, Stored)]
+        self.blocks.escaped.begin_step(stored)
+        for peers in {id(x._peers): x._peers for x in stored}.values():
+            if (
+                not peers.order.is_empty
+            ):  # of weights that are in no block; else it has been told with the blocks' views
+                peers.order.ask(peers)
 
     def end_optimizer_step(self, written: Sequence[ShardedTensor]) -> None:
-        stored = [x for x in written if isinstance(x, Stored)]
-        axes = {id(x._peers): x._peers for x in stored}
-        left = [(peers, peers.order.compared) for peers in axes.values() if not peers.order.is_empty]
-        self.blocks.escaped.end_step(stored)
-        for peers, compared in left:
-            if peers.order.compared == compared:  # no other message has told it
-                peers.order.ask(peers)
+        self.blocks.escaped.end_step([x for x in written if isinstance(x, Stored)])
 
     def let_go(self, weights: Iterable[Tensor] | None = None) -> None:
         """Forget what was gathered of ``weights``, or of all."""
