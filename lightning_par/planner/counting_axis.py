@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning_par.fsdp.stored_parameter import StorageAxis
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.collectives import enter
 from lightning_par.sequence.deep_masks import DeepMasks
+from lightning_par.sequence.scheme import AttentionSettings, make_grid
 from lightning_par.sequence.sequence_axis import SequenceAxis
 from lightning_par.tensor.residual_stream import ResidualAxis
 from lightning_par.trial.memo import Memo
@@ -73,6 +74,18 @@ class CountingSequence(_Counting, SequenceAxis):
         super().__init__(name, tuple(range(size)), rank, None)
         self.masks = _Shallow()
         self.forget_calls()
+
+    def attend(self, asked: Any) -> None:
+        """Attention is computed by the scheme that is ``asked`` for."""
+        ulysses = asked["ulysses"] if isinstance(asked, Mapping) else self.size if asked == "ulysses" else 1
+        grid = None
+        if 1 < ulysses < self.size or asked == "auto":
+
+            def made(name: str, ranks: Sequence[int], rank: int) -> Axis:
+                return CountingSequence(len(ranks), rank, name)
+
+            grid = make_grid(self, ulysses, made)
+        self.attention = AttentionSettings(asked, grid)
 
 
 class CountingResidual(_Counting, ResidualAxis):

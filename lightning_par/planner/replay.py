@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.planner.batch_plan import batch_plan
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
+from lightning_par.planner.crossing_values import handed_on, nbytes, received
 from lightning_par.planner.gathered_blocks import GatheredBlocks
 from lightning_par.planner.recorded import RecordedStep, casting
 from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
@@ -29,11 +30,11 @@ from lightning_par.planner.stages import StageCut
 from lightning_par.planner.storage import Storage, store
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
-from lightning_par.private.tensors import mark_parameter, with_node
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
 from lightning_par.sequence.batch_tensor import BatchTensor
 from lightning_par.sequence.plan import SequencePlan, asks, asks_in_parts
-from lightning_par.sequence.scheme import AttentionSettings, make_grid
+from lightning_par.sharded.aliases.frames import innermost
 from lightning_par.sharded.gradient_shares import shared_over, unshared
 from lightning_par.sharded.rules.lookup import dispatch
 from lightning_par.sharded.rules.several_axes import Mix
@@ -151,7 +152,7 @@ class _Replay:
         self.tokens: Any = None
         if place.sequence[0] > 1:
             self.tokens = CountingSequence(*place.sequence)
-            _attend(self.tokens, place.attention)
+            self.tokens.attend(place.attention)
         elif place.residual:
             self.tensor.gradient_shares = True
             self.tokens = self.tensor.residual = CountingResidual(self.tensor, lengths)
@@ -202,14 +203,14 @@ class _Replay:
         made: set[int] = set()
         leaves: dict[str, Tensor] = {}
         for names, x in self.step.recording.parameters.items():  # what backward makes of it is added to what is there
-            leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else _inner(self.values[id(x)])
+            leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else innermost(self.values[id(x)])
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
-        here = [_inner(self.values.get(id(x), x)) for x in taken]
+        here = [innermost(self.values.get(id(x), x)) for x in taken]
         arrived = [inner for x, inner in zip(taken, here)
                    if id(x) in self.values and inner.requires_grad and inner.is_leaf]  # fmt: skip
-        received = {id(x): self.values[id(x)] for x in taken if id(x) in self.values}
-        self.values |= {key: _with_node(x) for key, x in received.items()}
+        came = {id(x): self.values[id(x)] for x in taken if id(x) in self.values}
+        self.values |= {key: received(x) for key, x in came.items()}
         recorder = TraceRecorder(leaves) if self.place.live else None
 
         def counted(op: str) -> Any:
@@ -224,9 +225,9 @@ class _Replay:
             roots, grads, after = self._ends(made, end)
             if self.blocks is not None:
                 after = {}  # nothing follows: there is one stage
-            after |= {key: x for key, x in received.items() if key in self.values}  # which only pass through
+            after |= {key: x for key, x in came.items() if key in self.values}  # which only pass through
             held = self._backward(roots, grads, arrived, after, counted)
-        values = tuple(Taken(_nbytes(y), x.requires_grad, held.get(id(y), 0)) for x, y in zip(taken, here))
+        values = tuple(Taken(nbytes(y), x.requires_grad, held.get(id(y), 0)) for x, y in zip(taken, here))
         found = {"sequence": 0.0, "tensor": 0.0, TAKEN: float(sum(x.nbytes for x in values))}
         found[RETURNED] = float(sum(x.nbytes for x in values if x.wanted))
         for transfer in moved.transfers:
@@ -292,11 +293,12 @@ class _Replay:
         loss = [x for x in tree_leaves(self.step.recording.result) if isinstance(x, Tensor) and id(x) in made]
         ends: dict[int, Tensor] = {}
         for x in (*outs, *loss):
-            inner = _inner(self.values[id(x)])
+            inner = innermost(self.values[id(x)])
             if inner.requires_grad and not inner.is_leaf:
                 ends[id(inner)] = inner
         roots = [*ends.values()]
-        return roots, [torch.empty_like(x) for x in roots], {id(x): _anew(self.values[id(x)]) for x in (*outs, *loss)}
+        after = {id(x): handed_on(self.values[id(x)]) for x in (*outs, *loss)}
+        return roots, [torch.empty_like(x) for x in roots], after
 
     def _backward(
         self, roots: list[Tensor], grads: list[Tensor], inputs: list[Tensor], after: dict[int, Any], counted: Any
@@ -319,18 +321,6 @@ class _Replay:
         return self.values.get(id(x), x.detach() if x.requires_grad else x) if isinstance(x, Tensor) else x
 
 
-def _attend(axis: CountingSequence, asked: Any) -> None:
-    ulysses = asked["ulysses"] if isinstance(asked, Mapping) else axis.size if asked == "ulysses" else 1
-    grid = None
-    if 1 < ulysses < axis.size or asked == "auto":
-
-        def made(name: str, ranks: Sequence[int], rank: int) -> Axis:
-            return CountingSequence(len(ranks), rank, name)
-
-        grid = make_grid(axis, ulysses, made)
-    axis.attention = AttentionSettings(asked, grid)
-
-
 def _copy_weights(leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
     """Let autocast copy what it will find again as long as the outermost of its contexts is open."""
     with torch.no_grad(), casting(dtype):
@@ -343,28 +333,3 @@ def _leaf(x: Tensor, trained: bool) -> Tensor:
     x.requires_grad_(trained)
     mark_parameter(x)
     return x
-
-
-def _inner(x: Tensor) -> Tensor:
-    while isinstance(x, ShardedTensor):
-        x = x._local
-    return x
-
-
-def _with_node(x: Any) -> Any:
-    """As a stage meets what it received: what its gradient lies in is let go last."""
-    if isinstance(x, ShardedTensor):
-        return x.with_local(_with_node(x._local))
-    return with_node(x) if x.requires_grad else x
-
-
-def _nbytes(x: Tensor) -> int:
-    inner = _inner(x)
-    return inner.numel() * inner.element_size()
-
-
-def _anew(x: Any) -> Any:
-    """As another stage has it, in memory of its own."""
-    if isinstance(x, ShardedTensor):
-        return x.with_local(_anew(x._local))
-    return torch.empty_like(x).detach().requires_grad_(x.requires_grad)
