@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.private.modes import no_modes
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.sequences import TupleCell
@@ -56,6 +57,7 @@ class Snapshot(Reach):
         super().__init__(packages, apart, code, hooks)
         self._copies: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._still = Still()
+        self._moves: dict[Cell, tuple[int, set[tuple[str, Any, int]]]] = {}  # of dicts, at a version
         with plainly():
             self.add_modules(modules)
         self._note_versions()
@@ -161,6 +163,8 @@ class Snapshot(Reach):
 
     def changes(self) -> dict[str, Change]:
         """What a run has changed since, by the name of the object."""
+        if self._still.is_so(self.cells):
+            return {}
         found = ((name, cell.change()) for name, cell in self.cells.items())
         return {name: change for name, change in found if change is not None}
 
@@ -171,18 +175,24 @@ class Snapshot(Reach):
 
     def moves(self) -> set[tuple[str, Any, int]]:
         """What is other than before, as a run goes on: empty where nothing is, equal where nothing more has changed."""
-        if self._still.is_so(self.cells):
-            return set()
-        found: set[tuple[str, Any, int]] = set()
-        for cell in self.cells.values():
-            if not (cell.lent or cell.versions or cell.moved()):
-                continue
-            change = cell.change() if cell.lent or cell.moved() else None
-            if isinstance(change, MappingChange) and not (change.inplace or change.deleted or change.order):
-                found.update((cell.name, key, id(x)) for key, x in change.entries.items())
-            elif change is not None or cell.overwritten():
-                found.add((cell.name, object(), 0))  # equal to nothing
-        return found
+        moved = self._still.moved(self.cells)
+        if moved is None:
+            moved = [cell for cell in self.cells.values() if cell.lent or cell.versions or cell.moved()]
+        return set().union(*map(self._moves_of, moved))
+
+    def _moves_of(self, cell: Cell) -> set[tuple[str, Any, int]]:
+        held = None if cell.lent or cell.versions else cell.counted()
+        version = None if held is None else version_of_dict(held)
+        known = self._moves.get(cell)
+        if known is not None and known[0] == version:  # a step is asked around each of its modules
+            return known[1]
+        change = cell.change() if cell.lent or cell.moved() else None
+        if isinstance(change, MappingChange) and not (change.inplace or change.deleted or change.order):
+            found = {(cell.name, key, id(x)) for key, x in change.entries.items()}
+            if version is not None:
+                self._moves[cell] = version, found
+            return found
+        return {(cell.name, object(), 0)} if change is not None or cell.overwritten() else set()  # equal to nothing
 
     def original(self, stand_in: torch.Tensor) -> torch.Tensor | None:
         """The tensor for which ``stand_in`` stands in now."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter, is_
+from itertools import compress
+from operator import attrgetter, is_, ne
 from typing import Any
 
 from lightning_par.private.dict_versions import version_of_dict
@@ -32,18 +33,26 @@ class Still:
 
     def is_so(self, cells: Mapping[str, Cell]) -> bool:
         """Whether all of ``cells`` hold what they held before, and nothing stands in for anything."""
+        return self.moved(cells) == []
+
+    def moved(self, cells: Mapping[str, Cell]) -> list[Cell] | None:
+        """Those of ``cells`` that hold something else than before; None where something stands in for anything."""
         if len(cells) != len(self._cells) or not all(map(is_, cells.values(), self._cells)):
             self._take(cells)
         if any(map(_lent, self._cells)) or any(map(_versions, self._cells)):
-            return False
+            return None
         now = [*map(version_of_dict, self._dicts)]
-        if now != self._versions:
-            for place, version in enumerate(now):
-                if version != self._versions[place]:
-                    if self._counted[place].moved():
-                        return False
-                    self._versions[place] = version
-        return not any(cell.moved() for cell in self._others)
+        found = [] if now == self._versions else self._moved_since(now)
+        return found + [cell for cell in self._others if cell.moved()]
+
+    def _moved_since(self, now: list[int]) -> list[Cell]:
+        found: list[Cell] = []
+        for place in compress(range(len(now)), map(ne, now, self._versions)):
+            if self._counted[place].moved():
+                found.append(self._counted[place])
+            else:
+                self._versions[place] = now[place]
+        return found
 
     def _take(self, cells: Mapping[str, Cell]) -> None:
         self._cells = [*cells.values()]

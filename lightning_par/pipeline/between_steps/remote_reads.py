@@ -71,6 +71,7 @@ class JointGradients:
         self._views: dict[int, weakref.ref[Tensor]] = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._classes: dict[tuple[type, type], type] = {}
+        self._ways: dict[type, type] = {}  # classes of plain parameters, and what is shown in their place
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
@@ -229,20 +230,25 @@ class JointGradients:
         self.meeting(doing, _ADVICE)
 
     def _show(self) -> None:
+        ways = self._ways  # three times a step, of all weights
         for p in self._parameters.values():
-            if isinstance(p, ShardedTensor):  # other code asks for its very class
+            shown = ways.get(type(p))
+            if shown is not None:
+                p.__class__ = shown  # whoever holds the object has it still
+            elif isinstance(p, ShardedTensor):  # other code asks for its very class
                 p._lender = self  # type: ignore[attr-defined]
             elif not isinstance(p, WeightParameter):
-                p.__class__ = self.class_of(WeightParameter, type(p))  # whoever holds the object has it still
+                ways[type(p)] = p.__class__ = self.class_of(WeightParameter, type(p))
         for name, x in self._buffers_now():
             self.show(x, name)
         self._optimizers.show()
 
     def _hide(self) -> None:
         for p in self._parameters.values():
-            vars(p).pop("_lender", None)
             if isinstance(p, WeightParameter):
                 p.__class__ = p._plain
+            else:
+                vars(p).pop("_lender", None)
         for _, x in self._buffers_now():
             _be_plain(x)
         self._optimizers.hide()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_par.pipeline.effects.console import Said, hearing, hearing_loggers
+from lightning_par.pipeline.effects.console import Hearing, Said, hearing_loggers
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
@@ -71,5 +71,5 @@ def _silence(module: nn.Module) -> Iterator[None]:
     def forget(said: Said) -> None:
         pass
 
-    with hearing(forget), hearing_loggers(trainer_of(module), forget):
+    with Hearing(forget), hearing_loggers(trainer_of(module), forget):
         yield

@@ -97,39 +97,45 @@ class LoggerView:
         self._hear(SayingCall(self._number, self._path, args, kwargs))
 
 
-@contextlib.contextmanager
-def hearing(hear: Hear) -> Iterator[None]:
-    """What is said inside goes to ``hear``, but what a debugger says, and this package."""
-    before = builtins.print, sys.stdout, logging.Logger.handle
-    stdout = _StandardOutput(before[1], hear)
+class Hearing(contextlib.AbstractContextManager[None]):
+    """What is said inside goes to ``hear``, but what a debugger says, and this package; may be entered many times."""
 
-    def print_heard(*args: Any, **kwargs: Any) -> None:
-        file = kwargs.get("file")
-        if _is_debugger(sys._getframe(1)):
-            _print(*args, **{**kwargs, "file": stdout.real if file is stdout else file})
-        elif file is None or file is stdout or file is stdout.real:
-            hear(Printed(printed(*args, **kwargs)))
-        else:
-            _print(*args, **kwargs)
+    def __init__(self, hear: Hear) -> None:
+        self._stdout = stdout = _StandardOutput(sys.stdout, hear)
+        self._before: tuple[Any, Any, Any] | None = None
 
-    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] == "lightning_par":
-            _handle(logger, record)
-        else:
-            hear(Logged(_fields(record)))
+        def print_heard(*args: Any, **kwargs: Any) -> None:
+            file = kwargs.get("file")
+            if _is_debugger(sys._getframe(1)):
+                _print(*args, **{**kwargs, "file": stdout.real if file is stdout else file})
+            elif file is None or file is stdout or file is stdout.real:
+                hear(Printed(printed(*args, **kwargs)))
+            else:
+                _print(*args, **kwargs)
 
-    builtins.print, sys.stdout = print_heard, stdout  # type: ignore[assignment]
-    logging.Logger.handle = handle  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        builtins.print, sys.stdout = before[:2]
-        logging.Logger.handle = before[2]  # type: ignore[method-assign]
+        def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+            if record.name.partition(".")[0] == "lightning_par":
+                _handle(logger, record)
+            else:
+                hear(Logged(_fields(record)))
+
+        self._heard = print_heard, handle
+
+    def __enter__(self) -> None:
+        self._before = builtins.print, sys.stdout, logging.Logger.handle
+        self._stdout.real = sys.stdout
+        sys.stdout = self._stdout  # type: ignore[assignment]
+        builtins.print, logging.Logger.handle = self._heard  # type: ignore[assignment,method-assign]
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._before is not None
+        builtins.print, sys.stdout, logging.Logger.handle = self._before  # type: ignore[method-assign]
+        self._before = None
 
 
-def hushed() -> contextlib.AbstractContextManager[None]:
+def hushed() -> Hearing:
     """What is said inside is dropped."""
-    return hearing(lambda said: None)
+    return Hearing(lambda said: None)
 
 
 @contextlib.contextmanager

@@ -253,9 +253,13 @@ def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effe
         runs = [Effects(result=torch.full((1,), float(i))) for i in range(3)]
         assert merged(runs, torch.cat).result.tolist() == [0.0, 1.0, 2.0]
     """
-    whole: Effects = _joined([replace(x, names={}, kept=[], said=[]) for x in effects], join)
+
+    def whole(name: str) -> Any:
+        return _joined([getattr(x, name) for x in effects], join)
+
+    joined = {name: whole(name) for name in ("logs", "state", "places", "refused", "raised", "result")}
     names = {key: name for x in effects for key, name in x.names.items()}
-    return replace(whole, names=names, kept=[x.kept for x in effects], said=_said([x.said for x in effects], join))
+    return Effects(**joined, names=names, kept=[x.kept for x in effects], said=_said([x.said for x in effects], join))
 
 
 def _said(parts: Sequence[list[Said]], join: Callable[[list[Any]], Any]) -> list[Said]:

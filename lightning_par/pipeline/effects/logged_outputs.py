@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_par.pipeline.effects.console import Said, SayingCall, heard_of_module, hearing, hearing_loggers, hushed
+from lightning_par.pipeline.effects.console import Hearing, Said, SayingCall, heard_of_module, hearing_loggers, hushed
 from lightning_par.pipeline.run.located import no_events
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.metrics import latest
@@ -100,36 +100,39 @@ def _as_it_is(value: Tensor) -> Tensor:
 def silent(module: nn.Module) -> Iterator[None]:
     """What ``module`` logs and what is said inside is dropped."""
     methods = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "all_gather": _of_one_replica(module)}
-    with _replaced(module, methods), hushed(), hearing_loggers(_trainer(module), _nothing):
+    with Replaced(module, methods), hushed(), hearing_loggers(_trainer(module), _nothing):
         yield
 
 
 @contextlib.contextmanager
 def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     """What ``module`` logs and what is said goes to the ``recorder``."""
-    with heard_from(module, recorder), hearing(recorder.hear):
+    with heard_from(module, recorder), Hearing(recorder.hear), hearing_loggers(_trainer(module), recorder.hear):
         yield
 
 
-@contextlib.contextmanager
-def heard_from(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """What ``module`` logs, and what its loggers are asked, goes to the ``recorder``."""
-    methods = {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)}
-    with _replaced(module, methods), hearing_loggers(_trainer(module), recorder.hear):
-        yield
+def heard_from(module: nn.Module, recorder: Recorder) -> Replaced:
+    """Around what ``module`` logs, which goes to the ``recorder``; may be entered many times."""
+    return Replaced(module, {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)})
 
 
-@contextlib.contextmanager
-def _replaced(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    attributes = vars(module)
-    before = {name: attributes[name] for name in methods if name in attributes}
-    attributes.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
+class Replaced(contextlib.AbstractContextManager[None]):
+    """Inside, ``module`` has these ``methods``; may be entered many times."""
+
+    def __init__(self, module: nn.Module, methods: dict[str, Callable[..., Any]]) -> None:
+        self._module, self._methods = module, methods
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        attributes = vars(self._module)
+        self._before = {name: attributes[name] for name in self._methods if name in attributes}
+        attributes.update(self._methods)
+
+    def __exit__(self, *exception: object) -> None:
+        attributes = vars(self._module)
+        for name in self._methods:
             attributes.pop(name, None)
-        attributes.update(before)
+        attributes.update(self._before)
 
 
 def _of_one_replica(module: nn.Module) -> Callable[..., Any]:

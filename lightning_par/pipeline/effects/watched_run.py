@@ -12,12 +12,14 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lightning_par.pipeline.effects.console import hearing_loggers
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, heard_from, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.effects.unit_reach import users_within
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
@@ -215,9 +217,15 @@ class Watch:
         if self._snapshot is not None:
             self._snapshot.let_tensors_go()
 
-    @contextlib.contextmanager
-    def listening(self, hear: Recorder) -> Iterator[None]:
-        """What units log, ask of loggers or give to metrics inside does nothing but be heard."""
+    def listening(self, hear: Recorder) -> contextlib.AbstractContextManager[None]:
+        """What units log, ask of loggers or give to metrics inside does nothing but be heard.
+
+        It may be entered many times, as long as nothing moves.
+        """
+        metrics = {} if self._snapshot is None else self._snapshot.metrics
+        module, trainer = self.lightning_module, trainer_of(self.lightning_module)
+        if not metrics and (trainer is None or not trainer.loggers):
+            return heard_from(module, hear)
 
         def stand_in(metric: nn.Module, method: str) -> Callable[..., Any]:
             call = self._stand_ins.call(metric, method)
@@ -228,9 +236,13 @@ class Watch:
 
             return heard
 
-        metrics = {} if self._snapshot is None else self._snapshot.metrics
-        with heard_from(self.lightning_module, hear), calling(metrics, self.around, stand_in):
-            yield
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            loggers = hearing_loggers(trainer, hear.hear)
+            with heard_from(module, hear), loggers, calling(metrics, self.around, stand_in):
+                yield
+
+        return _Anew(around)
 
     def original(self, stand_in: Tensor) -> Tensor | None:
         """In a run: what ``stand_in`` stands in for."""
@@ -296,6 +308,20 @@ class Watch:
         state = self.snapshot()
         given = self._of_batch(state, batch)
         return state.objects if given is None else {**state.objects, **given.objects}
+
+
+class _Anew(contextlib.AbstractContextManager[None]):
+    """Enters what ``make`` makes, whenever it is entered."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.__exit__(*exception)
 
 
 def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_par.python_state.found import ATOMS
 from lightning_par.trial.memo import Memo
 
 _Places = list[tuple[Mapping[str, Any], str]]
+_Spaces = list[tuple[Mapping[str, Any], list[str]]]
 
 
 def named_by(modules: Iterable[nn.Module]) -> list[Any]:
@@ -27,11 +29,30 @@ def named_by(modules: Iterable[nn.Module]) -> list[Any]:
 
         before = named_by([torch.nn.GELU()])
         with unittest.mock.patch.object(torch.nn.functional, "gelu", torch.relu):
-            assert named_by([torch.nn.GELU()]) != before
+            assert not are_alike(named_by([torch.nn.GELU()]), before)
     """
-    kinds = tuple(dict.fromkeys(map(type, modules)))
-    there = [space.get(name) for space, name in _places[kinds]]
-    return [x if type(x) in ATOMS or callable(x) else None for x in there]  # a copy may stand in for others
+    found: list[Any] = []
+    for space, names in _spaces[tuple(dict.fromkeys(map(type, modules)))]:
+        found += map(space.get, names)
+    return found
+
+
+def are_alike(now: list[Any], before: list[Any]) -> bool:
+    """Whether two of `named_by` are the same; of what is neither called nor one plain value, a copy may stand in."""
+    if len(now) != len(before):
+        return False
+    return all(map(is_, now, before)) or all(map(is_, map(_compared, now), map(_compared, before)))
+
+
+def _compared(x: Any) -> Any:
+    return x if type(x) in ATOMS or callable(x) else None
+
+
+def _spaces_of(kinds: tuple[type[nn.Module], ...]) -> _Spaces:
+    found: dict[int, tuple[Mapping[str, Any], list[str]]] = {}
+    for space, name in _places_of(kinds):
+        found.setdefault(id(space), (space, []))[1].append(name)
+    return [*found.values()]
 
 
 def _places_of(kinds: tuple[type[nn.Module], ...]) -> _Places:
@@ -62,4 +83,4 @@ def _add_named(functions: list[FunctionType], found: dict[tuple[int, str], tuple
                 found.update({(id(inner), name): (inner, name) for name in named})
 
 
-_places: Memo[tuple[type[nn.Module], ...], _Places] = Memo(_places_of)
+_spaces: Memo[tuple[type[nn.Module], ...], _Spaces] = Memo(_spaces_of)

@@ -82,10 +82,9 @@ class Prepared:
         memo.standing = before if is_standing(before) else None
         parts = [Part(step, program, memo, before)]
         if count > 1:
-            axes = [MicrobatchAxis(count, i) for i in range(count)]
-            # a loss that no sample goes into would count once for each microbatch
-            shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in axes]
             told = tape if memo.standing is not None and not memo.anew else None
-            pairs = zip(axes, shares, strict=True)
+            # a loss that no sample goes into would count once for each microbatch
+            shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in program.axes]
+            pairs = zip(program.axes, shares, strict=True)
             parts = [Part(step, program, memo, before, axis, share, tape=told) for axis, share in pairs]
         return cls(parts, start, generators.global_state())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.event_draws import Drawn, PartDrawn
+from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Patterns
@@ -123,6 +125,7 @@ class Program:
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
             that object.
         local_events: what events came to on plain tensors; see `lightning_par.pipeline.run.local_events`.
+        shapes: of a microbatch's part of what units returned, by event and microbatch.
     """
 
     events: list[StepEvent]
@@ -156,6 +159,12 @@ class Program:
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)
     local_events: Memo[Any, Any] = field(default_factory=Memo)
+    shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> tuple[MicrobatchAxis, ...]:
+        """The microbatches, one after another."""
+        return tuple(MicrobatchAxis(self.microbatches, i) for i in range(self.microbatches))
 
     @property
     def stages(self) -> int:

@@ -20,10 +20,10 @@ from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_functions import writes_into
-from lightning_par.pipeline.program.named_by_code import named_by
+from lightning_par.pipeline.program.named_by_code import are_alike, named_by
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located, is_metric_call
 from lightning_par.private.modes import surroundings
-from lightning_par.private.modules import buffers_of, parameters_of
+from lightning_par.private.modules import buffers_of, modules_of, parameters_of
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.sharded.functions import HOOKS
 from lightning_par.sharded.rules.in_place import is_told_to
@@ -64,7 +64,7 @@ class Call:
         nested: whether values of the model are within lists, tuples or dicts.
         module: the unit.
         original: what its call runs.
-        holds: what the modules in the unit held then, and what their code named.
+        held: what the modules in the unit held then, and what their code named.
     """
 
     func: Any
@@ -73,13 +73,31 @@ class Call:
     nested: bool
     module: nn.Module | None = None
     original: Callable[..., Any] | None = None
-    holds: list[Any] | None = None
+    held: Held | None = None
 
     def is_as_it_was(self) -> bool:
         """Whether the unit's modules hold the same objects as when the step called it."""
-        if self.module is None or self.holds is None:
-            return True
-        return are_same(contents(self.module), self.holds)
+        return self.held is None or self.held.is_as_it_was()
+
+
+class Held:
+    """The objects that the modules in ``module`` hold, and that their code finds by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._within = [*module.modules()]
+        self._named, self._objects = named_by(self._within), self._objects_now()
+
+    def is_as_it_was(self) -> bool:
+        """Whether these are the same now."""
+        return are_alike(named_by(self._within), self._named) and are_same(self._objects_now(), self._objects)
+
+    def _objects_now(self) -> list[Any]:
+        found: list[Any] = []
+        for m in self._within:
+            found += vars(m).values()
+            for held in (modules_of(m), parameters_of(m), buffers_of(m)):
+                found += held.values()
+        return found
 
 
 class Tape:
@@ -139,7 +157,7 @@ class Tape:
             return
         if not alone or self.moves() != self.moved:
             self.unlike.add(index)
-        call.module, call.original, call.holds = module, original, contents(module)
+        call.module, call.original, call.held = module, original, Held(module)
 
     def spoil(self) -> None:
         """The step did something that no event shows."""
@@ -244,17 +262,6 @@ def _context() -> list[Any]:
     `numpy.errstate` sets."""
     context = copy_context()
     return [*context, *context.values()]
-
-
-def contents(module: nn.Module) -> list[Any]:
-    """The objects that the modules in ``module`` hold, and that their code finds by name."""
-    within = [*module.modules()]
-    found = named_by(within)
-    for m in within:
-        found += vars(m).values()
-        found += parameters_of(m).values()
-        found += buffers_of(m).values()
-    return found
 
 
 def filled(told: Any, value: Callable[[Key], Any]) -> Any:

@@ -18,13 +18,18 @@ from lightning_par.private.leaf_hooks import put_hooks, take_hooks
 from lightning_par.trial.fake_functions import is_fake
 
 
+class _Grads:
+    """What is delivered; no list, which would be looked into for shards at every step."""
+
+    def __init__(self, grads: list[Tensor]) -> None:
+        self.grads = grads
+
+
 class _Deliver(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, scale: float, grads: list[Tensor], anchor: Tensor, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, scale: float, held: _Grads, anchor: Tensor, *parameters: Tensor) -> Tensor:
         # an anchor with a graph is the next link of `deliver_in_turn`
-        ctx.scale, ctx.grads, ctx.chained = scale, grads, anchor.requires_grad and not anchor.is_leaf
+        ctx.scale, ctx.grads, ctx.chained = scale, held.grads, anchor.requires_grad and not anchor.is_leaf
         return loss.detach().clone()
 
     @staticmethod
@@ -73,7 +78,7 @@ def deliver(loss: Tensor, grads: Sequence[tuple[Tensor, Tensor]], scale: float) 
     """
     # the loss needs a backward where no parameter of this rank has a gradient, too
     anchor = torch.zeros((), requires_grad=True)
-    return _Deliver.apply(loss, scale, [g for _, g in grads], anchor, *[p for p, _ in grads])
+    return _Deliver.apply(loss, scale, _Grads([g for _, g in grads]), anchor, *[p for p, _ in grads])
 
 
 def called_before(loss: Tensor, call: Callable[[], None]) -> Tensor:
@@ -97,7 +102,7 @@ def deliver_in_turn(loss: Tensor, turns: Sequence[Turn], scale: float) -> Tensor
     value = deliver(loss, [], scale)
     for turn, pairs in reversed(turns):  # what is made last is the first in backward
         for p, g in reversed(pairs):
-            value = _Deliver.apply(value, scale, [g], value, p)
+            value = _Deliver.apply(value, scale, _Grads([g]), value, p)
         value = called_before(value, turn)
     return value
 

@@ -45,6 +45,8 @@ class Replays:
         self._stages: dict[int, TapedStage] = {}
         self._looked: set[int] = set()  # stages that have run once
         self._looking = False  # whether the watched state is looked at
+        self._said = _Said()
+        self._listening: list[contextlib.AbstractContextManager[None]] = []  # around units
 
     def begin(self, ready: Prepared, apart: bool) -> None:
         """A step begins; ``apart`` if something beside its events counts, as hooks do."""
@@ -74,9 +76,10 @@ class Replays:
         if first:
             stand_at(part.before)
         self._look()
-        said = _Said()
+        self._said.any = False
+        listening, hushes = self._listening
         try:
-            with self.watch.listening(said), hushed() if run.axis is not None and run.axis.rank else _NOTHING:
+            with listening, hushes if run.axis is not None and run.axis.rank else _NOTHING:
                 found = self._run(tape, stage, part, run, counts)
         except BaseException:
             self._looking = False
@@ -85,7 +88,7 @@ class Replays:
         if first:
             run.checked = 0
             run.finish()  # looks at global generators
-        if self.watch.moves() or counts and said.any:
+        if self.watch.moves() or counts and self._said.any:
             self._undo()
             run.begin_anew()
             return None
@@ -107,7 +110,7 @@ class Replays:
             self._looking = False
         if not self._looking:
             self.watch.look()
-            self._looking = True
+            self._looking, self._listening = True, [self.watch.listening(self._said), hushed()]
 
     def _undo(self) -> None:
         assert self._tape is not None

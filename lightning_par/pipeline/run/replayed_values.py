@@ -29,7 +29,7 @@ class ReplayedValues:
     """
 
     def __init__(self, run: StageRun, stage: TapedStage) -> None:
-        self.run, self.program, self.shapes, self.told = run, run.program, stage.shapes, stage.given
+        self.run, self.program, self.shapes, self.told = run, run.program, run.program.shapes, stage.given
         self._detached: dict[Key, Tensor] = {}
         self.plain: dict[Key, Tensor] = {}  # of this microbatch alone, where `run.got` has none yet
         assert run.axis is not None
@@ -59,10 +59,11 @@ class ReplayedValues:
         return self._detached[key]
 
     def _shape(self, index: int, model: ShardedTensor) -> tuple[int, ...]:
-        key = index, model.positions.count(self.axis.rank)
-        if key not in self.shapes:
-            self.shapes[key] = local_shape(model, self.axis)
-        return self.shapes[key]
+        key = index, self.axis.rank
+        found = self.shapes.get(key)
+        if found is None:
+            found = self.shapes[key] = local_shape(model, self.axis)
+        return found
 
     def finish(self) -> None:
         """What leaves the stage is there."""
@@ -125,7 +126,7 @@ class ReplayedValues:
 
     def unit(self, index: int, record: StepEvent, call: Call, draws: Draws | None) -> None:
         run = self.run
-        args, kwargs = self._given(call.args, record, call), self._given(call.kwargs, record, call)
+        args, kwargs = self._given(record, call)
         run.ran.append(call.func)
         assert call.original is not None
         if draws is not None:
@@ -141,14 +142,14 @@ class ReplayedValues:
                 return
         run.made(index, run.as_recorded(call.func, result, record), record)
 
-    def _given(self, told: Any, record: StepEvent, call: Call) -> Any:
+    def _given(self, record: StepEvent, call: Call) -> tuple[Any, dict[str, Any]]:
+        told = call.kwargs
         if self.alone and not record.viewed and not call.nested:
-            if type(told) is dict:
-                return {key: self._plain(x, record) for key, x in told.items()}
-            return [self._plain(x, record) for x in told]
-        return self.run.all_taken(filled(told, self.get), record.viewed)
+            return [*map(self._plain, call.args)], {key: self._plain(x) for key, x in told.items()} if told else told
+        args, kwargs = filled(call.args, self.get), filled(told, self.get)
+        return self.run.all_taken(args, record.viewed), self.run.all_taken(kwargs, record.viewed)
 
-    def _plain(self, x: Any, record: StepEvent) -> Any:
+    def _plain(self, x: Any) -> Any:
         if type(x) is Absent:
             found = self.plain.get(x.key)
             return self.run.taken(self.get(x.key), False) if found is None else found

@@ -18,7 +18,6 @@ class TapedStage:
     calls: list[tuple[int, StepEvent, Call]] = field(default_factory=list)
     fits: bool = True
     trains: bool = False  # whether all units do
-    shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by event and samples
     given: dict[int, Given | None] = field(default_factory=dict)  # to events that are no units
 
 

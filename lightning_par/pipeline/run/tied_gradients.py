@@ -56,11 +56,15 @@ class TiedGradients:
 
     def __init__(self, module: nn.Module, placement: Placement, axes: Mapping[Holders, Axis]) -> None:
         self._tree, self._placement, self._axes = ModuleTree(module), placement, axes
+        self._are_any = any(len(holders) > 1 for holders in placement.holders.values())
 
     def finish(self, grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
         """``grads`` by leaf, those of parameters that several ranks hold summed over these. All ranks must call it."""
+        parameters = self._tree.parameters()
+        if not self._are_any and not any(isinstance(p, Stored) for _, p in parameters):
+            return grads
         known = self._placement.holders
-        held = {name: p for name, p in self._tree.parameters() if name in known and in_use(p) in grads}
+        held = {name: p for name, p in parameters if name in known and in_use(p) in grads}
         like = {name: in_use(p) for name, p in held.items()}
         named = {name: grads[x] for name, x in like.items()}
         summed = sum_over_holders(named, self._placement, self._axes, like)

@@ -79,13 +79,11 @@ class Attributes:
     def _rewritten(self) -> dict[str, Any]:
         """What tensors hold now that held something else at the last look."""
         was, now = self._contents, dict[str, tuple[Tensor, int, str]]()
-        for cell in self._cells:
-            for key, x in cell.items():
-                if type(x) is Tensor and x.device.type != "meta" and x.numel() <= FEW:
-                    place = cell.place(key)
-                    before, version, content = (was or {}).get(place, (None, 0, ""))
-                    same = before is x and version == write_count(x)
-                    now[place] = (x, write_count(x), content if same else repr(x.tolist()))
+        for place, x in self._tensors:
+            if x.device.type != "meta" and x.numel() <= FEW:
+                before, version, content = (was or {}).get(place, (None, 0, ""))
+                same = before is x and version == write_count(x)
+                now[place] = (x, write_count(x), content if same else repr(x.tolist()))
         self._contents = now
         return (
             {} if was is None else {place: x for place, (_, _, x) in now.items() if x != was.get(place, (0, 0, ""))[2]}
@@ -98,7 +96,7 @@ class Attributes:
             return {}
         before = self._values
         if all(cell.renew(_KNOWN) for cell in moved):
-            self._values = {place: value for cell in self._cells for place, value in _values(cell)}
+            self._note()
         else:
             self._look()
         set_now = {p: x for p, x in self._values.items() if p not in before or before[p] != x}
@@ -106,7 +104,12 @@ class Attributes:
 
     def _look(self) -> None:
         self._cells = _cells(self._module, self._units)
+        self._note()
+
+    def _note(self) -> None:
         self._values = {place: value for cell in self._cells for place, value in _values(cell)}
+        held = ((cell, key, x) for cell in self._cells for key, x in cell.items())
+        self._tensors = [(cell.place(key), x) for cell, key, x in held if type(x) is Tensor]
 
 
 def _environment() -> dict[Any, Any]:

@@ -21,7 +21,7 @@ from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollecti
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.pipeline.effects.console import hearing, say
+from lightning_par.pipeline.effects.console import Hearing, say
 from lightning_par.pipeline.effects.effects import Effects, apply, merged
 from lightning_par.pipeline.effects.logged_outputs import OutputRecorder
 from lightning_par.pipeline.effects.watched_run import Watch
@@ -377,7 +377,7 @@ def test_text_goes_where_the_step_prints_it(capsys: pytest.CaptureFixture[str]) 
     module = pl.LightningModule()
     module.print = print  # type: ignore[method-assign]  # as without a progress bar
     file, said = io.StringIO(), list[Any]()
-    with hearing(said.append):
+    with Hearing(said.append):
         recorder = OutputRecorder(module, [], said, {})
         recorder.print("out", end="")
         recorder.print("error", file=sys.stderr)
