@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,11 @@ def hooks_of(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """
     before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
     return {} if before is None else before, {} if after is None else after
+
+
+def hooked(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Those of some leaves that may have hooks, of whomever; most have none."""
+    return [(name, x) for name, x in named if x._backward_hooks or x._post_accumulate_grad_hooks]
 
 
 def set_hooks(leaf: Tensor, hooks: tuple[dict[int, Any], dict[int, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from lightning_par.private.leaf_hooks import hooks_of, set_hooks
+from lightning_par.private.leaf_hooks import hooked, hooks_of, set_hooks
 from lightning_par.private.module_hooks import dicts_of_hooks, handles_made, hang, users_hooks
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import MappingChange
@@ -82,7 +82,7 @@ class HooksCell(Cell):
     def _now(self) -> dict[str, _Held]:
         """What is the user's, where anything is."""
         dicts = {name: found for name, found in self._modules.items() if any(found)}
-        dicts |= {name: found for name, p in self._parameters.items() if any(found := hooks_of(p))}
+        dicts |= {name: hooks_of(p) for name, p in hooked(self._parameters.items())}
         held = {name: users_hooks(found) for name, found in dicts.items()}
         return {name: found for name, found in held.items() if any(found)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_par.private.leaf_hooks import hooks_of, number_of_leaf_hooks, put_hooks, set_hooks, take_hooks
+from lightning_par.private.leaf_hooks import hooked, hooks_of, number_of_leaf_hooks, put_hooks, set_hooks, take_hooks
 
 
 def test_hooks_of_a_leaf_are_known() -> None:
@@ -14,10 +14,10 @@ def test_hooks_of_a_leaf_are_known() -> None:
 
     def after(leaf: torch.Tensor) -> None: ...
 
-    assert hooks_of(weight) == ({}, {})
+    assert hooks_of(weight) == ({}, {}) and hooked([("w", weight)]) == []
     handles = weight.register_hook(before), weight.register_post_accumulate_grad_hook(after)
     found = hooks_of(weight)
-    assert [[*hooks.values()] for hooks in found] == [[before], [after]]
+    assert [[*hooks.values()] for hooks in found] == [[before], [after]] and hooked([("w", weight)]) == [("w", weight)]
     for handle in handles:
         handle.remove()
     assert found == ({}, {})

@@ -28,8 +28,9 @@ from lightning_par.pipeline.between_steps.caller import INNER, is_inner, sees_gr
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightParameter, WeightView
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView
 from lightning_par.pipeline.between_steps.send_away import Placement
+from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
@@ -69,9 +70,8 @@ class JointGradients:
         self._buffers = {name: _place_of(module, name) for name in _spread(module.named_buffers(), placement, axis)}
         self.sources = {name: placement.first(name) for name in (*self._parameters, *self._buffers)}  # who sends them
         self._views: dict[int, weakref.ref[Tensor]] = {}
+        self._weights = WeightClasses(self, [*self._parameters.values()])
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._classes: dict[tuple[type, type], type] = {}
-        self._ways: dict[type, type] = {}  # classes of plain parameters, and what is shown in their place
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
         self._holders = {name: placement.of(name, axis.size) for name in self.sources}
@@ -230,25 +230,13 @@ class JointGradients:
         self.meeting(doing, _ADVICE)
 
     def _show(self) -> None:
-        ways = self._ways  # three times a step, of all weights
-        for p in self._parameters.values():
-            shown = ways.get(type(p))
-            if shown is not None:
-                p.__class__ = shown  # whoever holds the object has it still
-            elif isinstance(p, ShardedTensor):  # other code asks for its very class
-                p._lender = self  # type: ignore[attr-defined]
-            elif not isinstance(p, WeightParameter):
-                ways[type(p)] = p.__class__ = self.class_of(WeightParameter, type(p))
+        self._weights.show()
         for name, x in self._buffers_now():
             self.show(x, name)
         self._optimizers.show()
 
     def _hide(self) -> None:
-        for p in self._parameters.values():
-            if isinstance(p, WeightParameter):
-                p.__class__ = p._plain
-            else:
-                vars(p).pop("_lender", None)
+        self._weights.hide()
         for _, x in self._buffers_now():
             _be_plain(x)
         self._optimizers.hide()
@@ -270,18 +258,9 @@ class JointGradients:
         if isinstance(x, Weight):
             return x
         key = id(x)
-        x.__class__, x._of, x._copied = self.class_of(WeightView, type(x)), of, copied
+        x.__class__, x._of, x._copied = self._weights.class_of(WeightView, type(x)), of, copied
         self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
         return x
-
-    def class_of(self, way: type, kind: type) -> Any:
-        """The subclass of ``kind`` that begins with ``way``."""
-        if (way, kind) not in self._classes:
-            content = {"_owner": self, "_plain": kind, "__module__": kind.__module__}
-            self._classes[way, kind] = types.new_class(
-                kind.__name__, (way, kind), {}, lambda space: space.update(content)
-            )
-        return self._classes[way, kind]
 
 
 def _spread(tensors: Iterable[tuple[str, Tensor]], placement: Placement, axis: Axis) -> dict[str, Tensor]:

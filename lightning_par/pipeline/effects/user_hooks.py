@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting
-from lightning_par.private.leaf_hooks import number_of_leaf_hooks
+from lightning_par.private.leaf_hooks import hooked, number_of_leaf_hooks
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.private.module_hooks import (
     backward_hooks_on_all,
@@ -109,7 +109,8 @@ class Hooks:
         found = [(name, number_of_hooks(m)) for name, m, within in modules if within and has_hooks(m)]
         found += [(f"the backward of {name}", n) for name, m, _ in modules if (n := number_of_backward_hooks(m))]
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
-            found += [(f"the parameter {name}", n) for name, p in self._parameters if (n := number_of_leaf_hooks(p))]
+            parameters = hooked(self._parameters)
+            found += [(f"the parameter {name}", n) for name, p in parameters if (n := number_of_leaf_hooks(p))]
         everywhere, backwards = len(hooks_on_all()), len(backward_hooks_on_all())
         found += [("all modules", everywhere)] * (everywhere > backwards)
         return (*found, *[("the backward of all modules", backwards)] * bool(backwards))

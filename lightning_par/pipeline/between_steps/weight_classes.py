@@ -1,0 +1,72 @@
+"""The classes by which spread weights show user code what other ranks hold."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from lightning_par.pipeline.between_steps.remote_weight import WeightParameter
+from lightning_par.sharded.tensor import ShardedTensor
+
+
+class WeightClasses:
+    """Puts weights into classes that ask ``owner``, and back.
+
+    Args:
+        owner: a `lightning_par.pipeline.between_steps.remote_reads.JointGradients`.
+        weights: parameters that some ranks alone hold.
+    """
+
+    def __init__(self, owner: Any, weights: Sequence[Tensor]) -> None:
+        self._owner, self._weights = owner, weights
+        self._classes: dict[tuple[type, type], type] = {}
+        self._plain: list[type] = []  # of the weights, where all have another class while they are shown
+        self._shown: list[type] = []
+
+    def show(self) -> None:
+        """Let user code see the weights of all stages; whoever holds the objects has them still."""
+        now = [*map(type, self._weights)]
+        if self._plain and now == self._plain:  # as in nearly all steps, three times in each
+            self._become(self._shown)
+        elif not self._plain or now != self._shown:
+            self._show_each(now)
+
+    def hide(self) -> None:
+        """Let them be what they were."""
+        now = [*map(type, self._weights)]
+        if self._plain and now == self._shown:
+            self._become(self._plain)
+        elif not self._plain or now != self._plain:
+            self._hide_each()
+
+    def _become(self, kinds: list[type]) -> None:
+        for p, kind in zip(self._weights, kinds):
+            p.__class__ = kind
+
+    def _show_each(self, plain: list[type]) -> None:
+        for p in self._weights:
+            if isinstance(p, ShardedTensor):  # other code asks for its very class
+                p._lender = self._owner  # type: ignore[attr-defined]
+            elif not isinstance(p, WeightParameter):
+                p.__class__ = self.class_of(WeightParameter, type(p))
+        shown = [*map(type, self._weights)]
+        self._plain, self._shown = ([], []) if any(map(is_, plain, shown)) else (plain, shown)
+
+    def _hide_each(self) -> None:
+        for p in self._weights:
+            vars(p).pop("_lender", None)
+            if isinstance(p, WeightParameter):
+                p.__class__ = p._plain
+
+    def class_of(self, way: type, kind: type) -> Any:
+        """The subclass of ``kind`` that begins with ``way``."""
+        if (way, kind) not in self._classes:
+            content = {"_owner": self._owner, "_plain": kind, "__module__": kind.__module__}
+            self._classes[way, kind] = types.new_class(
+                kind.__name__, (way, kind), {}, lambda space: space.update(content)
+            )
+        return self._classes[way, kind]
