@@ -91,6 +91,7 @@ class StagesPart(Part):
             if axis is not None:
                 axis.hides_entries = not engine.order.splits_backward
         engine.inner = self.groups.stage_of_replica.size > 1
+        engine.replays.alone = not engine.inner and self.storage is None
         if self.storage is not None and gathers:
             engine.agree = self.storage.agree
         axis = self.groups.pipeline

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_par.pipeline.program import event_draws
 from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.private.fake_tensors import active_fakes
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.sharded.random_streams import Mixed, mix
 from lightning_par.sharded.run_state import RunState
@@ -67,8 +69,9 @@ class StageDraws(Protocol):
     def at(self, event: int) -> None:
         """A region begins with ``event`` that backward is to run again as one, from where generators stand now."""
 
-    def several(self) -> contextlib.AbstractContextManager[Draws | None]:
-        """Around modules that run one after the other, all of which may draw; gives what is quicker than `of`."""
+    def several(self, seeds: bool) -> contextlib.AbstractContextManager[Draws | None]:
+        """Around modules that run one after the other, all of which may draw, or, unless it ``seeds``, none is known
+        to; gives what is quicker than `of`."""
 
 
 class KeyedDraws:
@@ -87,8 +90,8 @@ class KeyedDraws:
     def at(self, event: int) -> None:
         pass
 
-    def several(self) -> contextlib.AbstractContextManager[Draws | None]:
-        return Draws(self.key)
+    def several(self, seeds: bool) -> contextlib.AbstractContextManager[Draws | None]:
+        return Draws(self.key, seeds)
 
 
 def drawing(key: Sequence[int], what: Any) -> contextlib.AbstractContextManager[None]:
@@ -107,31 +110,39 @@ class Draws:
 
     Args:
         key: what the streams are keyed by, up to the event.
+        seeds: whether there are such streams; to seed them for modules that draw nothing takes longer than they may.
+
+    Attributes:
+        drew: whether something was drawn where there are no streams.
     """
 
-    def __init__(self, key: Sequence[int]) -> None:
-        self.seed = Mixed(*key)
+    drew = False
+
+    def __init__(self, key: Sequence[int], seeds: bool = True) -> None:
+        self.seed = Mixed(*key) if seeds else None
         self.cuda = torch.cuda.is_initialized() and torch.cuda.is_available()  # the first costs nothing
 
     def __enter__(self) -> Draws:
-        self.state = torch.get_rng_state()
-        self.device_state = torch.cuda.get_rng_state() if self.cuda else None
-        self.event = RunState.current.streams.event
+        self.before, self.streams = event_draws.standing(), RunState.current.streams
+        self.event = self.streams.event
         return self
 
     def stand_at(self, event: int) -> None:
         """The module that is the step's ``event`` is about to run."""
+        self.streams.event = event * 1000
+        if self.seed is None:
+            return
         seed = self.seed(event)
-        RunState.current.streams.event = event * 1000
         torch.default_generator.manual_seed(seed)
         if self.cuda:
             torch.cuda.manual_seed(seed)
 
     def __exit__(self, *exception: object) -> None:
-        RunState.current.streams.event = self.event
-        torch.set_rng_state(self.state)
-        if self.device_state is not None:
-            torch.cuda.set_rng_state(self.device_state)
+        self.streams.event = self.event
+        if self.seed is None and active_fakes() is None:  # these draw nothing
+            self.drew = not event_draws.are_equal(event_draws.standing(), self.before)
+        if self.drew or self.seed is not None:
+            event_draws.stand_at(self.before)
 
 
 @contextlib.contextmanager

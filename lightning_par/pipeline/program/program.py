@@ -126,6 +126,7 @@ class Program:
             that object.
         local_events: what events came to on plain tensors; see `lightning_par.pipeline.run.local_events`.
         shapes: of a microbatch's part of what units returned, by event and microbatch.
+        drawing: stages whose units were seen to draw from torch's global generators.
     """
 
     events: list[StepEvent]
@@ -160,6 +161,7 @@ class Program:
     patterns: Patterns = field(default_factory=dict)
     local_events: Memo[Any, Any] = field(default_factory=Memo)
     shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    drawing: set[int] = field(default_factory=set)
 
     @cached_property
     def axes(self) -> tuple[MicrobatchAxis, ...]:

@@ -35,11 +35,13 @@ class Replays:
 
     Attributes:
         count: of the runs so far.
+        alone: whether units talk to no other rank, so that this one may run a stage again.
     """
 
     def __init__(self, module: nn.Module, watch: Watch) -> None:
         self.module, self.watch = module, watch
         self.count = 0
+        self.alone = False
         self._unfit: list[Program] = []  # whose units changed what is watched
         self._tape: Tape | None = None
         self._stages: dict[int, TapedStage] = {}
@@ -65,8 +67,11 @@ class Replays:
         self.pause()
         self._tape, self._stages = None, {}  # they hold the batch
 
-    def run(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects] | None:
-        """What the stage's run yields, and did where it ``counts``; None where the user's step must run."""
+    def run(self, part: Part, run: StageRun, counts: bool, again: bool = False) -> tuple[Any, Effects] | None:
+        """What the stage's run yields, and did where it ``counts``; None where the user's step must run.
+
+        If ``again``, what it says was said already.
+        """
         tape = self._tape
         stage = None if tape is None or part.tape is not tape else self._stage(tape, run)
         if tape is None or stage is None or not stage.fits or counts and tape.logs is None:
@@ -79,7 +84,7 @@ class Replays:
         self._said.any = False
         listening, hushes = self._listening
         try:
-            with listening, hushes if run.axis is not None and run.axis.rank else _NOTHING:
+            with listening, hushes if again or run.axis is not None and run.axis.rank else _NOTHING:
                 found = self._run(tape, stage, part, run, counts)
         except BaseException:
             self._looking = False
@@ -92,6 +97,10 @@ class Replays:
             self._undo()
             run.begin_anew()
             return None
+        if found is None:
+            run.program.drawing.add(run.stage)
+            run.begin_anew()
+            return self.run(part, run, counts, True)
         self._looked.add(run.stage)
         self.count += 1
         return found
@@ -118,19 +127,25 @@ class Replays:
         self._tape, self._looking = None, False
         self.watch.put_back()
 
-    def _run(self, tape: Tape, stage: TapedStage, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
+    def _run(
+        self, tape: Tape, stage: TapedStage, part: Part, run: StageRun, counts: bool
+    ) -> tuple[Any, Effects] | None:
+        """See `run`; None where units have drawn that were not known to, and had no streams to draw from."""
         effects, result = Effects(), None
+        seeds = not self.alone or run.stage in run.program.drawing
         run.depth = 1
         before, Run.current = Run.current, run
         try:
             with torch.set_grad_enabled(part.step.grad), part.step.context():
                 values = ReplayedValues(run, stage)
-                with run.draws.several() if stage.trains else _NOTHING as draws:
+                with run.draws.several(seeds) if stage.trains else _NOTHING as draws:
                     for index, record, call in stage.calls:
                         if call.original is None:
                             values.event(index, record, call)
                         else:
                             values.unit(index, record, call, draws)
+                if draws is not None and draws.drew:
+                    return None
                 values.finish()
                 if run.last:
                     result = filled(tape.result, values.get)

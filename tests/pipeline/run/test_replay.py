@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import decimal
+import io
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 from unittest import mock
 
@@ -206,6 +207,29 @@ class LateAnd(Block):
         return super().forward(x)
 
 
+class DropsLate(Block):
+    """Draws, and says so, once nothing that a trial of it could see tells that it will."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if sys.getrecursionlimit() % 2:
+            print("a draw")
+            return F.dropout(x, 0.5)
+        return x
+
+
+class UnforeseenDraws(GPT):
+    def block(self, i: int) -> nn.Module:
+        return DropsLate() if i % 2 else Block()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            sys.setrecursionlimit(sys.getrecursionlimit() | 1)
+
+    def on_train_end(self) -> None:
+        sys.setrecursionlimit(sys.getrecursionlimit() & ~1)
+
+
 class Unforeseen(GPT):
     def block(self, i: int) -> nn.Module:
         return LateAnd() if i == 1 else Block()
@@ -323,6 +347,24 @@ def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
     ):
         assert all(taken) and not any(none)
         assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def _fit_and_listen(make: type[GPT], how: str) -> Any:
+    with redirect_stdout(io.StringIO()) as said:
+        found, taken = _fit(make, how)
+    return found, taken, said.getvalue().count("a draw")
+
+
+def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool) -> None:
+    """And the layer that runs again for it says once what it says."""
+    for (found, taken, said), (expected, none, as_ever) in zip(
+        pool.run(2, _fit_and_listen, UnforeseenDraws, "replayed"),
+        pool.run(2, _fit_and_listen, UnforeseenDraws, "as ever"),
+        strict=True,
+    ):
+        assert all(taken) and not any(none)
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        assert said == as_ever > 0
 
 
 @slow(but=["UnderAMode", "BeginsToKeep", "PatchesALibrary"])
