@@ -7,12 +7,11 @@ alone: a step of the same optimizer on what stands for that parameter makes one 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,12 +22,10 @@ from lightning_par.fsdp.part import StoragePart
 from lightning_par.fsdp.stored_parameter import Stored, dim_of
 from lightning_par.mesh.broadcast import Pickled
 from lightning_par.mesh.layout import Groups
-from lightning_par.optim.optimizers import adopt
+from lightning_par.optim.lone_step import state_after_a_step
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.tensors import mark_parameter
-from lightning_par.sharded.tensor import ShardedTensor, leaf
-
-_NOT_OF_A_STEP = ("state", "param_groups", "step", "zero_grad", "_lightning_par")
+from lightning_par.sharded.tensor import ShardedTensor
 
 
 class UntoldError(Exception):
@@ -189,7 +186,7 @@ class OtherStages:
         alike = id(group), *_form(there)  # one step for all that lie alike
         try:
             if alike not in self._states:
-                self._states[alike] = _state_after_a_step(optimizer, there, group)
+                self._states[alike] = state_after_a_step(optimizer, there, group)
             return self._states[alike]
         except Exception as error:  # as of one that takes sparse gradients
             raise UntoldError(
@@ -209,19 +206,3 @@ def _parameters(optimizer: Optimizer) -> Iterator[tuple[Any, Mapping[str, Any]]]
     for group in optimizer.param_groups:
         for p in group["params"]:
             yield p, group
-
-
-def _state_after_a_step(optimizer: Optimizer, p: Tensor, group: Mapping[str, Any]) -> dict[Any, Any]:
-    """What an optimizer like ``optimizer`` keeps of ``p`` alone."""
-    alike: Any = object.__new__(type(optimizer))
-    options = {name: x for name, x in vars(optimizer).items() if name not in _NOT_OF_A_STEP}
-    vars(alike).update({name: OrderedDict() if isinstance(x, OrderedDict) else x for name, x in options.items()})
-    alike.__setstate__({"state": defaultdict(dict), "param_groups": [{**group, "params": [p]}]})
-    held = leaf(p)
-    held.grad = torch.empty_like(held)
-    try:
-        adopt(alike)
-        alike.step()
-    finally:
-        held.grad = None
-    return dict(alike.state.get(p, {}))

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.build import build as build_deferred
+from lightning_par.planner.run_setup import set_up
+from lightning_par.private.lightning_modules import give_device, trainer_of
 from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import line_of
 from lightning_par.trial.module_copy import stand_in
 
 
-def build_module(module: Any) -> nn.Module:
+def build_module(module: Any, batch: Any = None) -> nn.Module:
     """A module whose weights are on ``meta``: of its class or of a function that makes it; one that is there is copied.
 
-    Code that needs the values of what it makes is run with deferred weights, and where that won't do either, whole.
+    Code that needs the values of what it makes is run with deferred weights, and where that won't do either, whole. It
+    has a Trainer, and is set up, as where a run begins.
 
     Args:
         module: a LightningModule, its class, or a function without arguments that makes one.
+        batch: what the Trainer's loader gives.
 
     Raises:
         TypeError: it makes something else.
@@ -32,52 +36,55 @@ def build_module(module: Any) -> nn.Module:
         module = build_module(lambda: nn.Linear(1_000_000, 1_000_000))
         assert next(module.parameters()).is_meta
     """
-    if isinstance(module, nn.Module):
-        copied = stand_in(module, _weightless, (), lambda *args, **kwargs: None)
-        _configured(copied)
-        return copied  # type: ignore[no-any-return]
-    if not callable(module):
+    if not isinstance(module, nn.Module) and not callable(module):
         raise TypeError(f"module must be a LightningModule, its class or a function, got {module!r}.")
     with generators.kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = _on_meta(module)
+        made = _copied(module, batch) if isinstance(module, nn.Module) else _on_meta(module, batch)
     if not isinstance(made, nn.Module):
         raise TypeError(f"module must be a LightningModule or make one, not a {type(made).__name__}.")
+    give_device(made, torch.device("cpu"))  # so that what it makes there can be used with its weights
     return made
 
 
-def _on_meta(make: Callable[[], Any]) -> Any:
+def _copied(module: nn.Module, batch: Any) -> Any:
+    trainer = trainer_of(module)
+    copied = stand_in(module, _weightless, () if trainer is None else (trainer,), lambda *args, **kwargs: None)
+    try:
+        with torch.device("meta"):
+            set_up(copied, batch)
+    except Exception as error:  # the user's code
+        raise _unbuilt(error) from error
+    return copied
+
+
+def _on_meta(make: Callable[[], Any], batch: Any) -> Any:
     try:
         with torch.device("meta"):
             made = make()
-        _configured(made)
+            set_up(made, batch)
         return made
     except Exception:  # the user's code may need values, which are not there
         pass
     held = nn.Module()
     try:
-        built = build_deferred(held, lambda: _held(held, make))
+        return build_deferred(held, lambda: _held(held, make, batch)).result
     except Exception as error:
-        line = line_of(error)
-        place = "" if line is None else f" at {line}"
-        raise ValueError(f"The module can't be built: {type(error).__name__}: {error}{place}") from error
-    _configured(built.result)
-    return built.result
+        raise _unbuilt(error) from error
 
 
-def _held(holder: nn.Module, make: Callable[[], Any]) -> Any:
+def _unbuilt(error: Exception) -> ValueError:
+    line = line_of(error)
+    place = "" if line is None else f" at {line}"
+    return ValueError(f"The module can't be built: {type(error).__name__}: {error}{place}")
+
+
+def _held(holder: nn.Module, make: Callable[[], Any], batch: Any) -> Any:
     made = make()
     if isinstance(made, nn.Module):
         holder.add_module("made", made)
+        set_up(made, batch)
     return made
-
-
-def _configured(module: Any) -> None:
-    """`configure_model`, where the user adds modules."""
-    configure = getattr(module, "configure_model", None)
-    if callable(configure):
-        with torch.device("meta"):
-            configure()
 
 
 def _weightless(x: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from lightning.pytorch.utilities import CombinedLoader
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -19,23 +17,24 @@ class RunConfig:
 
     Attributes:
         module: makes the model, with the optimizer that the YAML gives it.
-        batch: makes the first batch of the data.
+        data: makes the datamodule.
         precision: the Trainer's.
         devices: of all hosts.
     """
 
     module: Callable[[], Any] | None
-    batch: Callable[[], Any] | None
+    data: Callable[[], Any] | None
     precision: str | None
     devices: int | None
 
 
-def read_config(path: str, kind: Any = None) -> RunConfig:
+def read_config(path: str, kind: Any = None, data_kind: Any = None) -> RunConfig:
     """Read the YAML at ``path``. Nothing is made yet.
 
     Args:
         path: of what LightningCLI takes with ``--config``, or writes into a run's folder.
         kind: the model's class, or a function that makes it, where the YAML says no more than its arguments.
+        data_kind: the datamodule's class, likewise.
 
     Raises:
         ValueError: there is no such file, it is none of LightningCLI's, or a class in it can't be found or does not
@@ -55,8 +54,9 @@ def read_config(path: str, kind: Any = None) -> RunConfig:
     given = given.get("fit") or given
     trainer = given.get("trainer") or {}
     precision = trainer.get("precision")
+    data = _maker(given.get("data") or {}, data_kind, "data", path, kind or data_kind)
     return RunConfig(
-        _module(given, kind, path), _batch(given.get("data"), path), None if precision is None else str(precision),
+        _module(given, kind, path), data, None if precision is None else str(precision),
         _devices(trainer.get("devices"), trainer.get("num_nodes", 1)),
     )  # fmt: skip
 
@@ -70,14 +70,17 @@ def _devices(devices: Any, nodes: Any) -> int | None:
 
 def _module(given: Mapping[str, Any], kind: Any, path: str) -> Callable[[], Any] | None:
     model = given.get("model") or {}
-    make = _maker(model, kind, "model", path)
+    make = _maker(model, kind, "model", path, kind)
     optimizer = given.get("optimizer")
     if make is None or not optimizer:
         return make
     name = optimizer.get("class_path") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str):
-        raise ValueError(f"{path}: optimizer has no class_path.")
-    optimizer_kind, arguments = _named(name, "optimizer", path), dict(optimizer.get("init_args") or {})
+        raise ValueError(
+            f"{path}: optimizer has no class_path, as where a LightningCLI's own code names its class. Write it there, "
+            "with what is there now below init_args: optimizer: {class_path: torch.optim.AdamW, init_args: {...}}."
+        )
+    optimizer_kind, arguments = _named(name, "optimizer", path, kind), dict(optimizer.get("init_args") or {})
 
     def with_optimizer() -> Any:
         module = make()
@@ -88,22 +91,10 @@ def _module(given: Mapping[str, Any], kind: Any, path: str) -> Callable[[], Any]
     return with_optimizer
 
 
-def _batch(data: Any, path: str) -> Callable[[], Any] | None:
-    make = _maker(data or {}, None, "data", path)
-
-    def first() -> Any:
-        assert make is not None
-        found = make()
-        found.prepare_data()
-        found.setup("fit")
-        batch, _, _ = next(iter(CombinedLoader(found.train_dataloader(), "max_size_cycle")))
-        return batch
-
-    return None if make is None else first
-
-
-def _maker(given: Any, kind: Any, section: str, path: str) -> Callable[[], Any] | None:
+def _maker(given: Any, kind: Any, section: str, path: str, of_script: Any) -> Callable[[], Any] | None:
     """Makes what a section of the YAML describes; None where that is no more than arguments, and no ``kind`` is there.
+
+    ``of_script`` is whatever is known of the script that ran.
 
     Raises:
         ValueError: it can't be found, or does not take what is given.
@@ -111,7 +102,7 @@ def _maker(given: Any, kind: Any, section: str, path: str) -> Callable[[], Any] 
     if not isinstance(given, Mapping):
         raise ValueError(f"{path}: {section} must have a class_path and init_args, got {given!r}.")
     if "class_path" in given:
-        kind = kind or _named(str(given["class_path"]), section, path)
+        kind = kind or _named(str(given["class_path"]), section, path, of_script)
         given = given.get("init_args") or {}
     if kind is None:
         return None
@@ -136,13 +127,20 @@ def _maker(given: Any, kind: Any, section: str, path: str) -> Callable[[], Any] 
     return make
 
 
-def _named(name: str, section: str, path: str) -> Any:
-    """The class of that name.
+def _named(name: str, section: str, path: str, of_script: Any) -> Any:
+    """The class of that name; one of ``__main__`` is where ``of_script`` is from.
 
     Raises:
         ValueError: there is none.
     """
     place, _, own = name.rpartition(".")
+    if place == "__main__":
+        if of_script is None:
+            raise ValueError(
+                f"{path}: the {section} {name!r} is of the script that was run, which the YAML does not name. Give "
+                f"it with the command: plan SCRIPT.py:{own if section == 'model' else 'MODEL'} --config {path}."
+            )
+        place = of_script.__module__
     try:
         return getattr(import_module(place), own)
     except (ImportError, AttributeError, ValueError) as error:

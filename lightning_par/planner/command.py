@@ -28,7 +28,9 @@ def add_plan(commands: Any) -> None:
     plan.add_argument(
         "module", nargs="?", help="a LightningModule's class, or a function: FILE.py:NAME or PACKAGE.MODULE:NAME"
     )
-    plan.add_argument("--batch", help="a batch or a DataLoader, or a function that makes one: as MODULE")
+    plan.add_argument(
+        "--batch", help="a batch, a DataLoader or a LightningDataModule, or what makes one, called: as MODULE"
+    )
     plan.add_argument("--machine", help="e.g. H100, 8xA100-80GB, H200; a YAML; or measure, for this one")
     plan.add_argument("--save-machine", help="write the machine to this YAML, to be given again")
     plan.add_argument("--devices", type=int, help="over all hosts (default: one host's)")
@@ -48,22 +50,24 @@ def add_plan(commands: Any) -> None:
 def show_plan(asked: Namespace) -> int:
     """Run the command; returns its exit code."""
     precision, devices = asked.precision, asked.devices
+    from lightning_par.planner import plan
+    from lightning_par.planner.make_plan import is_datamodule
+
     made: Any = load(asked.module) if asked.module else None
     batch = load(asked.batch) if asked.batch else None
     if asked.config:
         from lightning_par.planner.cli_config import read_config
 
-        config = read_config(asked.config, made)
-        made, batch = config.module, config.batch if batch is None else batch
+        config = read_config(asked.config, made, batch if is_datamodule(batch) else None)
+        made = config.module
+        if batch is None or is_datamodule(batch):
+            batch = config.data
         precision, devices = precision or config.precision, devices or config.devices
     missing = [n for n, v in (("MODULE", made), ("--batch", batch), ("--machine", asked.machine)) if v is None]
     if missing:
-        without = f", which {asked.config} does not tell" if asked.config and missing != ["--machine"] else ""
-        raise ValueError(f"plan needs {' and '.join(missing)}{without}.")
+        raise ValueError(f"plan needs {' and '.join(missing)}{_without(asked.config, missing)}")
     if asked.init:
         made = partial(made, **asked.init)
-    from lightning_par.planner import plan
-
     machine = asked.machine
     if asked.save_machine:
         machine = _saved(machine, devices, asked.save_machine)
@@ -73,6 +77,15 @@ def show_plan(asked: Namespace) -> int:
     )  # fmt: skip
     print(found.json()) if asked.json else found.show()
     return FITS if found.chosen is not None else NOTHING_FITS
+
+
+def _without(config: str | None, missing: list[str]) -> str:
+    """Why a command of which these are ``missing`` can't do without, if there is a ``config``; and what to write."""
+    if not config or missing == ["--machine"]:
+        return "."
+    ways = {"MODULE": "SCRIPT.py:MODEL", "--batch": "--batch SCRIPT.py:DATAMODULE"}
+    write = " ".join(way for name, way in ways.items() if name in missing)
+    return f", which {config} does not tell: it names no class there. Write plan {write} --config {config}."
 
 
 def _saved(machine: str, devices: int | None, path: str) -> str:

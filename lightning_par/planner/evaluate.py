@@ -54,7 +54,7 @@ class Planner:
         fused: bool = True,
     ) -> None:
         self.machine, self.precision = machine, read_precision(precision)
-        built: nn.Module = build_module(module)
+        built: nn.Module = build_module(module, batch)
         self.name = type(built).__name__
         self.optimizer = optimizer_state(built)
         built = built.to(self.precision.dtype)
@@ -76,7 +76,18 @@ class Planner:
     @property
     def notes(self) -> list[str]:
         """What is assumed."""
-        return [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
+        found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
+        if self.by_hand:
+            found.append(
+                "not counted: what backward sends along tensor and sequence, as training_step calls it itself "
+                "(automatic_optimization = False)"
+            )
+        return found
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the step runs backward and the optimizers itself."""
+        return not getattr(self.tree.module, "automatic_optimization", True)
 
     @property
     def replays(self) -> bool:
@@ -96,9 +107,10 @@ class Planner:
     def _weights(self, module: nn.Module) -> str:
         """What can be said without the step."""
         numel = sum(x.numel() for x in module.parameters())
-        trained = sum(x.numel() for x in module.parameters() if x.requires_grad)
-        p = self.precision
-        held = numel * (p.weights + p.copy) + trained * (p.gradients + self.optimizer.by_element * p.weights / 4)
+        trained = {name: x.numel() for name, x in module.named_parameters() if x.requires_grad}
+        p, o = self.precision, self.optimizer
+        states = sum(size * o.others.get(name, o.most).by_element for name, size in trained.items())
+        held = numel * (p.weights + p.copy) + sum(trained.values()) * p.gradients + states * p.weights / 4
         return (
             f"What can be said without it: {numel:,} parameters, whose weights, gradients and optimizer states take "
             f"{held / 1e9:.3g} GB on one device, and a share of that where data_parallel='fsdp' stores them in parts."
@@ -110,7 +122,7 @@ class Planner:
         if count >= self.step.samples or count < 1:
             return self.step
         if count not in self._steps:
-            batch = tree_map(lambda x: _first(x, count, self.step.samples), self.batch)
+            batch = _first_samples(self.batch, count, self.step.samples)
             self._steps[count] = record(self.tree.module, batch, self.precision.autocast, not self.fused)
         return self._steps[count]
 
@@ -168,7 +180,14 @@ class Planner:
         """
         asked = {key: value for key, value in layout.items() if key != "stages"}
         one = read_candidate(asked, devices, self.step.samples, samples)
+        if one.layout.pipeline > 1 and self.no_pipeline:
+            raise ValueError(f"pipeline {one.layout.pipeline}: {self.no_pipeline}.")
         return self.price(one, devices, layout.get("stages"))
+
+    @property
+    def no_pipeline(self) -> str:
+        """Why there can be no pipeline; empty where there can."""
+        return "training_step optimizes by hand (automatic_optimization = False)" if self.by_hand else ""
 
     def no_sequence(self, ranks: int) -> str:
         """Why the sequence axis can't have that many ranks; empty where it can."""
@@ -209,8 +228,18 @@ class Planner:
         return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _first(x: Any, count: int, samples: int) -> Any:
-    return x[:count] if isinstance(x, Tensor) and x.ndim and x.shape[0] == samples else x
+def _first_samples(batch: Any, count: int, samples: int) -> Any:
+    """The first ``count`` of its samples: of tensors, and of lists of what is no tensor, such as texts."""
+
+    def no_tensors(x: Any) -> bool:
+        return isinstance(x, list) and len(x) == samples and not any(isinstance(y, Tensor) for y in tree_leaves(x))
+
+    def first(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[:count] if x.ndim and x.shape[0] == samples else x
+        return x[:count] if no_tensors(x) else x
+
+    return tree_map(first, batch, is_leaf=no_tensors)
 
 
 def _tokens(batch: Any) -> float:

@@ -143,7 +143,7 @@ class LayoutWork:
     def optimizer_time(self, units: Sequence[int]) -> float:
         count = self.profile.held(units)[0] / (self.replicas.size if self.one.stored else 1)
         p, o = self.run.precision, self.run.optimizer
-        states = o.by_element * p.weights / 4
+        states = o.most.by_element * p.weights / 4
         # Gradients are read for their norm, and scaled, before the optimizer reads and frees them.
         moved = count * (2 * p.weights + 4 * p.gradients + 2 * states + p.copy)
         machine = self.run.machine

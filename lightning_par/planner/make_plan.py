@@ -9,7 +9,8 @@ from lightning_par.planner.advice import advise, advise_one
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.report import Plan
-from lightning_par.planner.search import search
+from lightning_par.planner.search import search, told
+from lightning_par.python_state.user_code import line_of
 
 RECOMPUTES = ("none", "selective", "full")
 
@@ -40,7 +41,7 @@ def make_plan(
         help_ = None if one.fits else advise_one(planner, one, count, global_batch)
         return Plan((one,), (), title, count, hosts.devices, help_, notes)
     samples = global_batch or planner.step.samples * count
-    found = search(planner, count, samples)
+    found = told(search(planner, count, samples))
     title += f", {samples} samples a step"
     advice = None
     if found.priced and not found.priced[0].fits:
@@ -49,15 +50,35 @@ def make_plan(
 
 
 def made(batch: Any) -> Any:
-    """A batch, of a function that makes one, or the first of a DataLoader.
+    """A batch, of a function that makes one, or the first of a DataLoader or of a LightningDataModule.
 
     Raises:
-        ValueError: it can't be made; the message says why.
+        ValueError: it can't be made; the message says why and where.
     """
     from torch.utils.data import DataLoader
 
     try:
         given = batch() if callable(batch) else batch
+        if is_datamodule(type(given)):
+            return _first_of(given)
         return next(iter(given)) if isinstance(given, DataLoader) else given
     except Exception as error:  # the user's code
-        raise ValueError(f"The batch can't be made: {type(error).__name__}: {error}.") from error
+        line = line_of(error)
+        place = "" if line is None else f" at {line}"
+        raise ValueError(f"The batch can't be made: {type(error).__name__}: {error}{place}.") from error
+
+
+def is_datamodule(kind: Any) -> bool:
+    """Whether it is the class of a LightningDataModule, of either Lightning."""
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    return any(base.__name__ == "LightningDataModule" for base in bases)
+
+
+def _first_of(data: Any) -> Any:
+    """The first batch for training, as a Trainer has it of its loaders."""
+    from lightning.pytorch.utilities import CombinedLoader
+
+    data.prepare_data()
+    data.setup("fit")
+    batch, _, _ = next(iter(CombinedLoader(data.train_dataloader(), "max_size_cycle")))
+    return batch

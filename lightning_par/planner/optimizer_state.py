@@ -1,61 +1,94 @@
-"""What a module's own optimizer keeps for its parameters, found out on a small one."""
+"""What a module's own optimizers keep for its parameters, found out on a small one of each group."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_par.optim.lone_step import state_after_a_step
+from lightning_par.python_state.user_code import line_of
+
 _SHAPE = (6, 10)
+_OF_DEVICE = ("fused", "capturable")
+"""Options that change where a step runs, and that a CPU may not have."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one parameter: bytes for each of its elements, where it is in single precision, and beside these."""
+
+    by_element: float
+    by_parameter: float
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Of one optimizer.
+    """What the optimizers of a module keep.
 
     Attributes:
-        name: of its class.
-        by_element: bytes for each element of a parameter, where it is in single precision.
-        by_parameter: bytes for each parameter.
+        name: of their classes.
+        most: of most trained parameters.
+        others: of those of which other than that is kept, by their first names; nothing of one that no optimizer has.
         note: what is assumed, where the module does not say it.
     """
 
     name: str
-    by_element: float
-    by_parameter: float
+    most: StateBytes
+    others: Mapping[str, StateBytes] = field(default_factory=dict, hash=False)
     note: str = ""
 
 
-_ADAM = OptimizerState("AdamW", 8, 4, "taken to be AdamW")
+_NOTHING, _AS_ADAM = StateBytes(0, 0), StateBytes(8, 4)
 
 
 def optimizer_state(module: nn.Module) -> OptimizerState:
-    """What the optimizer of ``module`` keeps; AdamW's where `configure_optimizers` can't be asked without a Trainer.
+    """What the optimizers of ``module`` keep; what AdamW would where that can't be found out, which is noted.
 
     Example::
 
-        assert optimizer_state(module_with_adam).by_element == 8
+        assert optimizer_state(module_with_adam).most.by_element == 8
     """
     configure = getattr(module, "configure_optimizers", None)
     if not callable(configure):
-        return _ADAM
+        return OptimizerState("AdamW", _AS_ADAM, note="taken to be AdamW, as there is no configure_optimizers")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = next(_optimizers(configure()), None)
-    except Exception:  # it may ask the trainer, whom there is not
-        return _ADAM
-    if found is None:
-        return OptimizerState("none", 0, 0)
-    try:
-        return _probed(type(found), found.defaults)
-    except Exception:  # of a class with arguments of its own
-        return OptimizerState(type(found).__name__, 8, 4, "its state is taken to be as large as AdamW's")
+            found = [*_optimizers(configure())]
+    except Exception as error:  # the user's code
+        line = line_of(error)
+        place = "" if line is None else f" at {line}"
+        note = f"taken to be AdamW, as configure_optimizers raises {type(error).__name__}: {error}{place}"
+        return OptimizerState("AdamW", _AS_ADAM, note=note)
+    return _of_each(module, found)
+
+
+def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> OptimizerState:
+    kept: dict[int, StateBytes] = {}
+    unknown = set()
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            try:
+                each = _probed(optimizer, group)
+            except Exception:  # as of one that takes sparse gradients
+                unknown.add(type(optimizer).__name__)
+                each = _AS_ADAM
+            kept.update((id(p), each) for p in group["params"])
+    states = {name: kept.get(id(p), _NOTHING) for name, p in module.named_parameters() if p.requires_grad}
+    counted = Counter(states.values()).most_common(1)
+    most = counted[0][0] if counted else _NOTHING
+    others = {name: each for name, each in states.items() if each != most}
+    names = " and ".join(dict.fromkeys(type(one).__name__ for one in found)) or "none"
+    note = "" if found else "configure_optimizers gives none"
+    if unknown:
+        note = f"the state of {' and '.join(sorted(unknown))} is taken to be as large as AdamW's"
+    return OptimizerState(names, most, others, note)
 
 
 def _optimizers(given: Any) -> Iterator[torch.optim.Optimizer]:
@@ -68,19 +101,11 @@ def _optimizers(given: Any) -> Iterator[torch.optim.Optimizer]:
             yield from _optimizers(one)
 
 
-def _probed(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> OptimizerState:
+def _probed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateBytes:
     weight = nn.Parameter(torch.ones(_SHAPE))
-    weight.grad = torch.ones(_SHAPE)
-    options = {k: v for k, v in defaults.items() if k not in ("params", "fused", "capturable")}
-    made = None
-    for given in (options, {"lr": 0.1}):
-        with contextlib.suppress(TypeError):
-            made = kind([weight], **given)
-            break
-    if made is None:
-        raise TypeError(kind)
-    made.step()
-    tensors = [x for x in made.state.get(weight, {}).values() if isinstance(x, Tensor)]
+    options = {name: x for name, x in group.items() if name not in _OF_DEVICE}
+    state = state_after_a_step(optimizer, weight, {**options, **dict.fromkeys(_OF_DEVICE, False)})
+    tensors = [x for x in state.values() if isinstance(x, Tensor)]
     by_element = sum(x.nbytes for x in tensors if x.numel() == weight.numel()) / weight.numel()
     by_parameter = sum(x.nbytes for x in tensors if x.numel() != weight.numel())
-    return OptimizerState(kind.__name__, by_element, by_parameter)
+    return StateBytes(by_element, by_parameter)

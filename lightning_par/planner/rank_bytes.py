@@ -43,7 +43,12 @@ class ByRank:
             one, size = self.work.one, self.work.replicas.size
             own = tuple(self._own(pipeline))
             total = stored_sum(self.work.profile.stages, own, tensor, size, replica, one.stored)
-            optimizer = total.trained * states.by_element * p.weights / 4 + states.by_parameter * total.count
+            most = states.most
+            optimizer = total.trained * most.by_element * p.weights / 4 + most.by_parameter * total.count
+            for part in self._parts(*key) if states.others else ():
+                each = states.others.get(part.parameter.name, most) if part.parameter.trained else most
+                optimizer += part.numel * (each.by_element - most.by_element) * p.weights / 4
+                optimizer += each.by_parameter - most.by_parameter
             self._held[key] = HeldBytes(total.numel * p.weights, total.trained * p.gradients, optimizer)
         return self._held[key]
 

@@ -271,8 +271,9 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, v
         return stack
 
     recording = record_step(
-        module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu")
-    )
+        module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
+        hears_started=True,
+    )  # fmt: skip
     if recording.stopped is not None:
         raise ValueError(f"The step can't be run on this batch without values: {recording.stopped}.")
     heard: Heard = recording.heard

@@ -28,6 +28,7 @@ from lightning_par.planner.recorded import RecordedStep, casting
 from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.stages import StageCut
 from lightning_par.planner.storage import Storage, store
+from lightning_par.private.fake_tensors import WITHOUT_VALUE
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter
@@ -45,6 +46,10 @@ from lightning_par.trial.recording import Event, returned
 
 TAKEN, RETURNED = "taken", "returned"
 """Of a stage: bytes of the values that it takes from the one before it, and of the gradients that go back."""
+
+
+class UntoldError(ValueError):
+    """What a layout sends can't be told from a step without values; says where it goes by them."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +271,13 @@ class _Replay:
             with contextlib.ExitStack() as stack:
                 if not any(x.requires_grad for x in event.outputs):
                     stack.enter_context(torch.no_grad())
-                result = self._run(event, args, kwargs)
+                try:
+                    result = self._run(event, args, kwargs)
+                except WITHOUT_VALUE as error:
+                    raise UntoldError(
+                        f"what is sent can't be told: {event.name} at {event.place} goes by values, which a plan has "
+                        "none of"
+                    ) from error
             new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             for old, value in zip(event.outputs, new, strict=False):
                 self.values[id(old)] = value

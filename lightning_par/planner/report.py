@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from itertools import product
@@ -9,6 +10,7 @@ from typing import Any
 
 from lightning_par.planner.advice import Advice
 from lightning_par.planner.prediction import Prediction
+from lightning_par.planner.replay import UntoldError
 from lightning_par.planner.search import RuledOut
 from lightning_par.strategies.startup_table import format_rows
 
@@ -46,7 +48,12 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
-        return {"layouts": [layout_dict(one) for one in self.layouts], "chosen": self.chosen}
+        found = dict[int, dict[str, Any]]()
+        for number, one in enumerate(self.layouts):
+            with contextlib.nullcontext() if number == self.chosen else contextlib.suppress(UntoldError):
+                found[number] = layout_dict(one)
+        chosen = None if self.chosen is None else [*found].index(self.chosen)
+        return {"layouts": [*found.values()], "chosen": chosen}
 
     def json(self) -> str:
         return json.dumps(self.as_dict())
@@ -133,8 +140,9 @@ def trainer_line(one: Prediction, devices: int, on_host: int) -> str:
 
 def yaml_lines(one: Prediction, devices: int, on_host: int) -> list[str]:
     """The same for LightningCLI."""
-    lines = ["trainer:", "  strategy:", "    class_path: lightning_par.HybridParallelStrategy", "    init_args:"]
-    lines += [f"      {key}: {json.dumps(value)}" for key, value in _written(one).items()]
+    lines = ["trainer:", "  strategy:", "    class_path: lightning_par.HybridParallelStrategy"]
+    written = [f"      {key}: {json.dumps(value)}" for key, value in _written(one).items()]
+    lines += ["    init_args:", *written] if written else []
     lines.append(f"  devices: {min(devices, on_host)}")
     if devices > on_host:
         lines.append(f"  num_nodes: {devices // on_host}")

@@ -10,6 +10,7 @@ from lightning_par.pipeline.plan.schedule import stages_per_rank
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.prediction import Prediction
+from lightning_par.planner.replay import UntoldError
 
 MOST_TENSOR, MOST_PIPELINE, MOST_SEQUENCE = 16, 128, 64
 EXACT = 24
@@ -74,6 +75,25 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
     return Found(tuple(sorted(exact, key=_order)), tuple(out.values()))
 
 
+def told(found: Found) -> Found:
+    """``found``, whose best layout is one of which it can be told what it sends; not those along the axes of others."""
+    priced, out = [*found.priced], [*found.ruled_out]
+    while priced and priced[0].fits:
+        axes = _split(priced[0])
+        try:
+            priced[0].sent  # noqa: B018
+            break
+        except UntoldError as error:
+            out.append(RuledOut(" x ".join(axes), str(error)))
+            priced = [one for one in priced if _split(one) != axes]
+    return Found(tuple(priced), tuple(out))
+
+
+def _split(one: Prediction) -> list[str]:
+    layout = one.candidate.layout
+    return [axis for axis in ("pipeline", "sequence", "tensor") if getattr(layout, axis) > 1]
+
+
 def any_fits(planner: Planner, devices: int, samples: int) -> bool:
     """Whether a layout of ``devices`` devices fits: one of the few of which the least memory is expected.
 
@@ -133,6 +153,8 @@ def _reason(planner: Planner, layout: Layout, samples: int) -> RuledOut | None:
         reason = planner.no_sequence(layout.sequence)
         if reason:
             return RuledOut(f"sequence {layout.sequence}", reason)
+    if layout.pipeline > 1 and planner.no_pipeline:
+        return RuledOut("pipeline", planner.no_pipeline)
     if layout.pipeline > planner.layers:
         return RuledOut(f"pipeline {layout.pipeline}", f"the model has {planner.layers} layers to place")
     return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_par.private.compiler import Compiler, as_written
 
 if TYPE_CHECKING:
@@ -27,6 +29,14 @@ def trainer_of(module: Any) -> Any:
 def give_trainer(module: Any, trainer: Any) -> None:
     """Let ``module.trainer`` be ``trainer``, whatever it is: the public name hands it on to modules within."""
     module.__dict__["_trainer"] = trainer
+
+
+def give_device(module: Any, device: torch.device) -> None:
+    """Let each LightningModule within ``module`` say that it is on ``device``, where weights are taken to lie; the
+    public name follows real moves alone."""
+    for one in module.modules():
+        if "_device" in vars(one):
+            vars(one)["_device"] = device
 
 
 def uncompile(module: Any, namespace: Namespace) -> Compiler | None:

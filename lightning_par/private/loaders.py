@@ -96,3 +96,9 @@ def without_states(kind: Any) -> Any:
             pass
 
     return WithoutStates
+
+
+def attach_loader(trainer: Any, module: Any, loader: Any) -> None:
+    """Let ``trainer`` have ``loader`` for the training of ``module``, as its entry point does; no public name gives one
+    outside of that."""
+    trainer._data_connector.attach_data(module, train_dataloaders=loader)

@@ -64,6 +64,7 @@ def record_step(
     twin: bool = False,
     grad: bool = False,
     device: torch.device | None = None,
+    hears_started: bool = False,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -80,6 +81,7 @@ def record_step(
         twin: whether to record what the step would do on ``batch`` itself, too, and let the listener hear that.
         grad: whether the events' tensors tell which gradients the step would need; slower.
         device: where tensors that the module has on ``meta`` are taken to lie; by default there.
+        hears_started: whether listeners hear a step, too, before which hooks of the start of a run had to be called.
 
     Example::
 
@@ -90,7 +92,7 @@ def record_step(
         assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
     """
 
-    run = _Run(module, step, batch, shared, context, prepare, loaders, listeners, twin, device)
+    run = _Run(module, step, batch, shared, context, prepare, loaders, listeners, twin, device, hears_started)
 
     def explored(starts: bool) -> Trial[Recording]:
         trial = partial(run.trial, starts)
@@ -122,11 +124,13 @@ class _Run:
     listeners: Listeners | None
     twin: bool
     device: torch.device | None
+    hears_started: bool
 
     def trial(self, starts: bool, guesses: Guesses) -> Trial[Recording]:
         """The step by ``guesses``; ``starts`` says whether hooks of the start of a run are called before."""
         with kept(self.module):  # class bodies, globals and closures, which the copy shares
-            listener = self.listeners() if self.listeners is not None and not starts else None
+            heard = self.listeners is not None and (not starts or self.hears_started)
+            listener = self.listeners() if heard else None  # type: ignore[misc]
             recording = copy_context().run(self._recorded, guesses, starts, listener)
         turns = guesses.endless is not None  # of a loop, which come to nothing
         worth = (recording.met, recording.stopped is None, 0 if turns else len(recording.events))
@@ -143,12 +147,12 @@ class _Run:
         copy = stand_in(self.module, stand, self.shared, recorder.took)
         if isinstance(recorder, TwinRecorder):
             recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
-        if listener is not None:
-            listener.begin(copy)
         batch = copied(self.batch)
         if starts:
             with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
                 call_start_hooks(copy, self.step, batch)
+        if listener is not None:
+            listener.begin(copy)
         result, stopped, refused = self._called(copy, batch, recorder)
         tensors = tuple(recorder.fake(x) for x in tensors_of(batch))
         events = tuple(recorder.events)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.__main__ import main
 from lightning_par.planner.cli_config import read_config
+from lightning_par.planner.make_plan import made
 
 
 class Layers(LightningModule):
@@ -54,7 +55,7 @@ def _file(folder: Path, *lines: str) -> str:
 def test_a_run_is_read_and_nothing_made_before_it_is_asked_for(tmp_path: Path) -> None:
     found = read_config(_file(tmp_path, MODEL, ADAM, DATA, TRAINER))
     assert (found.precision, found.devices) == ("bf16-mixed", 4)
-    assert found.module is not None and found.batch is not None and found.batch().shape == (4, 8)
+    assert found.module is not None and found.data is not None and made(found.data).shape == (4, 8)
     module = found.module()
     assert isinstance(module, Layers) and module.last.out_features == 16 and isinstance(module.layers, nn.Linear)
     assert isinstance(module.configure_optimizers(), torch.optim.AdamW)
@@ -63,7 +64,7 @@ def test_a_run_is_read_and_nothing_made_before_it_is_asked_for(tmp_path: Path) -
 @pytest.mark.parametrize("kind", [Layers, lambda layers, width: Layers(layers, width)])
 def test_a_yaml_may_have_no_more_than_the_models_arguments(kind: Any, tmp_path: Path) -> None:
     found = read_config(_file(tmp_path, f"fit: {{model: {{layers: {LINEAR}, width: 2}}}}"), kind)
-    assert (found.precision, found.devices, found.batch) == (None, None, None)
+    assert (found.precision, found.devices, found.data) == (None, None, None)
     assert found.module is not None and (kind is not Layers or found.module().last.out_features == 2)
 
 
@@ -74,15 +75,39 @@ def test_a_plan_needs_no_more_than_the_yaml_and_a_machine(tmp_path: Path, capsys
     assert "Layers on 4 x H100" in out and "bf16-mixed" in out and "batch_size=4 in the DataLoader" in out
 
 
+def test_classes_that_a_script_fixes_are_given_with_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As what ``LightningCLI(Layers, Rows)`` saves: arguments alone."""
+    path = _file(tmp_path, f"model: {{layers: {LINEAR}, width: 2}}", "data: {batch_size: 4}", ADAM)
+    asked = ["plan", f"{__name__}:Layers", "--batch", f"{__name__}:Rows", "--config", path, "--machine", "2xH100"]
+    assert main(asked) == 0
+    assert "batch_size=4 in the DataLoader" in capsys.readouterr().out
+
+
+def test_classes_of_the_script_that_ran_are_found_beside_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (x.replace(__name__, "__main__") for x in (MODEL, DATA, ADAM))
+    asked = ["plan", f"{__name__}:Layers", "--config", _file(tmp_path, *lines), "--machine", "2xH100"]
+    assert main(asked) == 0
+    assert "batch_size=4 in the DataLoader" in capsys.readouterr().out
+
+
+def test_a_datamodule_needs_no_yaml(tmp_path: Path) -> None:
+    assert made(Rows).shape == made(Rows()).shape == (2, 8)
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([MODEL, TRAINER], "plan needs --batch, which "),
-        ([DATA], "plan needs MODULE, which "),
+        ([MODEL, TRAINER], "it names no class there. Write plan --batch SCRIPT.py:DATAMODULE --config "),
+        ([DATA], "it names no class there. Write plan SCRIPT.py:MODEL --config "),
+        ([MODEL.replace(__name__, "__main__"), DATA], "Give it with the command: plan SCRIPT.py:Layers --config "),
         (["model: {class_path: nowhere.Model}", DATA], "the model 'nowhere.Model' can't be imported"),
         ([MODEL.replace("width", "with"), DATA], "does not accept option 'with'"),
         ([MODEL.replace("16", "wide"), DATA], "Expected a <class 'int'>. Got value: wide"),
-        ([MODEL, "optimizer: {lr: 0.1}", DATA], "optimizer has no class_path"),
+        ([MODEL, "optimizer: {lr: 0.1}", DATA], "optimizer has no class_path, as where"),
         (["- model"], "is no config of LightningCLI"),
         (["model: {"], "is no YAML"),
     ],

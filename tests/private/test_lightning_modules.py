@@ -13,6 +13,7 @@ from lightning_par.private.lightning_modules import (
     HPARAMS,
     STEPS,
     before_batch_transfer,
+    give_device,
     give_trainer,
     trainer_of,
     uncompile,
@@ -38,6 +39,15 @@ def test_a_module_has_its_trainer(namespace: Namespace) -> None:
     assert trainer_of(module) is module.trainer and module.trainer.strategy is trainer.strategy
     give_trainer(module, "another")
     assert module.trainer == trainer_of(module) == "another"
+
+
+@both
+def test_a_module_says_that_it_is_where_it_is_told(namespace: Namespace) -> None:
+    with torch.device("meta"):
+        module = namespace.from_pytorch("demos.boring_classes", "BoringModel")()
+        module.inner = type(module)()
+    give_device(module, torch.device("cpu"))
+    assert module.device == module.inner.device == torch.device("cpu") and module.layer.weight.is_meta
 
 
 @both

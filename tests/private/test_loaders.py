@@ -146,3 +146,12 @@ def test_workers_call_what_sets_their_handlers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(*WORKERS_SET_HANDLERS, lambda: called.put(os.getpid()))
     assert len([*DataLoader(torch.arange(2), num_workers=1, multiprocessing_context="fork")]) == 2
     assert called.get() != os.getpid()
+
+
+@pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
+def test_a_trainer_that_does_not_run_has_a_loader(namespace: Namespace) -> None:
+    module = namespace.from_pytorch("demos.boring_classes", "BoringModel")()
+    trainer = namespace.from_pytorch("trainer", "Trainer")(accelerator="cpu", devices=1, logger=False, max_epochs=3)
+    trainer.strategy.connect(module)
+    attach_loader(trainer, module, DataLoader([1, 2], batch_size=None))  # type: ignore[arg-type]
+    assert module.trainer is trainer and trainer.estimated_stepping_batches == 6
