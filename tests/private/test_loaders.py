@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_par.private.loaders import (
     WORKERS_SET_HANDLERS,
     HandedOut,
+    attach_loader,
     data_source,
     is_stateful,
     mode_of,
@@ -148,7 +149,7 @@ def test_workers_call_what_sets_their_handlers(monkeypatch: pytest.MonkeyPatch) 
     assert called.get() != os.getpid()
 
 
-@pytest.mark.parametrize("namespace", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda n: n.pytorch)
+@both
 def test_a_trainer_that_does_not_run_has_a_loader(namespace: Namespace) -> None:
     module = namespace.from_pytorch("demos.boring_classes", "BoringModel")()
     trainer = namespace.from_pytorch("trainer", "Trainer")(accelerator="cpu", devices=1, logger=False, max_epochs=3)
