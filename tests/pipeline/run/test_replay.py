@@ -349,17 +349,35 @@ def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
         assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
+class Forks(Block):
+    """Draws, and leaves the generator where it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if sys.getrecursionlimit() % 2:
+            print("a draw")
+            with torch.random.fork_rng():
+                return x + torch.rand_like(x)
+        return x
+
+
+class UnforeseenForks(UnforeseenDraws):
+    def block(self, i: int) -> nn.Module:
+        return Forks() if i % 2 else Block()
+
+
 def _fit_and_listen(make: type[GPT], how: str) -> Any:
     with redirect_stdout(io.StringIO()) as said:
         found, taken = _fit(make, how)
     return found, taken, said.getvalue().count("a draw")
 
 
-def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool) -> None:
+@pytest.mark.parametrize("make", [UnforeseenDraws, UnforeseenForks])
+def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool, make: type[GPT]) -> None:
     """And the layer that runs again for it says once what it says."""
     for (found, taken, said), (expected, none, as_ever) in zip(
-        pool.run(2, _fit_and_listen, UnforeseenDraws, "replayed"),
-        pool.run(2, _fit_and_listen, UnforeseenDraws, "as ever"),
+        pool.run(2, _fit_and_listen, make, "replayed"),
+        pool.run(2, _fit_and_listen, make, "as ever"),
         strict=True,
     ):
         assert all(taken) and not any(none)
