@@ -182,6 +182,24 @@ class PatchesALibrary(GPT):
         return x
 
 
+class Tanhs(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class PatchesTensors(GPT):
+    """Around one layer a method of tensors is another."""
+
+    def block(self, i: int) -> nn.Module:
+        return Tanhs()
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            with mock.patch.object(Tensor, "tanh", Tensor.sigmoid) if i == 1 else nullcontext():
+                x = block(x)
+        return x
+
+
 class Precise(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + decimal.getcontext().prec / 100)
@@ -509,6 +527,7 @@ def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool) -> N
         SetsAContext,
         SetsAClass,
         SetsWithin,
+        PatchesTensors,
     ],
 )
 def test_other_steps_are_run_as_ever(pool: Pool, make: type[GPT]) -> None:
