@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
 
 from lightning_par.pipeline.program.named_by_code import are_alike, named_by
+from lightning_par.private.module_calls import CALL
 from lightning_par.private.modules import buffers_of, modules_of, parameters_of
+from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.tensor_writes import version_of
 
 
@@ -32,8 +36,13 @@ class Held:
         return are_alike(named_by(self._within), self._named) and are_same(self._objects_now(), self._objects)
 
     def is_unwritten(self) -> bool:
-        """Whether no buffer was written to, either, and attributes are those objects still."""
-        return are_same(self._objects_now(), self._objects) and self._writes_now() == self._writes
+        """Whether no buffer was written to, either, and attributes are those objects still; not where one of these may
+        have changed within itself, as a list."""
+        unwritten = are_same(self._objects_now(), self._objects) and self._writes_now() == self._writes
+        return unwritten and all(map(_is_closed, self._attributes()))
+
+    def _attributes(self) -> Iterator[Any]:
+        return (x for m in self._within for name, x in vars(m).items() if name not in _MODULES_OWN)
 
     def _writes_now(self) -> list[int]:
         return [version_of(x) for m in self._within for x in buffers_of(m).values() if x is not None]
@@ -45,6 +54,15 @@ class Held:
             for held in (modules_of(m), parameters_of(m), buffers_of(m)):
                 found += held.values()
         return found
+
+
+def _is_closed(x: Any) -> bool:
+    if type(x) is tuple:
+        return all(map(_is_closed, x))
+    return type(x) in ATOMS or isinstance(x, (type, FunctionType, BuiltinFunctionType))
+
+
+_MODULES_OWN = frozenset((*vars(nn.Module()), CALL))
 
 
 def are_same(now: list[Any], before: list[Any]) -> bool:

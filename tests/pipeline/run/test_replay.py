@@ -264,6 +264,23 @@ class CountsAndDropsLate(DropsLate):
         return super().forward(x)
 
 
+class ListsAndDropsLate(DropsLate):
+    """Notes what it drops in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[int] = []
+
+    @property
+    def seen(self) -> int:
+        return len(self.noted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if sys.getrecursionlimit() % 2:
+            self.noted.append(1)
+        return super().forward(x)
+
+
 class UnforeseenDraws(GPT):
     def block(self, i: int) -> nn.Module:
         return DropsLate() if i % 2 else Block()
@@ -296,6 +313,11 @@ class Unforeseen(GPT):
 class UnforeseenCounts(UnforeseenDraws):
     def block(self, i: int) -> nn.Module:
         return CountsAndDropsLate()
+
+
+class UnforeseenNotes(UnforeseenDraws):
+    def block(self, i: int) -> nn.Module:
+        return ListsAndDropsLate()
 
 
 class Halved(Block):
@@ -505,10 +527,12 @@ def _fit_and_count(make: type[GPT], how: str) -> list[int]:
     return [block.seen for block in made[0].blocks]  # type: ignore[misc]
 
 
-def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool) -> None:
+@slow("UnforeseenCounts")
+@pytest.mark.parametrize("make", [UnforeseenCounts, UnforeseenNotes])
+def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool, make: type[GPT]) -> None:
     """It is not run again for what it drew."""
-    counts = pool.run(2, _fit_and_count, UnforeseenCounts, "replayed")
-    assert counts == pool.run(2, _fit_and_count, UnforeseenCounts, "as ever")
+    counts = pool.run(2, _fit_and_count, make, "replayed")
+    assert counts == pool.run(2, _fit_and_count, make, "as ever")
     assert any(map(any, counts))
 
 
