@@ -11,7 +11,7 @@ from torch import nn
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.python_state import generators
-from lightning_par.python_state.snapshot import kept
+from lightning_par.python_state.kept import kept
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.strategies.namespace import Namespace
 from lightning_par.trial.module_copy import give_meaning

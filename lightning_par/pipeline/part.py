@@ -27,7 +27,7 @@ from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.sequence.part import TokensPart
-from lightning_par.sharded.patches import SHARDED, Patches
+from lightning_par.sharded.patches import SHARDED, STREAMS, Patches
 from lightning_par.sharded.tensor import leaf
 from lightning_par.strategies.entry_points import STEPS, fetches_itself
 from lightning_par.strategies.part import Part
@@ -66,7 +66,7 @@ class StagesPart(Part):
     # --------------------------------------------------------------------------------------------------- around a run
 
     def patches(self) -> tuple[Patches, ...]:
-        return (SHARDED,) if self.groups.pipeline.size > 1 else ()
+        return (SHARDED, STREAMS) if self.groups.pipeline.size > 1 else ()
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         if self.groups.pipeline.size > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +18,9 @@ from lightning_par.python_state.contents import LockedCell
 from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.reachable import Reach
-from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.still import Still
 from lightning_par.python_state.tensor_writes import forget_write, is_written, overwrite, version_of
-from lightning_par.python_state.user_code import packages_of
 
 
 class Snapshot(Reach):
@@ -255,57 +252,6 @@ class Snapshot(Reach):
                 if id(held.tensor) not in as_is:
                     cell.watch(key, held.tensor)
             forget_write(held.tensor)
-
-
-@contextlib.contextmanager
-def kept(module: nn.Module, batch: Any = None, as_is: Collection[int] = (), is_copy: bool = True) -> Iterator[None]:
-    """Whatever a trial run of a copy of ``module`` does to Python's state, nothing is left of it.
-
-    Args:
-        module: what its copy shares with it, and what its code names, is put back.
-        batch: put back, too.
-        as_is: ids of tensors that the trial may change.
-        is_copy: False where the trial runs ``module`` itself, whose tensors are put back, too.
-
-    Example::
-
-        with kept(module, batch):
-            copy.deepcopy(module).training_step(batch, 0)
-    """
-    modules = [(f"self.{name}" if name else "self", m) for name, m in module.named_modules()]
-    state = Snapshot(modules, packages_of(module))
-    state.add("batch", batch)
-    state.cells[HooksCell.NAME] = HooksCell(HookHolders(module))  # a closure removes the module's own
-    state.lend(Spares(), as_is, modules=not is_copy)
-    try:
-        with reading(state.locked()):
-            yield
-    finally:
-        state.restore()
-
-
-@contextlib.contextmanager
-def reading(locked: list[str]) -> Iterator[None]:
-    """A run may read ``locked`` arrays, and may not write them."""
-    if not locked:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        try:
-            yield
-        except ValueError as error:
-            if "read-only" in str(error):
-                raise RuntimeError(too_large(locked)) from error
-            raise
-
-
-def too_large(places: list[str]) -> str:
-    """What the user is told of state that is not copied."""
-    return (
-        f"The step changes a tensor or array in place that is too large to be copied for every run: "
-        f"{', '.join(places)}. Register it as a buffer, or assign a new one."
-    )
 
 
 @contextlib.contextmanager

@@ -45,6 +45,8 @@ class Streams:
         parts: where somebody listens, of what is drawn for parts: along which dim, and by which positions.
         unit: what draws within the module of a pipeline that runs, on a microbatch; None elsewhere.
         drawn_in_unit: how many functions have drawn within it.
+        asked: whether somebody has asked where the shared generators stand; see
+            `lightning_par.sharded.patches.generator_states`.
     """
 
     seed: int = 0
@@ -55,6 +57,7 @@ class Streams:
     parts: list[tuple[int, Positions]] | None = None
     unit: Any = None
     drawn_in_unit: int = 0
+    asked: bool = False
 
     def begin_step(self, seed: int, step: int) -> None:
         self.seed, self.step, self.event, self.in_step = seed, step, 0, True

@@ -17,7 +17,8 @@ from lightning_par.private.lightning_modules import before_batch_transfer
 from lightning_par.private.loaders import data_source, mode_of, request_loader
 from lightning_par.private.trainer import resumes
 from lightning_par.python_state import generators
-from lightning_par.python_state.snapshot import Snapshot, kept
+from lightning_par.python_state.kept import kept
+from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_library, packages_of
 from lightning_par.strategies.entry_points import STEPS, fetches_itself
 from lightning_par.strategies.namespace import Namespace

@@ -26,7 +26,7 @@ from lightning_par.private.fake_tensors import FakeTensorMode, log
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
-from lightning_par.python_state.snapshot import kept
+from lightning_par.python_state.kept import kept
 from lightning_par.python_state.user_code import line_of
 from lightning_par.sharded.tensor import OutOfSightError
 from lightning_par.strategies.entry_points import (

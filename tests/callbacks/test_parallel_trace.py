@@ -304,6 +304,7 @@ def _sleep(path: str) -> Trace | None:
     return callback.trace
 
 
+@slow()
 def test_the_bubble_of_gpipe_is_what_it_is_on_paper(pool: Pool, tmp_path: Path) -> None:
     """(p - 1) / (m + p - 1) of the step, which is a little longer than what it sleeps."""
     trace = pool.run(2, _sleep, str(tmp_path / "a.json"))[0]

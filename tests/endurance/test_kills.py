@@ -12,7 +12,7 @@ from tests.helpers.slow import slow
 CELLS = {"-".join(cell).replace(" ", ""): cell for cell in product(LAUNCHERS, STRATEGIES, MOMENTS)}
 
 
-@slow(but=["1-Lightning-tensor-step"])
+@slow()
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("victim", [0, 1])

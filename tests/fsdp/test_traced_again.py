@@ -118,7 +118,7 @@ def expected(pool: Pool) -> Callable[..., Any]:
     return cache(lambda model: pool.run(1, _trained, model, None)[0])
 
 
-@slow(but=["split-Attributes"])
+@slow()
 @pytest.mark.parametrize("model", [Sizes, Arguments, Attributes], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_blocks_are_traced_again_where_one_device_traces_them(

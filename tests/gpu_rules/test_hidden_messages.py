@@ -10,7 +10,7 @@ from tests.helpers.slow import slow
 from tests.tensor.test_hidden_messages import HOWS, train
 
 
-@slow(but=["one-queue-plain"])
+@slow()
 @pytest.mark.parametrize("how", ["plain", "residual", "checkpointed", "accumulated", "1f1b"])
 @pytest.mark.parametrize("where", ["cuda", "one-queue"])
 def test_hidden_messages_break_no_rule(request: pytest.FixtureRequest, where: str, how: str) -> None:

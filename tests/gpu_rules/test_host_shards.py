@@ -41,6 +41,7 @@ def _averaged_alone(folder: Path) -> dict[str, Tensor]:
     return _averaged("auto", folder)
 
 
+@slow()
 def test_averages_are_written_where_no_group_of_hosts_is_along_the_axis(pool: StrictPool, tmp_path: Path) -> None:
     (wanted,), found = pool.run(1, _averaged_alone, tmp_path), pool.run(4, _averaged_over_two_axes, tmp_path)
     for given in found:

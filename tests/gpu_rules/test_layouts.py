@@ -25,7 +25,7 @@ def one_device(pool: StrictPool) -> Trained:
 FAST = "tensor_residual-rank ring-rank ulysses-communicator fsdp-rank zbv-communicator placement-rank".split()
 
 
-@slow(but=[*FAST, "pipe_tensor-rank", "ulysses_ring-rank"])
+@slow(but=[*FAST, "pipe_tensor-rank"])
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_keeps_the_rules(pool: StrictPool, one_device: Trained, layout: str, queue: Any) -> None:

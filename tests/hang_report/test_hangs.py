@@ -36,7 +36,7 @@ CASES = [
 ]
 
 
-@slow(but=[f"{case.strategy}-{case.kind}-{case.seed}" for case in CASES[:2]])
+@slow(but=[f"{case.strategy}-{case.kind}-{case.seed}" for case in CASES[:1]])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.kind}-{case.seed}")
 def test_who_holds_up_a_run_is_named(pool: Pool, case: Case, tmp_path: Path) -> None:
     assert not [*problems(case, pool, tmp_path)]

@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, str], list[str]]] = {
 }
 
 
-@slow(but=["interface"])
+@slow()
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_on_one_host_is_told_by_all(what: str, tmp_path: Path) -> None:
     variables, messages = WRONG[what]

@@ -29,9 +29,9 @@ from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.private.module_hooks import hooks_on_all
 from lightning_par.python_state import generators
 from lightning_par.python_state.cells.sequences import SequenceCell
+from lightning_par.python_state.kept import kept
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
-from lightning_par.python_state.snapshot import kept
 
 COUNT, SEEN = 0, []  # globals that steps change
 CACHE: dict[str, Any] = {}

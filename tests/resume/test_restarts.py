@@ -222,7 +222,7 @@ def end_of(job: tuple[subprocess.Popen[str], IO[str]]) -> str:
     return job[1].read()
 
 
-@slow(but=["static"])
+@slow()
 @pytest.mark.parametrize("how", ["static", "standalone"])
 def test_torchrun_restarts_a_run(how: str, tmp_path: Path) -> None:
     options = ["--standalone"] if how == "standalone" else ["--nnodes", "1", "--master-port", str(free_port())]

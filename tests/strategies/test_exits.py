@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.slow import slow
 
 
-@slow(but=["2"])
+@slow()
 @pytest.mark.parametrize("fits", [2, 30])
 def test_fits_exit_with_code_0(fits: int) -> None:
     command = [sys.executable, "-m", "tests.helpers.exits", str(fits)]

@@ -198,6 +198,7 @@ importlib.reload(registry); registry.install()
 """
 
 
+@slow()
 def test_reload_and_second_install(not_loaded: Outputs) -> None:
     """Also: without autoload, ours imported after Lightning registers the names."""
     not_loaded("reload")

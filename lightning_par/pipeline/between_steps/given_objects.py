@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import Known
+from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.program.read_only_inputs import memory_of
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.private.pytree import tree_leaves

@@ -14,8 +14,8 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_par.mesh.batch_broadcast import Known
 from lightning_par.mesh.broadcast import kinds_at, send_to_all, wanted_of
+from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.unit_python_state import Changed, InnerState, Told
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.delivery import Turn, called_before, deliver_in_turn

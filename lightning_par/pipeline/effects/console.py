@@ -108,7 +108,9 @@ class Hearing(contextlib.AbstractContextManager[None]):
             file = kwargs.get("file")
             if _is_debugger(sys._getframe(1)):
                 _print(*args, **{**kwargs, "file": stdout.real if file is stdout else file})
-            elif file is None or file is stdout or file is stdout.real:
+                return
+            file = sys.stdout if file is None else file  # which code inside may have redirected
+            if file is stdout or file is stdout.real:
                 hear(Printed(printed(*args, **kwargs)))
             else:
                 _print(*args, **kwargs)

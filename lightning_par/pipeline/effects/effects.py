@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import Known, broadcast_batch, refusal
+from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
+from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference

@@ -124,7 +124,7 @@ class Draws:
 
     def __enter__(self) -> Draws:
         self.before, self.streams = event_draws.standing(), RunState.current.streams
-        self.event = self.streams.event
+        self.event, self.streams.asked = self.streams.event, False
         return self
 
     def stand_at(self, event: int) -> None:
@@ -140,7 +140,8 @@ class Draws:
     def __exit__(self, *exception: object) -> None:
         self.streams.event = self.event
         if self.seed is None and active_fakes() is None:  # these draw nothing
-            self.drew = not event_draws.are_equal(event_draws.standing(), self.before)
+            # who asks may draw, and put the generators back
+            self.drew = self.streams.asked or not event_draws.are_equal(event_draws.standing(), self.before)
         if self.drew or self.seed is not None:
             event_draws.stand_at(self.before)
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import Known, broadcast_batch, refusal
+from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting
+from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.local_objects import ByPlace, flat, place_of_made, stand_in_for
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.program import Program

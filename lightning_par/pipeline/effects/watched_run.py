@@ -7,27 +7,27 @@ what becomes of the run that counts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.effects.console import hearing_loggers
 from lightning_par.pipeline.effects.effects import Effects
-from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, heard_from, recorded, silent
+from lightning_par.pipeline.effects.listening import Listening
+from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, Recorder, recorded, silent
 from lightning_par.pipeline.effects.metrics import Around, MetricStandIns, calling
 from lightning_par.pipeline.effects.unit_reach import users_within
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.leaf_hooks import hooks_of
-from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import Change, stored_by
 from lightning_par.python_state.found import ATOMS
+from lightning_par.python_state.locked_arrays import reading, too_large
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
-from lightning_par.python_state.snapshot import Snapshot, reading, too_large
+from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
 from lightning_par.python_state.training_modes import ModesCell
 from lightning_par.python_state.user_code import packages_of
@@ -223,26 +223,7 @@ class Watch:
         It may be entered many times, as long as nothing moves.
         """
         metrics = {} if self._snapshot is None else self._snapshot.metrics
-        module, trainer = self.lightning_module, trainer_of(self.lightning_module)
-        if not metrics and (trainer is None or not trainer.loggers):
-            return heard_from(module, hear)
-
-        def stand_in(metric: nn.Module, method: str) -> Callable[..., Any]:
-            call = self._stand_ins.call(metric, method)
-
-            def heard(*args: Any, **kwargs: Any) -> Any:
-                hear.log(method, None)
-                return call(*args, **kwargs)
-
-            return heard
-
-        @contextlib.contextmanager
-        def around() -> Iterator[None]:
-            loggers = hearing_loggers(trainer, hear.hear)
-            with heard_from(module, hear), loggers, calling(metrics, self.around, stand_in):
-                yield
-
-        return _Anew(around)
+        return Listening(self.lightning_module, hear, metrics, self.around, self._stand_ins)
 
     def original(self, stand_in: Tensor) -> Tensor | None:
         """In a run: what ``stand_in`` stands in for."""
@@ -308,20 +289,6 @@ class Watch:
         state = self.snapshot()
         given = self._of_batch(state, batch)
         return state.objects if given is None else {**state.objects, **given.objects}
-
-
-class _Anew(contextlib.AbstractContextManager[None]):
-    """Enters what ``make`` makes, whenever it is entered."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._entered = self._make()
-        self._entered.__enter__()
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._entered.__exit__(*exception)
 
 
 def _made(changes: Iterable[dict[str, Change]]) -> dict[tuple[str, Any], Any]:

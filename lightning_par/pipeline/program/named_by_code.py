@@ -12,12 +12,13 @@ from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.found import ATOMS
 from lightning_par.trial.memo import Memo
 
+_METHODS = vars(Tensor)
 _Places = list[tuple[Mapping[str, Any], str]]
 _Spaces = list[tuple[Mapping[str, Any], list[str]]]
 
@@ -65,9 +66,10 @@ def _places_of(kinds: tuple[type[nn.Module], ...]) -> _Places:
 
 
 def _add_named(functions: list[FunctionType], found: dict[tuple[int, str], tuple[Mapping[str, Any], str]]) -> None:
-    """Where ``functions`` find what they name: in the globals of their file, and in Python modules there."""
+    """Where ``functions`` find what they name: in the globals of their file, in Python modules there, on tensors."""
     for function in functions:  # and helpers beside it, which it appends
         names, space = names_of(function.__code__), function.__globals__
+        found.update({(id(_METHODS), name): (_METHODS, name) for name in names.attributes if hasattr(Tensor, name)})
         modules = [sys.modules.get(name) for name in names.imports]
         for name in names.globals:
             x = space.get(name)

@@ -50,6 +50,7 @@ class StepEvent:
         by_numbers: whether a unit decides by floats that it is given.
         by_content: whether a unit decides by values of tensors.
         handed: how many of its last inputs it takes by another way than its arguments.
+        draws: whether it draws from torch's global generators.
         drawn: the random numbers that it draws on one device, if ranks are to know.
         parts: of what functions within a unit draw for the samples of microbatches.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
@@ -75,6 +76,7 @@ class StepEvent:
     by_numbers: bool = True
     by_content: bool = False
     handed: int = 0
+    draws: bool = False
     drawn: tuple[Drawn, ...] = ()
     parts: tuple[PartDrawn, ...] = ()
 
@@ -118,6 +120,7 @@ class Program:
         casts_once: whether no parameter is taken twice by what autocast may run in low precision.
         keeping: the units that change Python state, by their own code or by hooks on them.
         outer: units whose state the step's own code changes, as far as known: those that it does not call.
+        set_around: units that it calls while their state is another, for a while.
         leaves: whether units change objects, which others were seen not to go by.
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
@@ -126,7 +129,7 @@ class Program:
             that object.
         local_events: what events came to on plain tensors; see `lightning_par.pipeline.run.local_events`.
         shapes: of a microbatch's part of what units returned, by event and microbatch.
-        drawing: stages whose units were seen to draw from torch's global generators.
+        drawing: stages whose units draw from torch's global generators, which no trial has shown.
     """
 
     events: list[StepEvent]
@@ -153,6 +156,7 @@ class Program:
     casts_once: bool = True
     keeping: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
+    set_around: frozenset[str] = frozenset()
     leaves: bool = False
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False

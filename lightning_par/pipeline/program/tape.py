@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
-from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
@@ -20,10 +19,9 @@ from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_functions import writes_into
-from lightning_par.pipeline.program.named_by_code import are_alike, named_by
+from lightning_par.pipeline.program.held_objects import Held, are_same
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located, is_metric_call
 from lightning_par.private.modes import surroundings
-from lightning_par.private.modules import buffers_of, modules_of, parameters_of
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.sharded.functions import HOOKS
 from lightning_par.sharded.rules.in_place import is_told_to
@@ -79,25 +77,9 @@ class Call:
         """Whether the unit's modules hold the same objects as when the step called it."""
         return self.held is None or self.held.is_as_it_was()
 
-
-class Held:
-    """The objects that the modules in ``module`` hold, and that their code finds by name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._within = [*module.modules()]
-        self._named, self._objects = named_by(self._within), self._objects_now()
-
-    def is_as_it_was(self) -> bool:
-        """Whether these are the same now."""
-        return are_alike(named_by(self._within), self._named) and are_same(self._objects_now(), self._objects)
-
-    def _objects_now(self) -> list[Any]:
-        found: list[Any] = []
-        for m in self._within:
-            found += vars(m).values()
-            for held in (modules_of(m), parameters_of(m), buffers_of(m)):
-                found += held.values()
-        return found
+    def is_unwritten(self) -> bool:
+        """Whether the unit has not been seen to keep anything since the step called it."""
+        return self.held is None or self.held.is_unwritten()
 
 
 class Tape:
@@ -201,7 +183,8 @@ class Tape:
     def _check(self, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
         name = getattr(record.func, "__name__", "")
         odd = record.kind != "located" or record.writes or record.sets or record.handed or record.live or record.unsized
-        if odd or is_metric_call(record) or name in HOOKS or writes_into(name):
+        told = isinstance(func, str) and func in self.program.set_around  # by what the unit holds
+        if odd or told or is_metric_call(record) or name in HOOKS or writes_into(name):
             raise UnlikeError
         if not isinstance(func, str) and not _is_of_torch(func):
             raise UnlikeError
@@ -250,11 +233,6 @@ class Tape:
         if type(told) is dict:
             return all(map(self._is_of_model, told.values()))
         return not isinstance(told, Tensor)
-
-
-def are_same(now: list[Any], before: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _context() -> list[Any]:

@@ -98,7 +98,6 @@ class Replays:
             run.begin_anew()
             return None
         if found is None:
-            run.program.drawing.add(run.stage)
             run.begin_anew()
             return self.run(part, run, counts, True)
         self._looked.add(run.stage)
@@ -130,9 +129,12 @@ class Replays:
     def _run(
         self, tape: Tape, stage: TapedStage, part: Part, run: StageRun, counts: bool
     ) -> tuple[Any, Effects] | None:
-        """See `run`; None where units have drawn that were not known to, and had no streams to draw from."""
+        """See `run`; None where units have drawn that were not known to, and had no streams to draw from.
+
+        Where they have kept something, too, what they drew stands: they would keep it twice.
+        """
         effects, result = Effects(), None
-        seeds = not self.alone or run.stage in run.program.drawing
+        seeds = not self.alone or stage.draws or run.stage in run.program.drawing
         run.depth = 1
         before, Run.current = Run.current, run
         try:
@@ -145,7 +147,9 @@ class Replays:
                         else:
                             values.unit(index, record, call, draws)
                 if draws is not None and draws.drew:
-                    return None
+                    run.program.drawing.add(run.stage)
+                    if all(call.is_unwritten() for *_, call in stage.calls):
+                        return None
                 values.finish()
                 if run.last:
                     result = filled(tape.result, values.get)

@@ -18,6 +18,7 @@ class TapedStage:
     calls: list[tuple[int, StepEvent, Call]] = field(default_factory=list)
     fits: bool = True
     trains: bool = False  # whether all units do
+    draws: bool = False  # whether any unit does, as far as trials have shown
     given: dict[int, Given | None] = field(default_factory=dict)  # to events that are no units
 
 
@@ -38,5 +39,6 @@ def stage_of(tape: Tape, run: StageRun) -> TapedStage:
                 stage.given[index] = given_to(record, call, run.memo)
     if run.last and not known.issuperset(keys_in((tape.result, [x.value for x in tape.logs or ()]))):
         return TapedStage(fits=False)
+    stage.draws = any(record.draws for _, record, call in stage.calls if call.module is not None)
     stage.trains = all(call.module.training for *_, call in stage.calls if call.module is not None)
     return stage

@@ -30,9 +30,10 @@ from lightning_par.sharded.run_state import RunState
 
 
 class DrawnNumbers:
-    """What the events of a run draw; nothing is noted where ranks draw numbers of their own.
+    """What the events of a run draw; where ranks draw numbers of their own, only whether they do is noted.
 
     Attributes:
+        any: whether the event that runs draws from the global generators.
         drawn: by the event that runs, on one device.
         owned: whether it drew from a generator of the user's.
         places: of what the last function drew for parts: along which dim, and by which positions.
@@ -40,6 +41,7 @@ class DrawnNumbers:
     """
 
     def __init__(self) -> None:
+        self.any = False
         self.drawn: list[Drawn] = []
         self.owned = False
         self.places: list[tuple[int, Positions]] = []
@@ -50,7 +52,7 @@ class DrawnNumbers:
 
     def begin(self, unit: str | None = None) -> None:
         """An event of the model begins, which may be a call of a ``unit``."""
-        self.drawn, self.owned, self.parts, self._unit, self._alone = [], False, (), unit, {}
+        self.any, self.drawn, self.owned, self.parts, self._unit, self._alone = False, [], False, (), unit, {}
         self._stood = standing() if RunState.current.streams.whole else None
 
     def leave(self) -> None:
@@ -65,7 +67,7 @@ class DrawnNumbers:
             UnitError: nobody but the rank of a unit knows how many numbers it draws.
             NotImplementedError: so it is with a function of the step's own.
         """
-        event.drawn, event.parts, self.drawn, self.parts = tuple(self.drawn), self.parts, [], ()
+        event.draws, event.drawn, event.parts, self.drawn, self.parts = self.any, tuple(self.drawn), self.parts, [], ()
         stood, self._stood = self._stood, None
         if any(one.goes_by_entries for one in event.drawn):
             raise _refusal(event.func)
@@ -78,13 +80,20 @@ class DrawnNumbers:
     def noting(self, func: Any) -> Iterator[None]:
         """Around a function."""
         streams, self.places = RunState.current.streams, []
-        if not streams.whole or getattr(func, "__name__", "") not in DRAWING:
+        if getattr(func, "__name__", "") not in DRAWING:
             yield
+            return
+        if not streams.whole:
+            found: list[Drawn] = []
+            with DrawLog(found):
+                yield
+            self.any |= bool(found)
             return
         before, streams.parts = streams.parts, self.places
         try:
             with DrawLog(self.drawn) as log:
                 yield
+            self.any |= bool(self.drawn)
             self.owned |= log.others
         finally:
             streams.parts = before

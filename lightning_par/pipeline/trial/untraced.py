@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, TypeVar
 
+from lightning_par.python_state.kept import kept
 from lightning_par.python_state.nested_tensors import tensors_in
-from lightning_par.python_state.snapshot import kept
 from lightning_par.trial.step import Step
 
 T = TypeVar("T")

@@ -6,6 +6,7 @@ them: `lightning_par.sharded.patches.installed`.
     autograd_functions: `torch.autograd.Function.apply`
     checkpointing: `torch.utils.checkpoint.checkpoint`
     transforms: ``torch.vmap``, those of `torch.func`, and flex attention
+    generator_states: `torch.get_rng_state` and `torch.cuda.get_rng_state`
     tensor_data: ``x.data = value``
     tensor_grad: ``x.grad``
     module_hooks: full backward hooks of modules
@@ -71,6 +72,12 @@ def _for_gradient_shares() -> Iterable[Patch]:
     return *backward.patches(), *gradient_hooks.patches()
 
 
+def _for_streams() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import generator_states
+
+    return generator_states.patches()
+
+
 def _for_sync_advice() -> Iterable[Patch]:
     from lightning_par.sharded.patches.advice import SYNC, Advice
 
@@ -98,6 +105,9 @@ STORED = Patches(_for_stored_weights)
 SHARES = Patches(_for_gradient_shares)
 """For backwards after which ranks sum up, or average, gradients."""
 
+STREAMS = Patches(_for_streams)
+"""For layers that are run without streams of random numbers, as long as they draw none."""
+
 SYNC_ADVICE = Patches(_for_sync_advice)
 """For runs with one replica."""
 
@@ -118,4 +128,4 @@ def experiments(namespace: Namespace) -> Patches:
 
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
-    return SHARDED, STORED, SHARES, SYNC_ADVICE, RESUME_ADVICE, WORKER_SIGNALS, experiments(namespace)
+    return SHARDED, STORED, SHARES, STREAMS, SYNC_ADVICE, RESUME_ADVICE, WORKER_SIGNALS, experiments(namespace)

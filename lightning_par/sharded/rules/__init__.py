@@ -26,6 +26,7 @@ from lightning_par.sharded.rules import (  # noqa: F401
     reduce,
     row_loss,
     shape,
+    slices,
 )
 from lightning_par.sharded.rules.lookup import dispatch, on_gather, rule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import sys
@@ -370,6 +371,16 @@ def test_microbatches_are_merged() -> None:
     whole.logs.clear()
     apply(whole, module, watch, None, show=False)
     assert module.outputs[-1]["x"].tolist() == [1, 1, 0] and module.outputs[-1]["n"] == 1
+
+
+def test_what_the_step_redirects_it_has_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    said = list[Any]()
+    with Hearing(said.append):
+        with contextlib.redirect_stdout(io.StringIO()) as redirected:
+            print("inner")
+        print("outer")
+    assert redirected.getvalue() == "inner\n" and [one.text for one in said] == ["outer\n"]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_text_goes_where_the_step_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

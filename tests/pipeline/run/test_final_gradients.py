@@ -171,7 +171,7 @@ def _cases() -> Iterator[Any]:
     yield pytest.param("zbv", {"sizes": (4, 3)}, id="other-microbatches")
 
 
-@slow(but=["zbv", "gradients-are-kept", "a-window-of-two"])
+@slow(but=["a-window-of-two"])
 @pytest.mark.parametrize(("schedule", "options"), [*_cases()])
 def test_the_average_leaves_ahead_with_the_same_messages_and_is_one_devices(
     pool: Pool, schedule: str, options: dict[str, Any]

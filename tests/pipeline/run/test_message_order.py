@@ -113,6 +113,7 @@ def test_schedules_run_where_layers_wait_for_the_device(strict: StrictPool, sche
         _run(strict, queue, ranks, schedule=schedule, microbatches=4)
 
 
+@slow("communicator")
 @both
 def test_placements_to_and_fro_run_where_layers_wait_for_the_device(strict: StrictPool, queue: str) -> None:
     _run(strict, queue, 2, placement={f"layers.{n}": n // 2 % 2 for n in range(LAYERS)}, microbatches=4)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import decimal
 import io
+import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
@@ -180,6 +182,24 @@ class PatchesALibrary(GPT):
         return x
 
 
+class Tanhs(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class PatchesTensors(GPT):
+    """Around one layer a method of tensors is another."""
+
+    def block(self, i: int) -> nn.Module:
+        return Tanhs()
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            with mock.patch.object(Tensor, "tanh", Tensor.sigmoid) if i == 1 else nullcontext():
+                x = block(x)
+        return x
+
+
 class Precise(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + decimal.getcontext().prec / 100)
@@ -218,6 +238,49 @@ class DropsLate(Block):
         return x
 
 
+class DropsIntoAFile(Block):
+    """Writes a byte to a file, of which nobody can take it back."""
+
+    file = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        os.write(self.file, b".")
+        return F.dropout(super().forward(x), 0.3)
+
+
+class ForeseenDraws(GPT):
+    def block(self, i: int) -> nn.Module:
+        return DropsIntoAFile() if i % 2 else Block()
+
+
+class CountsAndDropsLate(DropsLate):
+    """Counts what it drops."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if sys.getrecursionlimit() % 2:
+            self.seen += 1
+        return super().forward(x)
+
+
+class ListsAndDropsLate(DropsLate):
+    """Notes what it drops in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[int] = []
+
+    @property
+    def seen(self) -> int:
+        return len(self.noted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if sys.getrecursionlimit() % 2:
+            self.noted.append(1)
+        return super().forward(x)
+
+
 class UnforeseenDraws(GPT):
     def block(self, i: int) -> nn.Module:
         return DropsLate() if i % 2 else Block()
@@ -245,6 +308,68 @@ class Unforeseen(GPT):
         loss = self.loss(ids)
         self.log("flag", float(FLAG[0]))
         return loss
+
+
+class UnforeseenCounts(UnforeseenDraws):
+    def block(self, i: int) -> nn.Module:
+        return CountsAndDropsLate()
+
+
+class UnforeseenNotes(UnforeseenDraws):
+    def block(self, i: int) -> nn.Module:
+        return ListsAndDropsLate()
+
+
+class Halved(Block):
+    gain = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Tripled(Halved):
+    gain = 3.0
+
+
+class Raised(Halved):
+    gain = 1.5
+
+
+class SetsAClass(GPT):
+    """Around one layer its class is another, with the same code."""
+
+    def block(self, i: int) -> nn.Module:
+        return Raised()
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            block.__class__ = Tripled if i == 1 else Raised
+            x = block(x)
+            block.__class__ = Raised
+        return x
+
+
+class GoesBySettings(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"gains": [1.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.settings["gains"][0]
+
+
+class SetsWithin(GPT):
+    """Around one layer something is set in an object that the layer alone holds."""
+
+    def block(self, i: int) -> nn.Module:
+        return GoesBySettings()
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            block.settings["gains"][0] = 2.0 if i == 1 else 1.0
+            x = block(x)
+            block.settings["gains"][0] = 1.0
+        return x
 
 
 class Prints(GPT):
@@ -349,17 +474,35 @@ def test_what_is_drawn_is_what_the_step_would_draw(pool: Pool) -> None:
         assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
+class Forks(Block):
+    """Draws, and leaves the generator where it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if sys.getrecursionlimit() % 2:
+            print("a draw")
+            with torch.random.fork_rng():
+                return x + torch.rand_like(x)
+        return x
+
+
+class UnforeseenForks(UnforeseenDraws):
+    def block(self, i: int) -> nn.Module:
+        return Forks() if i % 2 else Block()
+
+
 def _fit_and_listen(make: type[GPT], how: str) -> Any:
     with redirect_stdout(io.StringIO()) as said:
         found, taken = _fit(make, how)
     return found, taken, said.getvalue().count("a draw")
 
 
-def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool) -> None:
+@pytest.mark.parametrize("make", [UnforeseenDraws, UnforeseenForks])
+def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool, make: type[GPT]) -> None:
     """And the layer that runs again for it says once what it says."""
     for (found, taken, said), (expected, none, as_ever) in zip(
-        pool.run(2, _fit_and_listen, UnforeseenDraws, "replayed"),
-        pool.run(2, _fit_and_listen, UnforeseenDraws, "as ever"),
+        pool.run(2, _fit_and_listen, make, "replayed"),
+        pool.run(2, _fit_and_listen, make, "as ever"),
         strict=True,
     ):
         assert all(taken) and not any(none)
@@ -367,7 +510,33 @@ def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool) -> Non
         assert said == as_ever > 0
 
 
-@slow(but=["UnderAMode", "BeginsToKeep", "PatchesALibrary"])
+def _fit_and_write(make: type[GPT], how: str) -> int:
+    with tempfile.TemporaryFile() as file, mock.patch.object(DropsIntoAFile, "file", file.fileno()):
+        _fit(make, how)
+        return os.fstat(file.fileno()).st_size
+
+
+def test_a_layer_that_is_seen_to_draw_runs_as_often_as_in_the_step(pool: Pool) -> None:
+    counts = pool.run(2, _fit_and_write, ForeseenDraws, "replayed")
+    assert counts == pool.run(2, _fit_and_write, ForeseenDraws, "as ever") and all(counts)
+
+
+def _fit_and_count(make: type[GPT], how: str) -> list[int]:
+    made: list[GPT] = []
+    _fit(lambda: made.append(make()) or made[0], how)  # type: ignore[arg-type,func-returns-value]
+    return [block.seen for block in made[0].blocks]  # type: ignore[misc]
+
+
+@slow("UnforeseenCounts")
+@pytest.mark.parametrize("make", [UnforeseenCounts, UnforeseenNotes])
+def test_what_a_layer_keeps_that_draws_unforeseen_it_keeps_once(pool: Pool, make: type[GPT]) -> None:
+    """It is not run again for what it drew."""
+    counts = pool.run(2, _fit_and_count, make, "replayed")
+    assert counts == pool.run(2, _fit_and_count, make, "as ever")
+    assert any(map(any, counts))
+
+
+@slow(but=["UnderAMode", "BeginsToKeep", "PatchesALibrary", "SetsAClass", "SetsWithin"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -380,6 +549,9 @@ def test_what_is_drawn_unforeseen_is_what_the_step_would_draw(pool: Pool) -> Non
         BeginsToKeep,
         PatchesALibrary,
         SetsAContext,
+        SetsAClass,
+        SetsWithin,
+        PatchesTensors,
     ],
 )
 def test_other_steps_are_run_as_ever(pool: Pool, make: type[GPT]) -> None:
