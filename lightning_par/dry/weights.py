@@ -18,7 +18,7 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
-from lightning_par.python_state.user_code import line_of
+from lightning_par.python_state.user_code import told_with_line
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.tensor import leaf
 
@@ -44,9 +44,7 @@ def build_deferred(module: Any) -> Any:
         try:
             made = build(holder, lambda: _held(holder, module), draws=False).result
         except Exception as error:  # the user's code
-            line = line_of(error)
-            place = "" if line is None else f" at {line}"
-            raise ValueError(f"The module can't be built: {type(error).__name__}: {error}{place}") from error
+            raise ValueError(f"The module can't be built: {told_with_line(error)}") from error
     if not isinstance(made, nn.Module):
         raise TypeError(f"module must be a LightningModule or make one, not a {type(made).__name__}.")
     return made

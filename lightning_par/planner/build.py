@@ -13,7 +13,7 @@ from lightning_par.absent.deferred.build import build as build_deferred
 from lightning_par.planner.run_setup import set_up
 from lightning_par.private.lightning_modules import give_device, trainer_of
 from lightning_par.python_state import generators
-from lightning_par.python_state.user_code import line_of
+from lightning_par.python_state.user_code import told_with_line
 from lightning_par.trial.module_copy import stand_in
 
 
@@ -74,9 +74,7 @@ def _on_meta(make: Callable[[], Any], batch: Any) -> Any:
 
 
 def _unbuilt(error: Exception) -> ValueError:
-    line = line_of(error)
-    place = "" if line is None else f" at {line}"
-    return ValueError(f"The module can't be built: {type(error).__name__}: {error}{place}")
+    return ValueError(f"The module can't be built: {told_with_line(error)}")
 
 
 def _held(holder: nn.Module, make: Callable[[], Any], batch: Any) -> Any:

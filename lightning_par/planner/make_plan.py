@@ -10,8 +10,10 @@ from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.report import Plan
 from lightning_par.planner.search import search, told
-from lightning_par.python_state.user_code import line_of
+from lightning_par.python_state.user_code import told_with_line
+from lightning_par.strategies.namespace import OTHER, namespace_of
 
+_LIGHTNINGS = tuple(f"{one.pytorch}." for one in OTHER)
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -63,22 +65,19 @@ def made(batch: Any) -> Any:
             return _first_of(given)
         return next(iter(given)) if isinstance(given, DataLoader) else given
     except Exception as error:  # the user's code
-        line = line_of(error)
-        place = "" if line is None else f" at {line}"
-        raise ValueError(f"The batch can't be made: {type(error).__name__}: {error}{place}.") from error
+        raise ValueError(f"The batch can't be made: {told_with_line(error)}.") from error
 
 
 def is_datamodule(kind: Any) -> bool:
     """Whether it is the class of a LightningDataModule, of either Lightning."""
     bases = kind.__mro__ if isinstance(kind, type) else ()
-    return any(base.__name__ == "LightningDataModule" for base in bases)
+    return any(base.__name__ == "LightningDataModule" and base.__module__.startswith(_LIGHTNINGS) for base in bases)
 
 
 def _first_of(data: Any) -> Any:
     """The first batch for training, as a Trainer has it of its loaders."""
-    from lightning.pytorch.utilities import CombinedLoader
-
+    loader = namespace_of(type(data)).from_pytorch("utilities", "CombinedLoader")
     data.prepare_data()
     data.setup("fit")
-    batch, _, _ = next(iter(CombinedLoader(data.train_dataloader(), "max_size_cycle")))
+    batch, _, _ = next(iter(loader(data.train_dataloader(), "max_size_cycle")))
     return batch

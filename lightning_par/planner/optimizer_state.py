@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.optim.lone_step import state_after_a_step
-from lightning_par.python_state.user_code import line_of
+from lightning_par.python_state.user_code import told_with_line
 
 _SHAPE = (6, 10)
 _OF_DEVICE = ("fused", "capturable")
@@ -62,9 +62,7 @@ def optimizer_state(module: nn.Module) -> OptimizerState:
             warnings.simplefilter("ignore")
             found = [*_optimizers(configure())]
     except Exception as error:  # the user's code
-        line = line_of(error)
-        place = "" if line is None else f" at {line}"
-        note = f"taken to be AdamW, as configure_optimizers raises {type(error).__name__}: {error}{place}"
+        note = f"taken to be AdamW, as configure_optimizers raises {told_with_line(error)}"
         return OptimizerState("AdamW", _AS_ADAM, note=note)
     return _of_each(module, found)
 

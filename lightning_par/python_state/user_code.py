@@ -100,6 +100,12 @@ def line_of(error: BaseException) -> str | None:
     return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else None
 
 
+def told_with_line(error: BaseException) -> str:
+    """An error of the user's code in words, with its `line_of`: ``"KeyError: 'x' at train.py:12"``."""
+    line = line_of(error)
+    return f"{type(error).__name__}: {error}" + ("" if line is None else f" at {line}")
+
+
 def last_of(error: BaseException, wanted: Callable[[types.FrameType], bool]) -> types.FrameType | None:
     """The last frame of an error's way that is ``wanted``, if no code of the user's comes behind it."""
     found = None
