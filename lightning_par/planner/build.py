@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.trial.module_copy import stand_in
 
+SetUp = Callable[[Any], None]
+"""What is done to a module that was made."""
+
 
 def build_module(module: Any, batch: Any = None) -> nn.Module:
     """A module whose weights are on ``meta``: of its class or of a function that makes it; one that is there is copied.
 
     Code that needs the values of what it makes is run with deferred weights, and where that won't do either, whole. It
-    has a Trainer, and is set up, as where a run begins.
+    has a Trainer, and is set up, as where a run begins; not by a `setup` that raises there, of which it warns.
 
     Args:
         module: a LightningModule, its class, or a function without arguments that makes one.
@@ -38,37 +42,52 @@ def build_module(module: Any, batch: Any = None) -> nn.Module:
     """
     if not isinstance(module, nn.Module) and not callable(module):
         raise TypeError(f"module must be a LightningModule, its class or a function, got {module!r}.")
+    unset: ValueError | None = None
     with generators.kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = _copied(module, batch) if isinstance(module, nn.Module) else _on_meta(module, batch)
+        try:
+            made = _built(module, partial(set_up, batch=batch))
+        except ValueError as error:
+            unset = error
+            try:  # its `setup` may need what a run alone has, as a datamodule
+                made = _built(module, partial(set_up, batch=batch, calls_setup=False))
+            except ValueError:
+                raise error from error.__cause__
+    if unset is not None:
+        told = told_with_line(unset.__cause__ or unset)
+        warnings.warn(f"The plan is of the module without its setup, which raises {told}.", stacklevel=2)
     if not isinstance(made, nn.Module):
         raise TypeError(f"module must be a LightningModule or make one, not a {type(made).__name__}.")
     give_device(made, torch.device("cpu"))  # so that what it makes there can be used with its weights
     return made
 
 
-def _copied(module: nn.Module, batch: Any) -> Any:
+def _built(module: Any, set_up: SetUp) -> Any:
+    return _copied(module, set_up) if isinstance(module, nn.Module) else _on_meta(module, set_up)
+
+
+def _copied(module: nn.Module, set_up: SetUp) -> Any:
     trainer = trainer_of(module)
     copied = stand_in(module, _weightless, () if trainer is None else (trainer,), lambda *args, **kwargs: None)
     try:
         with torch.device("meta"):
-            set_up(copied, batch)
+            set_up(copied)
     except Exception as error:  # the user's code
         raise _unbuilt(error) from error
     return copied
 
 
-def _on_meta(make: Callable[[], Any], batch: Any) -> Any:
+def _on_meta(make: Callable[[], Any], set_up: SetUp) -> Any:
     try:
         with torch.device("meta"):
             made = make()
-            set_up(made, batch)
+            set_up(made)
         return made
     except Exception:  # the user's code may need values, which are not there
         pass
     held = nn.Module()
     try:
-        return build_deferred(held, lambda: _held(held, make, batch)).result
+        return build_deferred(held, lambda: _held(held, make, set_up)).result
     except Exception as error:
         raise _unbuilt(error) from error
 
@@ -77,11 +96,11 @@ def _unbuilt(error: Exception) -> ValueError:
     return ValueError(f"The module can't be built: {told_with_line(error)}")
 
 
-def _held(holder: nn.Module, make: Callable[[], Any], batch: Any) -> Any:
+def _held(holder: nn.Module, make: Callable[[], Any], set_up: SetUp) -> Any:
     made = make()
     if isinstance(made, nn.Module):
         holder.add_module("made", made)
-        set_up(made, batch)
+        set_up(made)
     return made
 
 

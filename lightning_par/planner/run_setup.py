@@ -15,12 +15,13 @@ from lightning_par.strategies.namespace import Namespace, namespace_of
 from lightning_par.trial.module_copy import TrainerView
 
 
-def set_up(module: Any, batch: Any) -> None:
+def set_up(module: Any, batch: Any, calls_setup: bool = True) -> None:
     """Call `setup` and `configure_model`, in place; a module that a Trainer has had before was set up by it.
 
     Args:
         module: a LightningModule, or any other, of which there is nothing to call.
         batch: what the Trainer's loader gives.
+        calls_setup: False where `setup` is left out.
 
     Example::
 
@@ -30,7 +31,8 @@ def set_up(module: Any, batch: Any) -> None:
     """
     if hasattr(module, "setup") and hasattr(module, "training_step") and trainer_of(module) is None:
         _attach(module, batch, namespace_of(type(module)))
-        module.setup("fit")
+        if calls_setup:
+            module.setup("fit")
     configure = getattr(module, "configure_model", None)
     if callable(configure):
         configure()

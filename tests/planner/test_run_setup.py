@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import plan
+from lightning_par.planner.build import build_module
 from lightning_par.planner.report import Plan
 
 
@@ -181,3 +182,20 @@ def test_texts_are_cut_with_the_tensors_of_a_batch() -> None:
     layout = {"pipeline_parallel_size": 2, "microbatches": 2}
     (one,) = plan(Texts, batch, "4xH100", devices=2, layout=layout).as_dict()["layouts"]
     assert one["sent"]["pipeline"] == 4 * 16 * 4
+
+
+class NeedsADatamodule(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def setup(self, stage: str) -> None:
+        self.count = len(self.trainer.datamodule.train)  # type: ignore[attr-defined]
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def test_a_setup_that_needs_what_a_run_alone_has_is_left_out_and_told() -> None:
+    with pytest.warns(UserWarning, match=r"without its setup, which raises AttributeError: .* at .*test_run_setup.py"):
+        assert next(build_module(NeedsADatamodule, torch.zeros(4, 8)).parameters()).is_meta
