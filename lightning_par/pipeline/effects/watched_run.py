@@ -23,9 +23,11 @@ from lightning_par.private.module_calls import get_call
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import Change, stored_by
+from lightning_par.python_state.contents import CacheCell
 from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.locked_arrays import reading, too_large
 from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.registered_hooks import HookHolders, HooksCell
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.spare_tensors import Spares
@@ -74,6 +76,7 @@ class Watch:
         self._inner: list[tuple[str, nn.Module]] = []
         self._outer: list[tuple[str, nn.Module]] = []  # modules in units whose state the step's own code changes
         self._holders = HookHolders(lightning_module)
+        self._watched: tuple[Snapshot | None, dict[int, str]] = None, {}  # see `watched`
         self._widened: tuple[Any, ...] = ()  # units and hooks whose code is looked at, too
 
     @contextlib.contextmanager
@@ -178,6 +181,23 @@ class Watch:
                 snapshot.add(f"hook {n} of {name}", hook)
         return snapshot, own
 
+    def reach_of_unit(self, path: str, module: nn.Module) -> Reach:
+        """All that code within a unit reaches, but for what is watched beside the units."""
+        reach = Reach(self._packages, self.watched())
+        reach.add_modules((f"self.{name}", m) for name, m in module.named_modules(prefix=path))
+        return reach
+
+    def watched(self) -> dict[int, str]:
+        """The names of all that is looked at, by id; the same dict until something comes or goes."""
+        state = self._state
+        if self._watched[0] is not state:
+            self._watched = state, {key: x for key, x in state.names.items() if key not in self._units}
+        return self._watched[1]
+
+    def caches(self) -> list[Cell]:
+        """What is watched of `functools.lru_cache`."""
+        return [cell for cell in self._state.cells.values() if isinstance(cell, CacheCell)]
+
     def names(self) -> dict[int, str]:
         """In a run, the names of what was there before it, by the ids of that and of what stands in for it."""
         return {} if self._snapshot is None else {**self._snapshot.names, **self._snapshot.stand_ins()}
@@ -259,8 +279,12 @@ class Watch:
     @property
     def hooks(self) -> HooksCell:
         """Those that hung when the run that is on began."""
-        found = self.snapshot() if self._snapshot is None else self._snapshot
-        return cast(HooksCell, found.cells[HooksCell.NAME])
+        return cast(HooksCell, self._state.cells[HooksCell.NAME])
+
+    @property
+    def _state(self) -> Snapshot:
+        """As `snapshot` gave it, if it was asked."""
+        return self.snapshot() if self._snapshot is None else self._snapshot
 
     def _of_batch(self, state: Snapshot, batch: Any) -> Snapshot | None:
         """What the batch holds, None if that is nothing but tensors."""

@@ -113,7 +113,7 @@ class DryRun(RecordedRun):
     def unit(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         index, record = self._next(path, args, kwargs)
         if self.tape is not None:
-            self.tape.note_unit(index, module, original, alone=innermost_mode() is self)
+            self.tape.note_unit(index, path, module, original, alone=innermost_mode() is self)
         return twin(record.result)
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from lightning_par.pipeline.effects.user_hooks import Hooks
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.dry_run import ChangedError, DryRun
+from lightning_par.pipeline.program.held_objects import HeldByUnits
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.tape import Tape, may_be_taped
@@ -49,6 +50,9 @@ class Matching:
     change: str = ""
     _set_within: dict[int, tuple[Program, dict[str, Any]]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.held = HeldByUnits(self.watch)
+
     def prepared(self, step: Step, program: Program, start: tuple[Any, ...], deciding: set[str]) -> Prepared | None:
         """``step``, about to run by ``program``; None where it does something else.
 
@@ -60,7 +64,7 @@ class Matching:
         """
         memo = Memo(step.batch)
         rank, watch = self.hooks.axis.rank, self.watch
-        tape = Tape(program, memo, rank, watch.moves, watch.original) if may_be_taped(program) else None
+        tape = Tape(program, memo, rank, watch.moves, watch.original, self.held) if may_be_taped(program) else None
         run = DryRun(program, memo, tape)
         kept = [(x, x.detach().clone()) for x in tensors_in(step.batch)] if program.changes_batch else []
         try:

@@ -19,7 +19,7 @@ from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_functions import writes_into
-from lightning_par.pipeline.program.held_objects import Held, are_same
+from lightning_par.pipeline.program.held_objects import Held, HeldByUnits, are_same
 from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located, is_metric_call
 from lightning_par.private.modes import surroundings
 from lightning_par.private.pytree import tree_leaves
@@ -77,9 +77,15 @@ class Call:
         """Whether the unit's modules hold the same objects as when the step called it."""
         return self.held is None or self.held.is_as_it_was()
 
-    def is_unwritten(self) -> bool:
-        """Whether the unit has not been seen to keep anything since the step called it."""
-        return self.held is None or self.held.is_unwritten()
+    def may_be_put_back(self, first: bool) -> bool:
+        """Whether what the unit has kept since the step called it can be undone, which it has run for the ``first``
+        time."""
+        return self.held is None or self.held.may_be_put_back(first)
+
+    def put_back(self) -> None:
+        """Undo what the unit has kept, if it `may_be_put_back`."""
+        if self.held is not None:
+            self.held.put_back()
 
 
 class Tape:
@@ -91,6 +97,7 @@ class Tape:
         rank: whose stages count.
         moves: what of the watched Python state is other than before the step.
         original: the tensor of the module for which another stands in while the step runs; None of others.
+        held: what units hold, beside that state.
     """
 
     def __init__(
@@ -100,8 +107,9 @@ class Tape:
         rank: int,
         moves: Callable[[], Any],
         original: Callable[[Tensor], Tensor | None],
+        held: HeldByUnits,
     ) -> None:
-        self.program, self.memo = program, memo
+        self.program, self.memo, self.held = program, memo, held
         self.moves, self.original = moves, original
         stages = [stage for stage, at in enumerate(program.at) if at == rank]
         self.own = {index for stage in stages for index in range(program.starts[stage], program.end(stage))}
@@ -132,14 +140,14 @@ class Tape:
         except UnlikeError:
             self.unlike.add(index)
 
-    def note_unit(self, index: int, module: nn.Module, original: Callable[..., Any], alone: bool) -> None:
-        """The event is a unit; ``alone`` if no mode of the user's is around it."""
+    def note_unit(self, index: int, path: str, module: nn.Module, original: Callable[..., Any], alone: bool) -> None:
+        """The event is the unit ``path``; ``alone`` if no mode of the user's is around it."""
         call = self.calls.get(index)
         if call is None:
             return
         if not alone or self.moves() != self.moved:
             self.unlike.add(index)
-        call.module, call.original, call.held = module, original, Held(module)
+        call.module, call.original, call.held = module, original, self.held.of(path, module)
 
     def spoil(self) -> None:
         """The step did something that no event shows."""

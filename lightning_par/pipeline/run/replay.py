@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_par.pipeline.effects.console import hushed
+from lightning_par.pipeline.effects.console import Hearing, Said, hushed, say
 from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.random_draws import stand_at
 from lightning_par.pipeline.effects.watched_run import Watch
@@ -48,6 +48,7 @@ class Replays:
         self._looked: set[int] = set()  # stages that have run once
         self._looking = False  # whether the watched state is looked at
         self._said = _Said()
+        self._printed: list[Said] = []  # by the run that is on, which may not count
         self._listening: list[contextlib.AbstractContextManager[None]] = []  # around units
 
     def begin(self, ready: Prepared, apart: bool) -> None:
@@ -67,11 +68,8 @@ class Replays:
         self.pause()
         self._tape, self._stages = None, {}  # they hold the batch
 
-    def run(self, part: Part, run: StageRun, counts: bool, again: bool = False) -> tuple[Any, Effects] | None:
-        """What the stage's run yields, and did where it ``counts``; None where the user's step must run.
-
-        If ``again``, what it says was said already.
-        """
+    def run(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects] | None:
+        """What the stage's run yields, and did where it ``counts``; None where the user's step must run."""
         tape = self._tape
         stage = None if tape is None or part.tape is not tape else self._stage(tape, run)
         if tape is None or stage is None or not stage.fits or counts and tape.logs is None:
@@ -82,11 +80,13 @@ class Replays:
             stand_at(part.before)
         self._look()
         self._said.any = False
-        listening, hushes = self._listening
+        listening, hushes, hears = self._listening
+        hushes = hushes if run.axis is not None and run.axis.rank else hears
         try:
-            with listening, hushes if again or run.axis is not None and run.axis.rank else _NOTHING:
-                found = self._run(tape, stage, part, run, counts)
+            with listening, hushes:
+                found = self._run(tape, stage, part, run, counts, first)
         except BaseException:
+            self._say()
             self._looking = False
             self.watch.put_back()
             raise
@@ -95,11 +95,14 @@ class Replays:
             run.finish()  # looks at global generators
         if self.watch.moves() or counts and self._said.any:
             self._undo()
+            _put_back(stage, first)
             run.begin_anew()
             return None
         if found is None:
+            self._printed.clear()
             run.begin_anew()
-            return self.run(part, run, counts, True)
+            return self.run(part, run, counts)
+        self._say()
         self._looked.add(run.stage)
         self.count += 1
         return found
@@ -118,20 +121,28 @@ class Replays:
             self._looking = False
         if not self._looking:
             self.watch.look()
-            self._looking, self._listening = True, [self.watch.listening(self._said), hushed()]
+            hears = Hearing(self._printed.append)
+            self._looking, self._listening = True, [self.watch.listening(self._said), hushed(), hears]
+
+    def _say(self) -> None:
+        """What was printed in a run that counts is printed."""
+        for said in self._printed:
+            say(said, self.module)
+        self._printed.clear()
 
     def _undo(self) -> None:
         assert self._tape is not None
         self._unfit.append(self._tape.program)
         self._tape, self._looking = None, False
+        self._printed.clear()
         self.watch.put_back()
 
     def _run(
-        self, tape: Tape, stage: TapedStage, part: Part, run: StageRun, counts: bool
+        self, tape: Tape, stage: TapedStage, part: Part, run: StageRun, counts: bool, first: bool
     ) -> tuple[Any, Effects] | None:
         """See `run`; None where units have drawn that were not known to, and had no streams to draw from.
 
-        Where they have kept something, too, what they drew stands: they would keep it twice.
+        Where they have kept something, too, that can't be put back, what they drew stands: they would keep it twice.
         """
         effects, result = Effects(), None
         seeds = not self.alone or stage.draws or run.stage in run.program.drawing
@@ -148,7 +159,7 @@ class Replays:
                             values.unit(index, record, call, draws)
                 if draws is not None and draws.drew:
                     run.program.drawing.add(run.stage)
-                    if all(call.is_unwritten() for *_, call in stage.calls):
+                    if _put_back(stage, first):
                         return None
                 values.finish()
                 if run.last:
@@ -161,6 +172,20 @@ class Replays:
         finally:
             Run.current, run.depth = before, 0
         return result, effects
+
+
+def _put_back(stage: TapedStage, first: bool) -> bool:
+    """Undo what units of a stage have kept that has run, where all of it can be; whether that is so.
+
+    Args:
+        stage: that has run.
+        first: whether for the first time in this step.
+    """
+    if not all(call.may_be_put_back(first) for *_, call in stage.calls):
+        return False
+    for *_, call in stage.calls:
+        call.put_back()
+    return True
 
 
 _NOTHING = contextlib.nullcontext()
