@@ -189,11 +189,26 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
     return Groups(layout, **{name: _make_axis(name, layout.lines(along), timeout) for name, along in _ALONG.items()})
 
 
+def lone_groups(layout: Layout) -> Groups:
+    """The axes of ``layout`` for rank 0 where no other rank is there, so that nothing can be sent along them.
+
+    Example::
+
+        assert lone_groups(Layout(pipeline=4)).pipeline.ranks == (0, 1, 2, 3)
+    """
+    return Groups(
+        layout, **{name: _kind(name)(name, layout.lines(along)[0], 0, None) for name, along in _ALONG.items()}
+    )
+
+
+def _kind(name: str) -> type[Axis]:
+    return SequenceAxis if name == "sequence" else Axis
+
+
 def _make_axis(name: str, lines: list[tuple[int, ...]], timeout: timedelta) -> Axis:
     me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     own = next(line for line in lines if me in line)
-    kind = SequenceAxis if name == "sequence" else Axis
     group = process_group(lines, timeout) if len(own) > 1 else None
     if name in _OF_HOSTS and len(own) > 1:
         connect_hosts(lines, timeout)
-    return kind(name, own, own.index(me), group)
+    return _kind(name)(name, own, own.index(me), group)

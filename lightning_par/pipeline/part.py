@@ -253,14 +253,20 @@ def check_run(trainer: Any, module: Any, namespace: Namespace, asker: str) -> No
         ValueError: the message says what, and what to use in place of ``asker``.
     """
     if trainer.state.fn.value == "fit":
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
-                "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
-                "TensorParallelStrategy, or automatic optimization with one optimizer."
-            )
+        refuse_by_hand(module, asker)
         _refuse_pruning(trainer.callbacks, namespace, asker)
-    _refuse_fetching(module, asker)
+    for name in STEPS.values():
+        refuse_fetching(module, name, asker)
+
+
+def refuse_by_hand(module: Any, asker: str) -> None:
+    """Raises ValueError where ``module`` calls backward itself."""
+    if not getattr(module, "automatic_optimization", True):
+        raise ValueError(
+            f"{type(module).__name__} optimizes by hand (automatic_optimization = False): {asker} "
+            "runs the backwards before the step returns, so there is nothing for manual_backward to do. Use "
+            "TensorParallelStrategy, or automatic optimization with one optimizer."
+        )
 
 
 def _warn(message: str, rank: int) -> None:
@@ -268,14 +274,14 @@ def _warn(message: str, rank: int) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def _refuse_fetching(module: Any, strategy: str) -> None:
-    for step in STEPS.values():
-        if fetches_itself(getattr(module, step)):
-            raise ValueError(
-                f"{step} takes `dataloader_iter`, of which it fetches its batches itself. Ranks that share the layers "
-                f"run a step several times on one batch, so {strategy} must have the batch before. Write `{step}(self, "
-                "batch, batch_idx)`, or use TensorParallelStrategy."
-            )
+def refuse_fetching(module: Any, step: str, asker: str) -> None:
+    """Raises ValueError where the method ``step`` of ``module`` fetches its batches itself."""
+    if fetches_itself(getattr(module, step, None)):
+        raise ValueError(
+            f"{step} takes `dataloader_iter`, of which it fetches its batches itself. Ranks that share the layers "
+            f"run a step several times on one batch, so {asker} must have the batch before. Write `{step}(self, "
+            "batch, batch_idx)`, or use TensorParallelStrategy."
+        )
 
 
 def _refuse_pruning(callbacks: Iterable[Any], namespace: Namespace, strategy: str) -> None:

@@ -112,7 +112,7 @@ class Spread:
         Raises:
             ValueError: the module can't be cut as asked; on every rank.
         """
-        _refuse_packed(first.module)
+        refuse_packed(first.module)
         started = time.monotonic()
         module, step = first.module, first.step()
         with _as_the_loop_will_run(module, step):
@@ -204,7 +204,8 @@ def _as_the_loop_will_run(module: nn.Module, step: Step) -> Iterator[None]:
             m.training = mode
 
 
-def _refuse_packed(module: nn.Module) -> None:
+def refuse_packed(module: nn.Module) -> None:
+    """Raises ValueError where ``module`` has a quantized weight."""
     for name, what in packed_parameters(module).items():
         raise ValueError(
             f"{name!r} is {what}, a quantized weight: its class alone knows what it means, so that it can't be placed "

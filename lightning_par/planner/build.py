@@ -62,6 +62,23 @@ def build_module(module: Any, batch: Any = None) -> nn.Module:
     return made
 
 
+def build_with_values(make: Callable[[], Any], batch: Any = None) -> nn.Module:
+    """As `build_module`, but what is no weight has values where the code that builds it makes some.
+
+    Raises:
+        ValueError: that code can't be run so.
+    """
+    with generators.kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = _deferred(make, partial(set_up, batch=batch))
+        except ValueError:
+            made = _deferred(make, partial(set_up, batch=batch, calls_setup=False))
+        made = _copied(made, lambda _: None)  # a weight that is deferred gets values as it is cast
+    give_device(made, torch.device("cpu"))
+    return made  # type: ignore[no-any-return]
+
+
 def _built(module: Any, set_up: SetUp) -> Any:
     return _copied(module, set_up) if isinstance(module, nn.Module) else _on_meta(module, set_up)
 
@@ -85,9 +102,13 @@ def _on_meta(make: Callable[[], Any], set_up: SetUp) -> Any:
         return made
     except Exception:  # the user's code may need values, which are not there
         pass
+    return _deferred(make, set_up)
+
+
+def _deferred(make: Callable[[], Any], set_up: SetUp) -> Any:
     held = nn.Module()
     try:
-        return build_deferred(held, lambda: _held(held, make, set_up)).result
+        return build_deferred(held, lambda: _held(held, make, set_up), draws=False).result
     except Exception as error:
         raise _unbuilt(error) from error
 
@@ -108,4 +129,5 @@ def _weightless(x: Tensor) -> Tensor:
     """What a plan casts and builds is not the user's own; buffers it does not write to."""
     if not isinstance(x, nn.Parameter):
         return x
-    return nn.Parameter(torch.empty_like(x, device="meta"), x.requires_grad)
+    form = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device="meta")
+    return nn.Parameter(form, x.requires_grad)

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.units import walk
-from lightning_par.planner.build import build_module
+from lightning_par.planner.build import build_module, build_with_values
 from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
@@ -20,8 +21,9 @@ from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
 from lightning_par.planner.profile import Profile
-from lightning_par.planner.recorded import RecordedStep, record
+from lightning_par.planner.recorded import RecordedStep, casting, record
 from lightning_par.planner.replay import Place, StageReplay, replay
+from lightning_par.planner.stage_trial import ASKER, Staged, StageTrial
 from lightning_par.planner.stages import StageCut, cut_stages
 from lightning_par.planner.storage import Storage
 from lightning_par.planner.weight_copies import sharing_stages
@@ -58,8 +60,14 @@ class Planner:
         self.name = type(built).__name__
         self.optimizer = optimizer_state(built)
         built = built.to(self.precision.dtype)
+        source, given = module, batch
         batch = tree_map(self._cast, batch)
         self.batch = batch
+
+        def with_values() -> nn.Module:
+            return built if isinstance(source, nn.Module) else build_with_values(source, given).to(self.precision.dtype)
+
+        self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast))
         try:
             self.step = record(built, batch, self.precision.autocast, not fused)
         except ValueError as error:
@@ -72,6 +80,7 @@ class Planner:
         self._cuts: dict[Any, StageCut] = {}
         self._steps: dict[int, RecordedStep] = {}
         self._sent: dict[Any, tuple[StageReplay, ...]] = {}
+        self.staged: list[Staged] = []
 
     @property
     def notes(self) -> list[str]:
@@ -82,6 +91,10 @@ class Planner:
                 "not counted: what backward sends along tensor and sequence, as training_step calls it itself "
                 "(automatic_optimization = False)"
             )
+        found += [f"microbatches=1: {x}" for x in dict.fromkeys(one.whole for one in self.staged) if x]
+        for unknown in dict.fromkeys(one.unknown for one in self.staged):
+            if unknown:
+                found.append(f"not known: whether a run would refuse a pipeline, or to cut its batch: {unknown}")
         return found
 
     @property
@@ -181,13 +194,46 @@ class Planner:
         asked = {key: value for key, value in layout.items() if key != "stages"}
         one = read_candidate(asked, devices, self.step.samples, samples)
         if one.layout.pipeline > 1 and self.no_pipeline:
-            raise ValueError(f"pipeline {one.layout.pipeline}: {self.no_pipeline}.")
+            raise ValueError(self.no_pipeline)
         return self.price(one, devices, layout.get("stages"))
 
-    @property
+    def as_run(self, layout: Mapping[str, Any], devices: int, samples: int | None = None) -> Mapping[str, Any]:
+        """``layout`` as a run would have it, which leaves a batch whole whose samples need one another.
+
+        Args:
+            layout: `HybridParallelStrategy`'s arguments.
+            devices: processes.
+            samples: of one step of the optimizer, over all replicas.
+
+        Raises:
+            ValueError: a run would not start; the message is the run's.
+        """
+        one = read_candidate({k: v for k, v in layout.items() if k != "stages"}, devices, self.step.samples, samples)
+        if one.layout.pipeline == 1:
+            return layout
+        asked = "auto" if "micro_batch_size" in layout else layout.get("microbatches", "auto")
+        found = self.ask(one, asked, layout.get("stages"), bool(layout.get("allow_batch_coupling", False)))
+        if found.refused:
+            raise ValueError(found.refused)
+        rest = {key: value for key, value in layout.items() if key != "micro_batch_size"}
+        return {**rest, "microbatches": 1} if found.whole else layout
+
+    def ask(self, one: Candidate, asked: Any = "auto", stages: Any = None, coupled: bool = False) -> Staged:
+        """See `StageTrial.ask`; what it finds is in `notes`."""
+        found = self.trial.ask(one, asked, stages, coupled)
+        self.staged.append(found)
+        return found
+
+    @cached_property
     def no_pipeline(self) -> str:
-        """Why there can be no pipeline; empty where there can."""
-        return "training_step optimizes by hand (automatic_optimization = False)" if self.by_hand else ""
+        """Why there can be no pipeline, as far as that is seen without a trial; empty where there can."""
+        module = self.tree.module
+        try:
+            refuse_by_hand(module, ASKER)
+            refuse_fetching(module, "training_step", ASKER)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def no_sequence(self, ranks: int) -> str:
         """Why the sequence axis can't have that many ranks; empty where it can."""

@@ -9,7 +9,7 @@ from lightning_par.planner.advice import advise, advise_one
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.report import Plan
-from lightning_par.planner.search import search, told
+from lightning_par.planner.search import told
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.strategies.namespace import OTHER, namespace_of
 
@@ -36,19 +36,18 @@ def make_plan(
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
     planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager)  # type: ignore[arg-type]
-    notes = tuple(planner.notes)
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
-        one = planner.evaluate(layout, count, global_batch)
+        one = planner.evaluate(planner.as_run(layout, count, global_batch), count, global_batch)
         help_ = None if one.fits else advise_one(planner, one, count, global_batch)
-        return Plan((one,), (), title, count, hosts.devices, help_, notes)
+        return Plan((one,), (), title, count, hosts.devices, help_, tuple(planner.notes))
     samples = global_batch or planner.step.samples * count
-    found = told(search(planner, count, samples))
+    found = told(planner, count, samples)
     title += f", {samples} samples a step"
     advice = None
     if found.priced and not found.priced[0].fits:
         advice = advise(planner, found.priced[0], count, samples)
-    return Plan(found.priced, found.ruled_out, title, count, hosts.devices, advice, notes)
+    return Plan(found.priced, found.ruled_out, title, count, hosts.devices, advice, tuple(planner.notes))
 
 
 def made(batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,35 @@ class Launched:
     pipelines: bool = True
 
 
+@dataclass
+class Pipelines:
+    """What is known of a module in stages, by trials.
+
+    Attributes:
+        whole: why a batch is left whole in a pipeline; empty where it may be cut.
+        most: as many stages, and more, there can't be.
+        refused: why.
+        told: whether layouts that this leaves were found to be possible.
+    """
+
+    whole: str = ""
+    most: float = math.inf
+    refused: str = ""
+    told: bool = False
+
+    def learn(self, planner: Planner, one: Candidate) -> bool:
+        """Ask how a run would cut the step by the layout ``one``; returns whether that rules out any."""
+        if self.told:
+            return False
+        found = planner.ask(one)
+        if found.refused:
+            self.most, self.refused = one.stages, found.refused
+        elif found.whole:
+            self.whole = found.whole
+        self.told = not found.refused and not found.whole
+        return not self.told
+
+
 def search(planner: Planner, devices: int, samples: int, launched: Launched | None = None) -> Found:
     """Price the layouts of ``devices`` devices for ``samples`` samples a step.
 
@@ -65,8 +95,17 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
         samples: of one step of the optimizer, over all replicas.
         launched: what the layouts must go with.
     """
+    can = Pipelines()
+    while True:
+        found = _search(planner, devices, samples, launched, can)
+        first = next((one.candidate for one in found.priced if one.candidate.layout.pipeline > 1), None)
+        if first is None or not can.learn(planner, first):
+            return found
+
+
+def _search(planner: Planner, devices: int, samples: int, launched: Launched | None, can: Pipelines) -> Found:
     out: dict[str, RuledOut] = {}
-    rough = sorted(_roughly(planner, devices, samples, launched, out), key=_order)
+    rough = sorted(_roughly(planner, devices, samples, launched, can, out), key=_order)
     fitting = [one for one in rough if one.fits][:EXACT]
     near = [one for one in rough if not one.fits and one.peak < NEAR * one.memory]
     near = sorted(near, key=lambda one: one.seconds)[: EXACT // 4]
@@ -75,8 +114,9 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
     return Found(tuple(sorted(exact, key=_order)), tuple(out.values()))
 
 
-def told(found: Found) -> Found:
-    """``found``, whose best layout is one of which it can be told what it sends; not those along the axes of others."""
+def told(planner: Planner, devices: int, samples: int) -> Found:
+    """What `search` finds, the best of which is one of which it can be told what it sends; not others of its axes."""
+    found = search(planner, devices, samples)
     priced, out = [*found.priced], [*found.ruled_out]
     while priced and priced[0].fits:
         axes = _split(priced[0])
@@ -100,7 +140,7 @@ def any_fits(planner: Planner, devices: int, samples: int) -> bool:
     They are priced exactly where formulas leave it open.
     """
     rough = []
-    for one in _roughly(planner, devices, samples, None, {}):
+    for one in _roughly(planner, devices, samples, None, Pipelines(), {}):
         if one.peak * OFF < one.memory:
             return True
         rough.append(one)
@@ -112,7 +152,7 @@ def any_fits(planner: Planner, devices: int, samples: int) -> bool:
 
 
 def _roughly(
-    planner: Planner, devices: int, samples: int, launched: Launched | None, out: dict[str, RuledOut]
+    planner: Planner, devices: int, samples: int, launched: Launched | None, can: Pipelines, out: dict[str, RuledOut]
 ) -> Iterator[Prediction]:
     """All that can be, by formulas; ``out`` gets why the others can't."""
     for layout in _layouts(planner, devices):
@@ -121,7 +161,12 @@ def _roughly(
             key = reason.layout + reason.reason
             out.setdefault(key, reason)
             continue
-        for one in _candidates(planner, layout, samples, launched):
+        if layout.pipeline > 1 and can.whole:
+            out.setdefault(can.whole, RuledOut("pipeline of more than 1 microbatch", can.whole))
+        for one in _candidates(planner, layout, samples, launched, can.whole):
+            if one.layout.pipeline > 1 and one.stages >= can.most:
+                out.setdefault(can.refused, RuledOut(f"pipeline in {can.most} stages and more", can.refused))
+                continue
             try:
                 yield planner.price(one, devices, rough=True)
             except ValueError as error:
@@ -172,14 +217,20 @@ def _launched_reason(layout: Layout, samples: int, launched: Launched | None) ->
     return None
 
 
-def _candidates(planner: Planner, layout: Layout, samples: int, launched: Launched | None) -> Iterator[Candidate]:
+def _candidates(
+    planner: Planner, layout: Layout, samples: int, launched: Launched | None, whole: str
+) -> Iterator[Candidate]:
     each = samples // layout.data
     # What a DataLoader gives is one training step, which a pipeline alone cuts.
     batch = each if launched is None else launched.batch
-    micros = _micros(batch, planner.step.samples)
-    for micro in micros if launched is None or layout.pipeline > 1 else [batch]:
+    if layout.pipeline > 1 and whole:
+        batch = planner.step.samples if each % planner.step.samples == 0 else batch
+        micros = [batch]
+    else:
+        micros = _micros(batch, planner.step.samples) if launched is None or layout.pipeline > 1 else [batch]
+    for micro in micros:
         count = batch // micro
-        accumulated = count if launched is None else each // batch
+        accumulated = count if launched is None and layout.pipeline == 1 else each // batch
         for stored in (False, True) if layout.data * layout.sequence > 1 else (False,):
             for sharded in (False, True) if layout.tensor > 1 and layout.sequence == 1 else (False,):
                 base = Candidate(layout, stored, layout.pipeline == 1, "1f1b", 1, 1, micro, accumulated, sharded)
@@ -187,17 +238,11 @@ def _candidates(planner: Planner, layout: Layout, samples: int, launched: Launch
                     yield base
                     continue
                 for schedule, chunks in _SCHEDULES:
-                    if layout.pipeline * chunks > planner.layers or count < layout.pipeline:
+                    if layout.pipeline * chunks > planner.layers or count < (1 if whole else layout.pipeline):
                         continue
                     if schedule == "interleaved_1f1b" and chunks != stages_per_rank(schedule):
                         continue  # the strategies have as many as the schedule says
-                    yield replace(
-                        base,
-                        schedule=schedule,
-                        chunks=chunks,
-                        microbatches=count,
-                        accumulated=1 if launched is None else accumulated,
-                    )
+                    yield replace(base, schedule=schedule, chunks=chunks, microbatches=count)
 
 
 def _micros(each: int, batch: int) -> list[int]:
