@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.history import written_by
@@ -19,12 +17,8 @@ from lightning_par.private.operators import Operator
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.functions import operator_of
 from lightning_par.trial.known_values import forget, is_known
+from lightning_par.trial.large_values import on_fakes, stays_small
 
-LARGEST = 2**22
-"""Elements of a tensor that has values: all of them take memory and time."""
-
-
-_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _STEPS = frozenset(kind.__init__.__module__ for kind in BY_PARAMETER)  # classes may name another
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 """Writes last whether a gradient overflowed; in a dry run none does."""
@@ -58,7 +52,9 @@ class KnownValues(TorchDispatchMode):
         shown: list[Tensor] = [x for x in given if isinstance(x, Weight) and not isinstance(x, FakeTensor)]
         if shown:
             return self._of_plain(func, args, kwargs, shown)
-        if isinstance(func, Operator) and _have_values(given) and self._is_small(func, args, kwargs, given):
+        if isinstance(func, Operator) and _have_values(given):
+            if not stays_small(func, args, kwargs, given):
+                return on_fakes(func, args, kwargs)
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if _reads(func) and _steps_optimizer(sys._getframe(1)):
@@ -76,14 +72,6 @@ class KnownValues(TorchDispatchMode):
         result = self.__torch_dispatch__(func, (), args, kwargs)
         back = {id(plain[id(x)]): x for x in shown}
         return tree_map(lambda x: back.get(id(x), x), result)
-
-    def _is_small(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
-        """Whether what ``func`` makes is; which is asked of fakes only where it may not be."""
-        if given and prod(max(1, x.numel()) for x in given) <= LARGEST:
-            return True
-        if any(tag in func.tags for tag in _DATA):
-            return all(x.numel() <= LARGEST for x in given)
-        return all(x.numel() <= LARGEST for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor))
 
 
 def _reads(func: Any) -> bool:

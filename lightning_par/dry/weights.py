@@ -13,7 +13,6 @@ from lightning_par.absent.deferred.build import build
 from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
 from lightning_par.absent.deferred.history import Allocation, History, Store
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.dry.values import LARGEST
 from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.tensors import mark_parameter
@@ -21,6 +20,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.sharded.identity import become, swappable
 from lightning_par.sharded.tensor import leaf
+from lightning_par.trial.large_values import LARGEST
 
 
 def build_deferred(module: Any) -> Any:

@@ -161,7 +161,7 @@ class StepNotes(Surveyor):
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:
-        if is_fake(x):
+        if is_fake(x) and memory_of(x) not in self._batch_values:
             self._pending.append(kept_of(x))
             self._alive.append(x.untyped_storage())
         return x

@@ -115,7 +115,7 @@ class StageTrial:
     def _step(self) -> Step:
         module = self._make()
         rest = step_arguments(getattr(module, _STEP))
-        return Step(module, _STEP, self._batch, rest, self._context, True, torch.device("cpu"))
+        return Step(module, _STEP, self._batch, rest, self._context, True, torch.device("cpu"), planned=True)
 
 
 def _hindrance(step: Step) -> str | None:

@@ -1,7 +1,7 @@
 """The mode that notes the torch functions of a trial run.
 
-What depends on the batch and the module's state alone is computed; parameters, and what comes of them, are fake. Events
-hold fakes alone, so that no value of the batch lives longer than in the user's own run.
+What depends on the batch and the module's state alone is computed, unless it is large; parameters, and what comes of
+them, are fake. Events hold fakes alone, so that no value of the batch lives longer than in the user's own run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_par.sharded.rules.attention_heads import multi_head_attention_for
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_on_fakes
 from lightning_par.trial.guesses import Guesses
+from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 from lightning_par.trial.listener import Listener
 from lightning_par.trial.recording import Event, in_transform, metric_update
 
@@ -82,7 +83,9 @@ class Recorder(TorchFunctionMode):
         if name == "__deepcopy__" and is_fake(args[0]):
             return _copied(*args)
         given = args, kwargs
-        result, ran = self._run(func, name, args, kwargs) if fakes else (func(*args, **kwargs), func)
+        result, ran = self._run(func, name, args, kwargs) if fakes else (self._computed(func, args, kwargs), func)
+        if not fakes or all(map(is_large, fakes)) or writes(name):
+            note_made((result, args[:1] if writes(name) else ()), (args, kwargs))
         self.tell(func, *given, result, unsized=isinstance(ran, OnOnes) and ran.unsized)
         func = ran
         if in_functorch():  # its own tensors are none outside
@@ -91,6 +94,11 @@ class Recorder(TorchFunctionMode):
         else:
             self.keep(func, args, kwargs, result)
         return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function that takes no fakes."""
+        with LargeAsFakes(self.mode):
+            return func(*args, **kwargs)
 
     def keep_read(self, func: Any, args: Any, kwargs: Any) -> None:
         """``func`` reads a value of the model."""
@@ -137,7 +145,7 @@ class Recorder(TorchFunctionMode):
         """Let the listener know of a function."""
         if self.listener is None:
             return
-        takes = isinstance(func, tuple) or any(map(is_fake, tree_leaves((args, kwargs))))
+        takes = isinstance(func, tuple) or any(is_fake(x) and not is_large(x) for x in tree_leaves((args, kwargs)))
         try:
             self.listener.note(func, args, kwargs, result, takes, unsized)
         except Exception:  # what the listener can't take is no reason to stop the step

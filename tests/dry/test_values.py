@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import dry_run
-from lightning_par.dry import values
 from lightning_par.dry.values import KnownValues
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.wire import PeerOp
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, FakeTensor, FakeTensorMode
+from lightning_par.trial import large_values
 from lightning_par.trial.known_values import is_known
 
 
@@ -69,7 +69,7 @@ def test_what_a_fake_is_written_into_has_no_values_any_more() -> None:
 
 
 def test_large_tensors_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "LARGEST", 1000)
+    monkeypatch.setattr(large_values, "LARGEST", 1000)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, KnownValues(mode):
         x = torch.arange(100)
         assert isinstance(x[:, None] == x, FakeTensor) and isinstance(torch.zeros(2000), FakeTensor)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_par.mesh.raw_bytes import raw_bytes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
+from lightning_par.trial.large_values import content_of, is_large
 
 _MUCH = 4096  # elements
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -49,6 +50,8 @@ def words_of(value: Any, is_located: Callable[[Tensor], bool]) -> tuple[Any, ...
 
 def _content(leaf: Any, is_located: Callable[[Tensor], bool]) -> Any:
     if isinstance(leaf, Tensor):
+        if is_large(leaf):
+            return tuple(leaf.shape), leaf.stride(), content_of(leaf)
         return "value" if is_located(leaf) or leaf.is_meta else _of_tensor(leaf)
     if isinstance(leaf, np.ndarray):
         return leaf.shape, hashlib.sha1(np.ascontiguousarray(leaf).tobytes()).digest()

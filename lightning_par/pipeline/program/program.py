@@ -15,6 +15,7 @@ from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Patterns
+from lightning_par.trial.large_values import is_large
 from lightning_par.trial.memo import Memo
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def is_metric_call(event: StepEvent) -> bool:
 
 def is_located(x: Tensor) -> bool:
     """Whether a tensor of the analysis depends on parameters."""
-    return isinstance(x, (FakeTensor, ShardedTensor))
+    return isinstance(x, ShardedTensor) or isinstance(x, FakeTensor) and not is_large(x)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Transformed
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import record_unit
-from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
+from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.modes import is_any_autocast
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
@@ -44,7 +44,8 @@ from lightning_par.sharded.functions import READS
 from lightning_par.sharded.patches.transforms import TRANSFORMS
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.trial.fake_functions import linked
+from lightning_par.trial.fake_functions import linked, run_on_ones
+from lightning_par.trial.large_values import is_large, note_made
 
 Layouts = dict[Key, tuple[int, Positions]]
 
@@ -227,8 +228,11 @@ class Analysis(FakeRun):
 
     def _on_batch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         self.lent.about_to_run(name, args, kwargs)
-        with unset_fake_temporarily():
-            result = func(*args, **kwargs)
+        large = [x for x in tensors_in((args, kwargs)) if is_large(x)]
+        if large and name in READS:
+            result = self.read_large(func, large[0], args)
+        else:
+            result = self._computed(func, name, args, kwargs, large)
         self.values.memory.forget()
         index = len(self.events)
         tensors = tensors_in(result)
@@ -241,6 +245,25 @@ class Analysis(FakeRun):
         self.note_constants(index, (args, kwargs, result))
         self.shapes[index] = [tuple(x.shape) for x in tensors]
         self.values.made_of_batch(index, result)
+        return result
+
+    def _computed(self, func: Any, name: str, args: Any, kwargs: Any, large: list[Tensor]) -> Any:
+        """What ``func`` makes of the batch alone, and of ``large`` values."""
+        into = tensors_in((args[:1] if writes_into(name) else (), kwargs.get("out")))
+        if large and not all(map(is_large, into)):  # what is written into has values
+            self.needs_large()
+        try:
+            with unset_fake_temporarily(), self.without_large():
+                result = func(*args, **kwargs)
+        except RuntimeError:
+            if not self.hollow:
+                raise
+            self.needs_large()
+            result = run_on_ones(self.mode, func, args, kwargs)
+        if large or any(isinstance(x, FakeTensor) for x in tensors_in(result)):
+            with unset_fake_temporarily():
+                told = hash((str(func), constants_of((args, kwargs), is_located)))
+            note_made((result, into), (args, kwargs), told)
         return result
 
     def uses(self) -> Iterable[Use]:

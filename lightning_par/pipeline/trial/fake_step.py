@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
 from lightning_par.trial.guesses import Guesses
+from lightning_par.trial.large_values import LargeAsFakes, LargeReadError, is_large, note_made
 
 
 def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
@@ -46,7 +48,11 @@ class FakeRun(CallTree, Run):
 
     Attributes:
         guesses: what code is told that asks for values of the model.
+        hollow: whether large values that the batch alone tells are fake.
+        guesses_large: whether code that asks for those is told guesses; a run would know.
     """
+
+    guesses_large = False
 
     def __init__(self, mode: FakeTensorMode, axis: MicrobatchAxis | None) -> None:
         super().__init__()
@@ -62,6 +68,7 @@ class FakeRun(CallTree, Run):
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
         self.draws = DrawnNumbers()
+        self.hollow = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
@@ -92,11 +99,14 @@ class FakeRun(CallTree, Run):
 
     def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On fakes; where the shape of the result depends on data, on ones."""
-        self.guesses.ran(tree_leaves((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        self.guesses.ran(leaves)
         self._note_state(func, args, kwargs)
         reads = getattr(func, "__name__", "") in READS
         self.values_read += reads
         if reads and (fakes := _plain_fakes(args, kwargs)):
+            if all(map(is_large, fakes)):
+                return self.read_large(func, fakes[0], args)
             self.read_at = user_line()
             self.close_modules(f"it reads a value at {self.read_at}", reads=True)
             return self.guesses.read(func.__name__, fakes[0], args)
@@ -111,8 +121,12 @@ class FakeRun(CallTree, Run):
                 self._try_hook(self.axis, args[0], kwargs["hook"] if "hook" in kwargs else args[1])
         try:
             with self.draws.noting(func):
-                result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
+                with self.without_large(leaves):
+                    result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
         except UNRUN:
+            fakes = _plain_fakes(args, kwargs)
+            if fakes and all(map(is_large, fakes)):
+                self.needs_large()
             if sizing(func, args) is not None:
                 self.sized += 1
             else:
@@ -127,8 +141,29 @@ class FakeRun(CallTree, Run):
                 result = self._run_on_ones(func, args, kwargs)
             except Exception:
                 raise error from None
+        if self.hollow:
+            note_made((result, args[:1] if writes(getattr(func, "__name__", "")) else ()), (args, kwargs))
         self.charge(func, args, kwargs, result, keeps=self.axis is None)
         return result
+
+    def without_large(self, given: Iterable[Any] = ()) -> AbstractContextManager[Any]:
+        """Around a function that is ``given`` so much: if that has values, what is large of its result is fake."""
+        has_fakes = any(isinstance(x, (FakeTensor, ShardedTensor)) for x in given)
+        return LargeAsFakes(self.mode) if self.hollow and not has_fakes else nullcontext()
+
+    def read_large(self, func: Any, x: Tensor, args: Any) -> Any:
+        """What ``func`` reads of a large value."""
+        self.needs_large()
+        return self.guesses.read(func.__name__, x, args)
+
+    def needs_large(self) -> None:
+        """What follows goes by the content of a large value.
+
+        Raises:
+            LargeReadError: a run would know it.
+        """
+        if not self.guesses_large:
+            raise LargeReadError
 
     def _try_hook(self, axis: MicrobatchAxis, x: Tensor, hook: Any) -> None:
         """A hook meets the gradients of a microbatch's samples: all that it may do is to change each by itself.

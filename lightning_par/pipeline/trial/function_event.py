@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_par.pipeline.program.microbatch_values import written_into
@@ -12,11 +13,12 @@ from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to
 from lightning_par.pipeline.trial.fake_step import sizing
 from lightning_par.pipeline.trial.samples.sample_sums import tag_result
-from lightning_par.private.fake_tensors import unset_fake_temporarily
+from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import linked
+from lightning_par.trial.large_values import is_large
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.trial.analysis import Analysis
@@ -126,7 +128,7 @@ def _result(run: Analysis, func: Any, args: Any, kwargs: Any, target: Tensor | N
         own = {id(x) for x in tensors_in(result) if packs and sizing(func, args) is not None and _counts(x)}
         return map_tensors(lambda x: x if id(x) in own else as_located(run, x), result)
     into = args[0].clone()
-    if not is_located(into):  # what a fake is written into must be one
+    if not isinstance(into, FakeTensor) and not is_located(into):  # what a fake is written into must be one
         into = run.mode.from_tensor(into)
     run.run_function(func, (into, *args[1:]), kwargs)
     return into
@@ -134,7 +136,12 @@ def _result(run: Analysis, func: Any, args: Any, kwargs: Any, target: Tensor | N
 
 def as_located(run: Analysis, x: Tensor) -> Tensor:
     """A function may hand a tensor of the batch alone back as it is: where the others are, there it is now, too."""
-    return x if is_located(x) else linked(run.mode.from_tensor(x.detach()), [x])
+    return x if is_located(x) else linked(_apart(run, x), [x])
+
+
+def _apart(run: Analysis, x: Tensor) -> Tensor:
+    """A fake of ``x``, which depends on the batch alone, in other memory."""
+    return torch.empty_like(x).detach() if is_large(x) else run.mode.from_tensor(x.detach())
 
 
 def _counts(x: Tensor) -> bool:

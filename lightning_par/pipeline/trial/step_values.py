@@ -11,8 +11,10 @@ from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
+from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
 from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.trial.large_values import is_large
 
 
 class StepValues:
@@ -119,11 +121,8 @@ class StepValues:
         target = args[0] if args else None
         if not writes_into(name) or not isinstance(target, Tensor) or is_located(target):
             return None
-        storage = target.untyped_storage().data_ptr()
         shared = any(
-            x is not target and not is_located(x) and x.untyped_storage().data_ptr() == storage
-            for kept in self.kept
-            for x in tensors_in(kept)
+            x is not target and not is_located(x) and _share(x, target) for kept in self.kept for x in tensors_in(kept)
         )
         if shared:
             raise NotImplementedError(
@@ -132,3 +131,10 @@ class StepValues:
                 "torch.stack or torch.cat."
             )
         return target
+
+
+def _share(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the batch alone share memory; what is fake has no address."""
+    if is_large(x) or is_large(other):
+        return memory_of(x) == memory_of(other)
+    return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
