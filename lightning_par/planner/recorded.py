@@ -272,7 +272,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, v
 
     recording = record_step(
         module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
-        hears_started=True,
+        hears_started=True, planned=True,
     )  # fmt: skip
     if recording.stopped is not None:
         raise ValueError(f"The step can't be run on this batch without values: {recording.stopped}.")

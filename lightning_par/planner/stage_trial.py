@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -94,7 +94,8 @@ class StageTrial:
         except ValueError as error:  # the code that builds it
             return Staged(unknown=str(error))
         # Microbatches of one sample may be planned by a batch of one.
-        step = with_one_more(own) if cuts and own.samples == 1 else own
+        untried: list[str] = []
+        step = replace(with_one_more(own) if cuts and own.samples == 1 else own, untried=untried)
         try:
             refuse_by_hand(step.module, ASKER)
             refuse_fetching(step.module, _STEP, ASKER)
@@ -103,19 +104,27 @@ class StageTrial:
                 warnings.simplefilter("ignore")
                 CutSearch(spread).decide(step, None)
         except (ValueError, NotImplementedError) as error:
-            hindrance = None if step is own else _hindrance(step)
+            if untried:
+                return Staged(unknown=_untried(untried))
+            hindrance = None if step.samples == own.samples else _hindrance(step)
             return Staged(refused=str(error)) if hindrance is None else Staged(unknown=hindrance)
         except Exception as error:  # whatever the user's step may raise on fakes
             return Staged(unknown=told_with_line(error))
         if cuts and step.samples < 2:
             return Staged(unknown="the batch has no tensor whose samples could be told apart")
+        if untried:
+            return Staged(unknown=_untried(untried))
         return Staged(spread.microbatches, (spread.reason or "") if cuts and spread.microbatches == 1 else "")
 
     @cached_property
     def _step(self) -> Step:
         module = self._make()
         rest = step_arguments(getattr(module, _STEP))
-        return Step(module, _STEP, self._batch, rest, self._context, True, torch.device("cpu"), planned=True)
+        return Step(module, _STEP, self._batch, rest, self._context, True, torch.device("cpu"))
+
+
+def _untried(left_out: Sequence[str]) -> str:
+    return f"a run would try {', '.join(dict.fromkeys(left_out))}, which takes too much memory for a plan"
 
 
 def _hindrance(step: Step) -> str | None:

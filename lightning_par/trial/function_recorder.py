@@ -1,7 +1,8 @@
 """The mode that notes the torch functions of a trial run.
 
-What depends on the batch and the module's state alone is computed, unless it is large; parameters, and what comes of
-them, are fake. Events hold fakes alone, so that no value of the batch lives longer than in the user's own run.
+What depends on the batch and the module's state alone is computed, unless a plan does without what is large of it;
+parameters, and what comes of them, are fake. Events hold fakes alone, so that no value of the batch lives longer than
+in the user's own run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         events: the functions so far.
+        hollow: whether large values of the batch are fake.
     """
+
+    hollow = False
 
     def __init__(self, mode: FakeTensorMode, guesses: Guesses, listener: Listener | None = None) -> None:
         super().__init__()
@@ -84,7 +88,7 @@ class Recorder(TorchFunctionMode):
             return _copied(*args)
         given = args, kwargs
         result, ran = self._run(func, name, args, kwargs) if fakes else (self._computed(func, args, kwargs), func)
-        if not fakes or all(map(is_large, fakes)) or writes(name):
+        if self.hollow and (not fakes or all(map(is_large, fakes)) or writes(name)):
             note_made((result, args[:1] if writes(name) else ()), (args, kwargs))
         self.tell(func, *given, result, unsized=isinstance(ran, OnOnes) and ran.unsized)
         func = ran
@@ -97,7 +101,7 @@ class Recorder(TorchFunctionMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function that takes no fakes."""
-        with LargeAsFakes(self.mode):
+        with LargeAsFakes(self.mode) if self.hollow else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     def keep_read(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -70,10 +70,6 @@ class Guesses:
 
     def __init__(self, patterns: Patterns | None = None, bounded: bool = True) -> None:
         self.patterns, self.bounded = dict(patterns or {}), bounded
-        self.forget()
-
-    def forget(self) -> None:
-        """As before the run, for another one by the same answers."""
         self.asked: dict[Key, int] = {}
         self.endless: Key | None = None
         self.work = 0

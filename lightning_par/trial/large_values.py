@@ -1,4 +1,4 @@
-"""Values that a run on tensors without values does without, though nothing but the batch tells them: large ones.
+"""Values that a plan and a dry run do without, though nothing but the batch tells them: large ones.
 
 A mask of 32,768 x 32,768 entries, made of nothing or of two rows of positions, takes gigabytes: it is fake.
 """
@@ -34,10 +34,7 @@ def stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
         kwargs: its arguments by name.
         given: the tensors among them, which have values.
     """
-    size = 1
-    for x in given:
-        size *= max(1, x.numel())
-    if given and (size <= LARGEST or _makes_nothing(func)):
+    if given and (_most(args, kwargs) <= LARGEST or _makes_nothing(func)):
         return True
     if any(tag in func.tags for tag in _DATA):  # what there is of the given
         return True
@@ -55,6 +52,14 @@ def on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = tree_map(fake, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _most(args: Any, kwargs: Any) -> float:
+    """Elements of a function's result, at most: none has more than all that it is given, sizes too, tell together."""
+    most = 1.0
+    for x in tree_leaves((args, kwargs)):
+        most *= max(1.0, x.numel() if isinstance(x, Tensor) else abs(x) if isinstance(x, (int, float)) else 1.0)
+    return most
 
 
 def _makes_nothing(func: Any) -> bool:
@@ -89,10 +94,6 @@ class LargeAsFakes(TorchDispatchMode):
             return func(*args, **kwargs)
         with self.mode:
             return on_fakes(func, args, kwargs)
-
-
-class LargeReadError(BaseException):
-    """The code reads a large value, which a run knows; no ``except Exception`` of the user's goes on after it."""
 
 
 def is_large(x: Any) -> bool:

@@ -29,7 +29,8 @@ class Step:
         device: where parameters live, or would live.
         shared: objects that a copy of the module shares with it.
         starts: whether hooks that Lightning has not called yet are called on copies before they run the step.
-        planned: whether this is a plan's, which takes little memory: large values of the batch are told by guesses.
+        untried: of a plan, which takes little memory: what its trials left out that a run would find out. None: it is a
+            run's.
         lent: values of buffers that other ranks hold, by the id of what stands for them here, for a trial of the step.
     """
 
@@ -42,7 +43,7 @@ class Step:
     device: torch.device
     shared: tuple[Any, ...] = ()
     starts: bool = False
-    planned: bool = False
+    untried: list[str] | None = None
     lent: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property

@@ -65,6 +65,7 @@ def record_step(
     grad: bool = False,
     device: torch.device | None = None,
     hears_started: bool = False,
+    planned: bool = False,
 ) -> Recording:
     """Record ``module.<step>(batch, 0)``.
 
@@ -82,6 +83,7 @@ def record_step(
         grad: whether the events' tensors tell which gradients the step would need; slower.
         device: where tensors that the module has on ``meta`` are taken to lie; by default there.
         hears_started: whether listeners hear a step, too, before which hooks of the start of a run had to be called.
+        planned: whether it is for a plan, which takes little memory: large values of the batch are fake.
 
     Example::
 
@@ -92,7 +94,7 @@ def record_step(
         assert record_step(Model(), "training_step", torch.ones(2)).events[0].name == "sum"
     """
 
-    run = _Run(module, step, batch, shared, context, prepare, loaders, listeners, twin, device, hears_started)
+    run = _Run(module, step, batch, shared, context, prepare, loaders, listeners, twin, device, hears_started, planned)
 
     def explored(starts: bool) -> Trial[Recording]:
         trial = partial(run.trial, starts)
@@ -125,6 +127,7 @@ class _Run:
     twin: bool
     device: torch.device | None
     hears_started: bool
+    planned: bool
 
     def trial(self, starts: bool, guesses: Guesses) -> Trial[Recording]:
         """The step by ``guesses``; ``starts`` says whether hooks of the start of a run are called before."""
@@ -144,6 +147,7 @@ class _Run:
         stand = fake_stands(self.module, mode, fakes, self.device)
         parameters = _by_names(self.module, fakes)
         recorder = (TwinRecorder if self.twin else Recorder)(mode, guesses, listener)
+        recorder.hollow = self.planned
         copy = stand_in(self.module, stand, self.shared, recorder.took)
         if isinstance(recorder, TwinRecorder):
             recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from lightning_par.pipeline.trial.samples import by_sample
 
 PIPE = {"pipeline_parallel_size": 2, "microbatches": 4}
 BATCH = torch.ones(8, 16)
@@ -125,6 +126,34 @@ def test_what_could_not_be_found_out_is_said() -> None:
     found = plan(OfOne, BATCH[:1], "2xH100", devices=2, layout=PIPE, global_batch=4)
     (note,) = (note for note in found.notes if note.startswith("not known: "))
     assert "KeyError: 'one by one' at " in note
+
+
+class Sorts(nn.Module):
+    """Acts on each sample by itself, as a trial with values shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum(1).argsort()
+        return self.layer(x[order])[order.argsort()]
+
+
+class Sorted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), Sorts(), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("layout", [PIPE, {"pipeline_parallel_size": 2}], ids=["asked", "auto"])
+def test_what_takes_too_much_memory_to_find_out_is_said(
+    layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not plan(Sorted, BATCH, "2xH100", devices=2, layout=layout).notes
+    monkeypatch.setattr(by_sample, "_MOST_IN_PLAN", 100)
+    (note,) = plan(Sorted, BATCH, "2xH100", devices=2, layout=layout).notes
+    assert note.startswith("not known: ") and "whether a Sorts of 272 weights acts on each sample by itself" in note
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -254,15 +254,15 @@ class Analysis(FakeRun):
     def _computed(self, func: Any, name: str, args: Any, kwargs: Any, large: list[Tensor]) -> Any:
         """What ``func`` makes of the batch alone, and of ``large`` values."""
         into = tensors_in((args[:1] if writes_into(name) else (), kwargs.get("out")))
-        if large and not all(map(is_large, into)):  # what is written into has values
-            self.needs_large()
+        if not all(map(is_large, into)):  # what has values is written into
+            self.note_large(large)
         try:
             with unset_fake_temporarily(), self.without_large():
                 result = func(*args, **kwargs)
         except RuntimeError:
-            if not self.hollow:
+            if not large:
                 raise
-            self.needs_large()
+            self.note_large(large)
             result = run_on_ones(self.mode, func, args, kwargs)
         if large or any(isinstance(x, FakeTensor) for x in tensors_in(result)):
             with unset_fake_temporarily():

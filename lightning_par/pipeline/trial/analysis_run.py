@@ -35,7 +35,6 @@ from lightning_par.sharded import patches
 from lightning_par.sharded.run_state import RunState
 from lightning_par.strategies.entry_points import call_start_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, Patterns, Trial, explore
-from lightning_par.trial.large_values import LargeReadError
 from lightning_par.trial.module_copy import TrainerView, stand_in
 from lightning_par.trial.step import Step
 from lightning_par.trial.trial_run import quiet
@@ -107,11 +106,7 @@ class AnalysisRun:
 
     def once(self, guesses: Guesses) -> tuple[Analysis, Any]:
         """The run by ``guesses``, and what the step returned."""
-        try:
-            return _run(self.step, self, guesses)
-        except LargeReadError:  # then all is computed, as it will be in the run
-            guesses.forget()
-            return _run(self.step, self, guesses, hollow=False)
+        return _run(self.step, self, guesses)
 
 
 def _told(error: Exception, name: str) -> Exception:
@@ -128,13 +123,13 @@ def _told(error: Exception, name: str) -> Exception:
 
 @untraced
 @patches.SHARDED.installed()
-def _run(step: Step, asked: AnalysisRun, guesses: Guesses, hollow: bool = True) -> tuple[Analysis, Any]:
+def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, Any]:
     axis, homes = asked.axis, asked.stages.homes
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, step)
     batch = map_tensors(cloned, step.batch)
     run = Analysis(mode, asked.stages, axis, batch, asked.layouts)
-    run.hollow, run.guesses_large = hollow, step.planned
+    run.untried = step.untried
     copy = stand_in(step.module, fakes, step.shared, lambda *args, **kwargs: None)
     if step.starts:
         with generators.kept(), quiet(), hushed():

@@ -26,7 +26,7 @@ from lightning_par.sharded.rules.lookup import user_line, writes
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_ones
 from lightning_par.trial.guesses import Guesses
-from lightning_par.trial.large_values import LargeAsFakes, LargeReadError, is_large, note_made
+from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 
 
 def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
@@ -48,11 +48,11 @@ class FakeRun(CallTree, Run):
 
     Attributes:
         guesses: what code is told that asks for values of the model.
-        hollow: whether large values that the batch alone tells are fake.
-        guesses_large: whether code that asks for those is told guesses; a run would know.
+        untried: of a plan, what was left out that a run would find out: large values of the batch are fake, and large
+            units are not tried with values. None: it is a run's, in which neither is so.
     """
 
-    guesses_large = False
+    untried: list[str] | None = None
 
     def __init__(self, mode: FakeTensorMode, axis: MicrobatchAxis | None) -> None:
         super().__init__()
@@ -68,7 +68,6 @@ class FakeRun(CallTree, Run):
         self.unsized = 0  # functions so far whose result's shape depends on values
         self.sized = 0  # of which the batch alone tells it
         self.draws = DrawnNumbers()
-        self.hollow = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (getattr(func, "__module__", None) or "").startswith("torch.distributed.distributed_c10d"):
@@ -124,9 +123,7 @@ class FakeRun(CallTree, Run):
                 with self.without_large(leaves):
                     result = all_fake(self.mode, args, kwargs, _called(func, args, kwargs))
         except UNRUN:
-            fakes = _plain_fakes(args, kwargs)
-            if fakes and all(map(is_large, fakes)):
-                self.needs_large()
+            self.note_large(leaves)
             if sizing(func, args) is not None:
                 self.sized += 1
             else:
@@ -141,7 +138,7 @@ class FakeRun(CallTree, Run):
                 result = self._run_on_ones(func, args, kwargs)
             except Exception:
                 raise error from None
-        if self.hollow:
+        if self.untried is not None:
             note_made((result, args[:1] if writes(getattr(func, "__name__", "")) else ()), (args, kwargs))
         self.charge(func, args, kwargs, result, keeps=self.axis is None)
         return result
@@ -149,21 +146,17 @@ class FakeRun(CallTree, Run):
     def without_large(self, given: Iterable[Any] = ()) -> AbstractContextManager[Any]:
         """Around a function that is ``given`` so much: if that has values, what is large of its result is fake."""
         has_fakes = any(isinstance(x, (FakeTensor, ShardedTensor)) for x in given)
-        return LargeAsFakes(self.mode) if self.hollow and not has_fakes else nullcontext()
+        return LargeAsFakes(self.mode) if self.untried is not None and not has_fakes else nullcontext()
 
     def read_large(self, func: Any, x: Tensor, args: Any) -> Any:
         """What ``func`` reads of a large value."""
-        self.needs_large()
+        self.note_large([x])
         return self.guesses.read(func.__name__, x, args)
 
-    def needs_large(self) -> None:
-        """What follows goes by the content of a large value.
-
-        Raises:
-            LargeReadError: a run would know it.
-        """
-        if not self.guesses_large:
-            raise LargeReadError
+    def note_large(self, given: Iterable[Any]) -> None:
+        """What follows goes by the values of what is large among ``given``, which a run would know."""
+        if self.untried is not None and any(map(is_large, given)):
+            self.untried.append(f"what the step goes by at {user_line()}")
 
     def _try_hook(self, axis: MicrobatchAxis, x: Tensor, hook: Any) -> None:
         """A hook meets the gradients of a microbatch's samples: all that it may do is to change each by itself.

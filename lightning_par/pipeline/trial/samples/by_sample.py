@@ -29,6 +29,7 @@ from lightning_par.trial.memo import Memo
 from lightning_par.trial.module_copy import stand_in
 
 _MOST = 2_000_000_000  # weights in a trial, of 4 bytes or 8; what is free differs from rank to rank, which must agree
+_MOST_IN_PLAN = 100_000_000  # where there may be no more than a laptop
 _OF_TORCH = {*vars(nn.Module()), CALL} - {"training"}
 
 
@@ -49,8 +50,13 @@ def by_sample(run: FakeRun, module: nn.Module, call: Callable[..., Any], args: A
         or any(map(has_hooks, inner))
         or hooks_on_all()
         or not all(x.is_floating_point() or x.dtype == torch.bool for x in given)  # whole numbers would be 0 and 1
-        or sum(p.numel() for p in module.parameters()) > _MOST
     ):
+        return NotImplemented
+    size = sum(p.numel() for p in module.parameters())
+    if run.untried is not None and _MOST_IN_PLAN < size <= _MOST:
+        run.untried.append(f"whether a {type(module).__name__} of {size:,} weights acts on each sample by itself")
+        return NotImplemented
+    if size > _MOST:
         return NotImplemented
     if run.axis is not None:
         run.axis.tried = True
