@@ -9,9 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.absent.deferred.history import written_by
+from lightning_par.dry.any_values import of_any_values
 from lightning_par.optim.torch_optimizers import BY_PARAMETER
 from lightning_par.pipeline.between_steps.remote_weight import Weight
-from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, active_fakes, unset_fake_temporarily
+from lightning_par.private.fake_tensors import (
+    WITHOUT_VALUE,
+    FakeTensor,
+    FakeTensorMode,
+    active_fakes,
+    unset_fake_temporarily,
+)
 from lightning_par.private.modes import TorchDispatchMode
 from lightning_par.private.operators import Operator
 from lightning_par.private.pytree import tree_leaves, tree_map
@@ -59,10 +66,19 @@ class KnownValues(TorchDispatchMode):
                 return func(*args, **kwargs)
         if _reads(func) and _steps_optimizer(sys._getframe(1)):
             return 1.0 if given[0].is_floating_point() else 1
-        result = func(*args, **kwargs)
+        result = self._of_fakes(func, args, kwargs)
         for x in _written(func, args, kwargs, given):
             forget(x)
         return result
+
+    def _of_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except WITHOUT_VALUE:
+            result = of_any_values(self.mode, func, args, kwargs)
+            if result is NotImplemented:
+                raise
+            return result
 
     def _of_plain(self, func: Any, args: Any, kwargs: Any, shown: list[Tensor]) -> Any:
         """``func`` of tensors of which some are ``shown`` to user code between steps as others than they are."""

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_par import dry_run
+from lightning_par import dry_run, plan
 from tests.helpers.slow import slow
+from tests.planner.counted import APART, AXES
 
 BATCH = torch.ones(4, 8)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,6 +52,49 @@ class ByHand(Base):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(self.a.parameters()), torch.optim.SGD(self.b.parameters(), lr=0.1)]
+
+
+class Measured(Base):
+    """Has a metric that counts by values, and a layer of a batch's own lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.recurrent = MulticlassAccuracy(8), nn.GRU(8, 8, batch_first=True)
+
+    def training_step(self, batch: Tensor) -> Any:
+        x = self.b(torch.relu(self.a(batch)))
+        self.accuracy(x, torch.arange(len(x)) % 8)
+        self.log("accuracy", self.accuracy)
+        lengths = torch.arange(len(x)) % 3 + 1
+        rows = x[:, None].expand(-1, 3, -1)
+        packed = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0])[0].square().mean()
+
+
+class Frozen(Base):
+    """Has a batch norm that goes by what it has learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))  # type: ignore[assignment]
+
+    def on_train_epoch_start(self) -> None:
+        self.a[1].eval()  # type: ignore[index]
+
+
+def test_a_batch_norm_that_is_not_trained_may_be_cut_in_microbatches() -> None:
+    found = dry_run(Frozen, BATCH, LAYOUTS["pipeline"], devices=2)
+    assert found.sent["pipeline", "activations"] > 0
+    _nothing_is_left()
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+def test_what_wants_values_and_makes_the_same_shapes_of_all_runs(layout: str) -> None:
+    found = dry_run(Measured, BATCH, LAYOUTS[layout], devices=2)
+    said = plan(Measured, BATCH, "2xH100", devices=2, layout=LAYOUTS[layout]).as_dict()["layouts"][0]["ranks"][0]
+    counted = sum(size for (axis, why), size in found.sent.items() if AXES.get(axis) == layout and why not in APART)
+    assert counted == said["sent"][layout] > 0
+    _nothing_is_left()
 
 
 class Logs(Base):

@@ -68,6 +68,21 @@ def test_what_a_fake_is_written_into_has_no_values_any_more() -> None:
         assert isinstance(fake, FakeTensor)
 
 
+def test_what_makes_the_same_shapes_of_any_values_needs_none() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, rows = torch.zeros(8, dtype=torch.long), torch.empty(2, 3, 4)
+        with KnownValues(mode):
+            counts, packed = (
+                torch.bincount(fake, minlength=4),
+                nn.utils.rnn.pack_padded_sequence(rows, torch.tensor([3, 1]), batch_first=True),
+            )
+            assert isinstance(counts, FakeTensor) and counts.shape == (4,)
+            assert packed.data.shape == (4, 4) and packed.batch_sizes.tolist() == [2, 1, 1]
+            for func in (torch.bincount, torch.unique, torch.nonzero):
+                with pytest.raises(WITHOUT_VALUE):
+                    func(fake)
+
+
 def test_large_tensors_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_values, "LARGEST", 1000)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, KnownValues(mode):
