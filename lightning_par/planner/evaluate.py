@@ -7,6 +7,7 @@ from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
@@ -28,6 +29,7 @@ from lightning_par.planner.stages import StageCut, cut_stages
 from lightning_par.planner.storage import Storage
 from lightning_par.planner.weight_copies import sharing_stages
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.tensor.plan import Dealt, deal
 
 
@@ -74,7 +76,7 @@ class Planner:
             raise ValueError(f"{error} {self._weights(built)}") from error
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
-        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed, self.step.uses)
+        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.uses)
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
@@ -88,8 +90,13 @@ class Planner:
         found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
         if self.by_hand:
             found.append(
-                "not counted: what backward sends along tensor and sequence, as training_step calls it itself "
-                "(automatic_optimization = False)"
+                "not known: which weights each backward of training_step leaves out (toggle_optimizer), or runs "
+                "through again (retain_graph): counted as if none"
+            )
+        if self.step.reads:
+            places = ", ".join(self.step.reads)
+            found.append(
+                f"not known: the values that the step reads at {places}; one way of what it does by them is counted"
             )
         found += [f"microbatches=1: {x}" for x in dict.fromkeys(one.whole for one in self.staged) if x]
         for unknown in dict.fromkeys(one.unknown for one in self.staged):
@@ -126,7 +133,7 @@ class Planner:
         held = numel * (p.weights + p.copy) + sum(trained.values()) * p.gradients + states * p.weights / 4
         return (
             f"What can be said without it: {numel:,} parameters, whose weights, gradients and optimizer states take "
-            f"{held / 1e9:.3g} GB on one device, and a share of that where data_parallel='fsdp' stores them in parts."
+            f"{bytes_text(held)} on one device, and a share of that where data_parallel='fsdp' stores them in parts."
         )
 
     def step_of(self, micro: float) -> RecordedStep:
@@ -289,7 +296,7 @@ def _first_samples(batch: Any, count: int, samples: int) -> Any:
 
 
 def _tokens(batch: Any) -> float:
-    """Entries of the batch's largest tensor of whole numbers, else its samples."""
+    """Entries of the batch's largest tensor of whole numbers that are no bytes of images, else its samples."""
     tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    counts = [x.numel() for x in tensors if not x.is_floating_point() and x.ndim > 1]
+    counts = [x.numel() for x in tensors if x.dtype in (torch.int16, torch.int32, torch.int64) and x.ndim > 1]
     return float(max(counts, default=0) or max((x.shape[0] for x in tensors if x.ndim), default=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,14 +113,12 @@ class ModuleUses:
     Attributes:
         module: without memory.
         calls: the modules that the step calls, in order.
-        needed: those of whose weights backward needs one.
-        uses: of each parameter, how many calls of modules use it, and how many of these need it for backward.
+        uses: of each parameter, the calls of modules that use it: whose, and whether backward needs it.
     """
 
     module: nn.Module
     calls: tuple[str, ...]
-    needed: frozenset[str]
-    uses: Mapping[str, tuple[int, int]]
+    uses: Mapping[str, Sequence[tuple[str, bool]]]
 
     def last_call(self, path: str) -> int:
         """The number of the last call of a module; -1: there is none."""

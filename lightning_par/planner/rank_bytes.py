@@ -151,15 +151,24 @@ class ByRank:
         blocks, alone = block_messages(tree.module, parts)
         passing = [block for block in blocks if not block.stays]
         last = max(passing, key=lambda block: tree.last_call(block.paths[0]), default=None)
-        sent = 0.0
+        known, sent = {part.parameter.name: part for part in parts}, 0.0
         for block in blocks:
-            calls = 1 if block.stays else max(1, sum(path == block.paths[0] for path in tree.calls))
-            again = reshard and not block.stays and block is not last and bool(tree.needed & {*block.paths})
+            uses = {name: tree.uses.get(name, ()) for name in block.names}
+            outside = {name: [use for use in found if not block.has(use[0])] for name, found in uses.items()}
+            sent += sum(self._by_use(known[name], found) for name, found in outside.items())
+            calls = sum(path == block.paths[0] for path in tree.calls) or not any(outside.values())
+            calls = min(calls, 1) if block.stays or not reshard else calls
+            needed = any(needed and block.has(path) for found in uses.values() for path, needed in found)
+            again = reshard and not block.stays and block is not last and needed
             sent += calls * block.gathered(p.moved(), p.moved(False)) * (1 + again)
             sent += calls * (block.trained + block.flags) * p.gradients
         for part in alone:
-            calls, needed = tree.uses.get(part.parameter.name, (1, 1)) if reshard else (1, 0)
-            sent += part.message * (
-                p.moved(part.parameter.low) * (calls + needed) + calls * p.gradients * part.parameter.trained
-            )
+            sent += self._by_use(part, tree.uses.get(part.parameter.name, (("", True),)))
         return sent
+
+    def _by_use(self, part: StoredPart, uses: Sequence[tuple[str, bool]]) -> float:
+        """Bytes to each of the other ranks of what is gathered for each of its ``uses``, or for all."""
+        uses = uses if self.work.one.reshard else [("", False)] * bool(uses)
+        p, again = self.work.run.precision, sum(needed for _, needed in uses)
+        moved = p.moved(part.parameter.low) * (len(uses) + again)
+        return part.message * (moved + len(uses) * p.gradients * part.parameter.trained)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.fsdp.blocks import Block, plan_blocks
-from lightning_par.pipeline.plan.units import ModuleCall, ancestors
+from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
@@ -98,6 +98,11 @@ class RecordedStep:
         return frozenset(found - self.names.keys())
 
     @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The lines that read values of the model, of which there are none: the step went on by guesses."""
+        return tuple(dict.fromkeys(event.place for event in self.events if event.reads))
+
+    @cached_property
     def lives(self) -> tuple[tuple[Tensor, int, int], ...]:
         """The values of the model, each with the event that makes it and the last one that takes it."""
         made: dict[int, tuple[Tensor, int]] = {}
@@ -138,28 +143,20 @@ class RecordedStep:
         return all(found[id(x)] <= 1 for x in self.recording.parameters.values())
 
     @cached_property
-    def needed(self) -> frozenset[str]:
-        """Modules of whose weights autograd keeps one for backward."""
-        found: set[str] = set()
+    def uses(self) -> dict[str, tuple[tuple[str, bool], ...]]:
+        """Of each parameter, by its first name, the calls of modules that use it: whose, and if backward needs it."""
+        used: dict[str, dict[int, bool]] = defaultdict(dict)
+        taken: set[str] = set()
         for event, note in zip(self.events, self.notes):
-            if note is not None and any(self.weight_of(event, kept) for kept in note.kept):
-                path = self.calls[note.call].path
-                found |= {path, *ancestors(path)}
-        return frozenset(found)
-
-    @cached_property
-    def uses(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter, by its first name, how many calls of modules use it, and how many need it for backward."""
-        used: dict[str, set[int]] = defaultdict(set)
-        needed: dict[str, set[int]] = defaultdict(set)
-        for event, note in zip(self.events, self.notes):
-            for x in event.inputs:
-                if id(x) in self.names and note is not None:
-                    name = self.names[id(x)][0]
-                    used[name].add(note.call)
-                    if any(self.weight_of(event, kept) == name for kept in note.kept):
-                        needed[name].add(note.call)
-        return {name: (len(calls), len(needed[name])) for name, calls in used.items()}
+            taken |= {self.held[memory_of(x)] for x in event.inputs if memory_of(x) in self.held}  # views of it, too
+            if note is None:  # it is part of what is noted as a whole
+                continue
+            needed = {self.weight_of(event, kept) for kept in note.kept}
+            for name in taken:
+                used[name][note.call] = name in needed or used[name].get(note.call, False)
+            taken = set()
+        paths = [call.path for call in self.calls]
+        return {name: tuple((paths[n], needed) for n, needed in calls.items()) for name, calls in used.items()}
 
     def weight_of(self, event: Event, kept: Kept) -> str | None:
         """The first name of the parameter that ``kept`` is, or a copy of in the precision of products."""

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_par.fsdp.blocks import Block, plan_blocks, plan_units
 from lightning_par.fsdp.flat import ALIGNED
 from lightning_par.fsdp.stored_parameter import dim_of_shape
+from lightning_par.pipeline.plan.units import ancestors
 from lightning_par.planner.profile import Parameter, Stages
 
 
@@ -101,6 +102,10 @@ class BlockMessage:
         size = self.low * low + (self.numel - self.low) * other
         mixed = low != other and 0 < self.low < self.numel
         return size + -size % ALIGNED * mixed
+
+    def has(self, path: str) -> bool:
+        """Whether the module ``path`` is in it."""
+        return not {path, *ancestors(path)}.isdisjoint(self.paths)
 
     @property
     def stays(self) -> bool:

@@ -152,7 +152,8 @@ def _known(result: Any, again: Callable[[], Any]) -> dict[int, Tensor]:
     if not integers or isinstance(result, Tensor):
         return {}
     pairs = zip(integers, _integers(again()))
-    return {id(x): other for x, other in pairs if x.shape == other.shape and bool((x == other.to(x.device)).all())}
+    with unset_fake_temporarily():  # a mode may be on
+        return {id(x): other for x, other in pairs if x.shape == other.shape and torch.equal(x, other.to(x.device))}
 
 
 def _integers(result: Any) -> list[Tensor]:

@@ -40,6 +40,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         events: the functions so far.
+        ends: values that the step runs backward from itself, of a plan.
         hollow: whether large values of the batch are fake.
     """
 
@@ -49,6 +50,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.mode, self.guesses, self.listener = mode, guesses, listener
         self.events: list[Event] = []
+        self.ends: list[Tensor] = []
         self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
         self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
 

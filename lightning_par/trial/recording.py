@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.private.pytree import tree_leaves
-from lightning_par.sharded.functions import name_of
+from lightning_par.sharded.functions import READS, SIZED_BY_SECOND, name_of
+from lightning_par.trial.fake_functions import OnOnes, is_fake
 from lightning_par.trial.guesses import Patterns
 
 
@@ -26,6 +27,13 @@ class Event:
     @property
     def name(self) -> str:
         return name_of(self.func)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the step went on by a guess of values that are not there, or of how many there are."""
+        unsized = isinstance(self.func, OnOnes) and self.func.unsized
+        told = self.name in SIZED_BY_SECOND and len(self.args) > 1 and not is_fake(self.args[1])
+        return unsized and not told or self.result is None and self.name in READS
 
     @cached_property
     def inputs(self) -> list[Tensor]:
@@ -49,6 +57,7 @@ class Recording:
         refused: what the user is told where a sharded tensor went out of sight, or None.
         patterns: of the guesses by which the step ran.
         heard: what a `lightning_par.trial.listener.Listener` made of the run, if it came to its end.
+        ends: where the step runs backward itself, of a plan.
         plain: of a run on sharded tensors, what the step would do on whole ones, where that was asked for and is known.
     """
 
@@ -60,6 +69,7 @@ class Recording:
     refused: str | None = None
     patterns: Patterns = field(default_factory=dict)
     heard: Any = None
+    ends: tuple[Tensor, ...] = ()
     plain: Recording | None = None
 
     @cached_property

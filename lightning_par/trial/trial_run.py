@@ -151,6 +151,8 @@ class _Run:
         copy = stand_in(self.module, stand, self.shared, recorder.took)
         if isinstance(recorder, TwinRecorder):
             recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
+        if self.planned and hasattr(copy, "manual_backward"):
+            copy.manual_backward = lambda loss, *args, **kwargs: recorder.ends.append(loss)
         batch = copied(self.batch)
         if starts:
             with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes
@@ -161,6 +163,7 @@ class _Run:
         tensors = tuple(recorder.fake(x) for x in tensors_of(batch))
         events = tuple(recorder.events)
         found = Recording(events, parameters, tensors, result, stopped, refused, guesses.patterns)
+        found = replace(found, ends=tuple(recorder.ends))
         return found if stopped is not None else _heard(found, recorder, batch)
 
     def _called(self, copy: Any, batch: Any, recorder: Recorder) -> tuple[Any, str | None, str | None]:
