@@ -9,6 +9,7 @@ from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.search import any_fits
+from lightning_par.strategies.startup_table import bytes_text
 
 _MOST = 2**20  # devices
 
@@ -30,7 +31,7 @@ class Advice:
     subject: str = "No layout fits: the smallest"
 
     def __str__(self) -> str:
-        lines = [f"{self.subject} lacks {self.short / 1e9:.1f} GB on a device."]
+        lines = [f"{self.subject} lacks {bytes_text(self.short)} on a device."]
         lines += [f"  {change}" for change in self.changes]
         if self.devices:
             lines.append(f"  or take {self.devices} devices of this machine.")

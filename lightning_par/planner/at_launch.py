@@ -15,6 +15,7 @@ from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.report import named
 from lightning_par.planner.search import Launched, search
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.strategies.startup_table import bytes_text
 
 HEADER = ("", "layout", "step", "peak", "fits")
 
@@ -93,7 +94,7 @@ def choose(
         return _fallback(devices, accumulated, global_batch, reasons or "no layout is possible")
     best, *others = found.priced
     notes: tuple[str, ...] = () if best.fits else (
-        f"No layout is predicted to fit: this one lacks {(best.peak - best.memory) / 1e9:.1f} GB on a device. "
+        f"No layout is predicted to fit: this one lacks {bytes_text(best.peak - best.memory)} on a device. "
         "`python -m lightning_par plan` says what would help.",
     )  # fmt: skip
     if global_batch is None:
@@ -146,7 +147,7 @@ def _fallback(devices: int, accumulated: int, global_batch: int | None, why: str
 
 
 def _row(mark: str, one: Prediction) -> tuple[str, ...]:
-    return mark, named(one), f"{one.seconds:.3g} s", f"{one.peak / 1e9:.2f} GB", "yes" if one.fits else "no"
+    return mark, named(one), f"{one.seconds:.3g} s", bytes_text(one.peak), "yes" if one.fits else "no"
 
 
 def _accumulated(batch: Any, global_batch: int) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 from lightning_par.planner.advice import advise, advise_one
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
-from lightning_par.planner.report import Plan
-from lightning_par.planner.search import told
+from lightning_par.planner.replay import UntoldError
+from lightning_par.planner.report import Plan, named
+from lightning_par.planner.search import RuledOut, told
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.strategies.namespace import OTHER, namespace_of
 
@@ -39,6 +40,11 @@ def make_plan(
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
         one = planner.evaluate(planner.as_run(layout, count, global_batch), count, global_batch)
+        try:
+            one.sent  # noqa: B018
+        except UntoldError as error:
+            out = RuledOut(named(one), str(error))
+            return Plan((), (out,), title, count, hosts.devices, None, tuple(planner.notes))
         help_ = None if one.fits else advise_one(planner, one, count, global_batch)
         return Plan((one,), (), title, count, hosts.devices, help_, tuple(planner.notes))
     samples = global_batch or planner.step.samples * count

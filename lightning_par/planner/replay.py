@@ -28,7 +28,7 @@ from lightning_par.planner.recorded import RecordedStep, casting
 from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.stages import StageCut
 from lightning_par.planner.storage import Storage, store
-from lightning_par.private.fake_tensors import WITHOUT_VALUE
+from lightning_par.private.fake_tensors import WITHOUT_VALUE, unset_fake_temporarily
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter
@@ -42,6 +42,7 @@ from lightning_par.sharded.rules.several_axes import Mix
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.tensor.plan import Dealt
+from lightning_par.trial.fake_functions import is_fake, run_on_fakes
 from lightning_par.trial.recording import Event, returned
 
 TAKEN, RETURNED = "taken", "returned"
@@ -165,7 +166,7 @@ class _Replay:
         self.mix = Mix(self.axes) if len(self.axes) > 1 else None
         self.values: dict[int, Any] = {}
         self.last: dict[int, list[int]] = defaultdict(list)
-        ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+        ends = {id(x) for x in tree_leaves((step.recording.result, step.recording.ends)) if isinstance(x, Tensor)}
         held = step.held_until if holds else {}  # by variables of the user's code, which stages don't run as written
         for x, _, last in step.lives:
             if id(x) not in ends:
@@ -299,13 +300,19 @@ class _Replay:
         if any(isinstance(x, BatchTensor) for x in leaves):
             return event.func(*args, **kwargs)  # what the batch alone determines is computed whole
         sharded = any(isinstance(x, ShardedTensor) for x in leaves)
-        return dispatch(event.func, args, kwargs) if sharded else event.func(*args, **kwargs)
+        if not any(isinstance(x, Tensor) and is_fake(x) for x in leaves):  # sizes that the batch alone tells
+            with unset_fake_temporarily():
+                return event.func(*args, **kwargs)
+        if sharded:
+            return dispatch(event.func, args, kwargs)
+        return run_on_fakes(self.fake, event.func, args, kwargs)[0]
 
     def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
         """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew: what
         this one began with holds the whole graph."""
         outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
-        loss = [x for x in tree_leaves(self.step.recording.result) if isinstance(x, Tensor) and id(x) in made]
+        recording = self.step.recording
+        loss = [x for x in tree_leaves((recording.result, recording.ends)) if isinstance(x, Tensor) and id(x) in made]
         ends: dict[int, Tensor] = {}
         for x in (*outs, *loss):
             inner = innermost(self.values[id(x)])

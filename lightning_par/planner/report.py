@@ -12,7 +12,7 @@ from lightning_par.planner.advice import Advice
 from lightning_par.planner.prediction import Prediction
 from lightning_par.planner.replay import UntoldError
 from lightning_par.planner.search import RuledOut
-from lightning_par.strategies.startup_table import format_rows
+from lightning_par.strategies.startup_table import bytes_text, format_rows
 
 SHOWN = 12
 _HEADER = ("", "layout", "fits", "peak", "weights + grads + states", "activations", "step", "tokens/s", "MFU", "bubble",
@@ -64,7 +64,9 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [self._row(i, one) for i, one in enumerate(self.layouts[:SHOWN])]
-        return "\n".join([self.title, *format_rows([_HEADER, *rows]), *self.footer()])
+        counts_tokens = any(one.tokens > one.candidate.samples for one in self.layouts)
+        header = [name if counts_tokens or name != "tokens/s" else "samples/s" for name in _HEADER]
+        return "\n".join([self.title, *format_rows([tuple(header), *rows]), *self.footer()])
 
     def footer(self) -> list[str]:
         lines = [f"ruled out: {one.layout}: {one.reason}" for one in self.ruled_out]
@@ -84,10 +86,10 @@ class Plan:
         return (
             "*" if number == self.chosen else "",
             named(one),
-            "yes" if one.fits else f"no, {(one.peak - one.memory) / 1e9:.1f} GB too much",
-            f"{one.peak / 1e9:.1f} GB",
-            f"{held / 1e9:.1f} GB",
-            f"{worst.activations / 1e9:.1f} GB",
+            "yes" if one.fits else f"no, {bytes_text(one.peak - one.memory)} too much",
+            bytes_text(one.peak),
+            bytes_text(held),
+            bytes_text(worst.activations),
             f"{one.seconds:.3g} s",
             f"{one.tokens_per_s:,.0f}",
             f"{one.mfu:.1%}",
@@ -171,7 +173,7 @@ def _parts(one: Prediction) -> list[str]:
     shares = [f"{name} {seconds:.3g} s" for name, seconds in one.parts.items() if seconds > 0.001 * one.seconds]
     outside = one.each.most_sent_outside()
     sent = [
-        f"{axis} {size / 1e9:.3g} GB" + f", of which {outside[axis] / 1e9:.3g} GB to other hosts" * (outside[axis] > 0)
+        f"{axis} {bytes_text(size)}" + f", of which {bytes_text(outside[axis])} to other hosts" * (outside[axis] > 0)
         for axis, size in one.sent.items()
         if size
     ]

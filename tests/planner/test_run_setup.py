@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_par import plan
+from lightning_par import dry_run, plan
+from lightning_par.planner import replay
 from lightning_par.planner.build import build_module
 from lightning_par.planner.report import Plan
+from lightning_par.private.fake_tensors import WITHOUT_VALUE
+from lightning_par.trial.fake_functions import run_on_fakes
+from tests.planner.counted import APART
+
+TENSOR = {"tensor_parallel_size": 2}
 
 
 class Module(L.LightningModule):
@@ -127,6 +133,34 @@ def test_a_step_that_optimizes_by_hand_has_no_pipeline() -> None:
         planned(ByHand, layout={"pipeline_parallel_size": 2, "microbatches": 2})
 
 
+class ByHandTwice(Module):
+    """Runs backward for each of its optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            loss = self.last(self.first(self.last(self.first(batch)))).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.first.parameters()), torch.optim.Adam(self.last.parameters())]
+
+
+@pytest.mark.parametrize("layout", [TENSOR, TENSOR | {"shard_residual": True}], ids=["tensor", "residual"])
+def test_what_backwards_send_that_the_step_runs_is_counted(layout: dict[str, Any]) -> None:
+    batch = torch.ones(4, 8)
+    sent = dry_run(ByHandTwice, batch, layout, devices=2).sent.items()
+    found = plan(ByHandTwice, batch, "4xH100", devices=2, layout=layout)
+    counted = sum(size for (axis, why), size in sent if axis == "tensor" and why not in APART)
+    assert found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == counted > 0
+    assert "as if none" in found.notes[-1]
+
+
 class Unasked(Module):
     def configure_optimizers(self) -> Any:
         raise KeyError("no rate")
@@ -157,13 +191,32 @@ class Packed(Module):
         return self.last(packed.data).square().mean()
 
 
-def test_a_layout_of_which_values_decide_what_it_sends_is_ruled_out_by_the_line() -> None:
-    batch = torch.zeros(4, 5, 8), torch.tensor([5, 3, 2, 4])
+PACKED = torch.zeros(4, 5, 8), torch.tensor([5, 3, 2, 4])
+
+
+def test_what_lengths_in_the_batch_tell_is_known() -> None:
+    found = plan(Packed, PACKED, "4xH100", devices=2, layout=TENSOR)
+    counted = sum(
+        size for (axis, _), size in dry_run(Packed, PACKED, TENSOR, devices=2).sent.items() if axis == "tensor"
+    )
+    assert not found.notes and found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == counted > 0
+
+
+def test_a_layout_of_which_values_decide_what_it_sends_is_ruled_out_by_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            raise WITHOUT_VALUE[0](torch.ops.aten._pack_padded_sequence.default)
+        return run_on_fakes(mode, func, args, kwargs)
+
+    monkeypatch.setattr(replay, "run_on_fakes", run)
+    batch = PACKED
     found = plan(Packed, batch, "4xH100", devices=2)
     assert str(found)
     assert json.loads(found.json())["layouts"][0]["arguments"]["data_parallel_size"] == 2
-    with pytest.raises(ValueError, match="_pack_padded_sequence at .*test_run_setup.py:[0-9]+ goes by values"):
-        plan(Packed, batch, "4xH100", devices=2, layout={"tensor_parallel_size": 2}).as_dict()
+    found = plan(Packed, batch, "4xH100", devices=2, layout=TENSOR)
+    assert not found.as_dict()["layouts"] and "goes by values" in str(found)
     found = plan(Packed, batch, "4xH100", devices=2, global_batch=1)  # which replicas can't share
     assert found.chosen is None or "tensor" not in str(found.layouts[found.chosen].candidate.layout)
     assert any("goes by values" in one.reason for one in found.ruled_out)
