@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from lightning_par.private.operators import Operator
 from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.sharded.functions import operator_of
+from lightning_par.trial.fake_functions import places_of
 from lightning_par.trial.known_values import is_known
 
 _MOST = 2**28  # elements of what such a function is given
@@ -34,6 +37,9 @@ def of_any_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> An
         assert of_any_values(mode, torch.bincount, (kinds, None, 4), {}).shape == (4,)
         assert of_any_values(mode, torch.bincount, (kinds,), {}) is NotImplemented
     """
+    places = _places(func, args)
+    if places is not None:
+        return func(args[0], [*places])
     fakes = [x for x in tree_leaves((args, kwargs)) if _is_unknown(x)]
     if not fakes or sum(x.numel() for x in fakes) > _MOST:
         return NotImplemented
@@ -56,6 +62,13 @@ def of_any_values(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> An
             return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
 
     return tree_map(fake, found[0])
+
+
+def _places(func: Any, args: Any) -> tuple[Any, ...] | None:
+    """What known masks choose, which takes no memory to tell."""
+    if not isinstance(func, Operator) or operator_of(func) != "index" or any(map(_is_unknown, args[1])):
+        return None
+    return places_of(args[1])
 
 
 def _on(way: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:

@@ -102,6 +102,9 @@ def _of_kernel(error: Exception, inputs: list[Any]) -> bool:
 
 def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """As `run_on_fakes` where fakes can't run ``func``."""
+    chosen = _chosen(func, args, kwargs)
+    if chosen is not NotImplemented:
+        return chosen
     fakes = [x for x in tree_leaves((args, kwargs)) if is_fake(x)]
     device = next((x.device for x in fakes if x.device.type != "cpu"), torch.device("cpu"))
     result, given = _on_real(func, args, kwargs, fakes, _ones(device))
@@ -117,6 +120,37 @@ def run_on_ones(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return linked(made, fakes) if x.requires_grad else made
 
     return tree_map(fake, result)
+
+
+def _chosen(func: Any, args: Any, kwargs: Any) -> Any:
+    """What known masks choose of a fake, by the places where they let through: ones of its shape may take gigabytes."""
+    name = getattr(func, "__name__", "")
+    if name not in ("__getitem__", "masked_select") or kwargs or len(args) != 2:
+        return NotImplemented
+    x, index = args
+    if name == "masked_select" and x.shape != index.shape or not isinstance(index, (Tensor, tuple)):
+        return NotImplemented
+    found = places_of(index if isinstance(index, tuple) else (index,))
+    return NotImplemented if found is None else x[found]
+
+
+def places_of(index: Sequence[Any]) -> tuple[Any, ...] | None:
+    """``index`` with places in the place of masks; None where it has no masks, or one without values.
+
+    Example::
+
+        (rows,) = places_of([torch.tensor([True, False, True])])
+        assert rows.tolist() == [0, 2]
+    """
+    masks = [x for x in tree_leaves(index) if isinstance(x, Tensor) and x.dtype is torch.bool]
+    if not masks or not all(type(x) is Tensor and x.ndim for x in masks):
+        return None
+
+    def places(x: Any) -> Sequence[Any]:
+        return x.nonzero().unbind(1) if isinstance(x, Tensor) and x.dtype is torch.bool else (x,)
+
+    with unset_fake_temporarily():
+        return tuple(place for x in index for place in places(x))
 
 
 def all_fake(mode: FakeTensorMode, args: Any, kwargs: Any, result: Any) -> Any:

@@ -134,3 +134,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_a_plan_of_a_mask_of_32768_tokens_takes_little_memory() -> None:
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", _PLAN], capture_output=True, text=True, check=True)
     assert int(found.stdout.split()[-1]) < 2_000_000  # KB; the mask alone would take 4.3 GB
+
+
+def test_what_a_known_mask_chooses_of_a_huge_value_takes_no_memory() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, HUGE)
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            y, mask = self.layer(batch), batch[:, 0] > 0
+            return y[mask].mean() + y[mask, :7].sum() + y[:, None][mask[:, None]].std()
+
+    batch = torch.zeros(HUGE, 2).index_fill(0, torch.arange(0, HUGE, 2), 1.0)
+    found = record_step(Chooses(), "training_step", batch, grad=True)
+    assert found.is_whole, found.stopped
+    chosen = [tuple(e.result.shape) for e in found.events if e.name == "__getitem__" and e.result.requires_grad]
+    assert chosen == [(HUGE // 2, HUGE), (HUGE // 2, 7), (HUGE, 1, HUGE), (HUGE // 2, HUGE)]
