@@ -29,6 +29,7 @@ def plan(
     global_batch: int | None = None,
     recompute: str = "none",
     eager: bool = False,
+    accumulate_grad_batches: int = 1,
 ) -> Plan:
     """Which layouts of a module fit on a machine, and how fast they are predicted to be. Nothing is computed.
 
@@ -45,6 +46,7 @@ def plan(
         recompute: what backward computes again: ``"none"``, ``"selective"`` (attention that is written out; else all
             but fused attention and every other product), ``"full"`` (each layer).
         eager: whether functions that walk over memory run one by one, as without ``torch.compile``.
+        accumulate_grad_batches: as the Trainer's: what ``global_batch`` is by default is so many times as much.
 
     Returns:
         The layouts, priced, and which one to take; printable as a table.
@@ -60,4 +62,6 @@ def plan(
     """
     from lightning_par.planner.make_plan import make_plan
 
-    return make_plan(module, batch, machine, devices, layout, precision, global_batch, recompute, eager)
+    return make_plan(
+        module, batch, machine, devices, layout, precision, global_batch, recompute, eager, accumulate_grad_batches
+    )

@@ -20,12 +20,14 @@ class RunConfig:
         data: makes the datamodule.
         precision: the Trainer's.
         devices: of all hosts.
+        accumulated: batches of one step of the optimizer on each replica.
     """
 
     module: Callable[[], Any] | None
     data: Callable[[], Any] | None
     precision: str | None
     devices: int | None
+    accumulated: int | None = None
 
 
 def read_config(path: str, kind: Any = None, data_kind: Any = None) -> RunConfig:
@@ -54,10 +56,12 @@ def read_config(path: str, kind: Any = None, data_kind: Any = None) -> RunConfig
     given = given.get("fit") or given
     trainer = given.get("trainer") or {}
     precision = trainer.get("precision")
+    accumulated = trainer.get("accumulate_grad_batches")
     data = _maker(given.get("data") or {}, data_kind, "data", path, kind or data_kind)
     return RunConfig(
         _module(given, kind, path), data, None if precision is None else str(precision),
         _devices(trainer.get("devices"), trainer.get("num_nodes", 1)),
+        accumulated if isinstance(accumulated, int) and accumulated > 0 else None,
     )  # fmt: skip
 
 

@@ -36,7 +36,8 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--devices", type=int, help="over all hosts (default: one host's)")
     plan.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
     plan.add_argument(
-        "--config", help="a LightningCLI's YAML, for the model, its optimizer, the batch, the precision and the devices"
+        "--config",
+        help="a LightningCLI's YAML: the model, its optimizer, the batch, the precision, devices, accumulation",
     )
     plan.add_argument("--layout", type=json_dict, help="HybridParallelStrategy's arguments in JSON: that layout alone")
     plan.add_argument("--precision", help="as the Trainer's (default: 32-true)")
@@ -49,7 +50,7 @@ def add_plan(commands: Any) -> None:
 
 def show_plan(asked: Namespace) -> int:
     """Run the command; returns its exit code."""
-    precision, devices = asked.precision, asked.devices
+    precision, devices, accumulated = asked.precision, asked.devices, None
     from lightning_par.planner import plan
     from lightning_par.planner.make_plan import is_datamodule
 
@@ -63,6 +64,7 @@ def show_plan(asked: Namespace) -> int:
         if batch is None or is_datamodule(batch):
             batch = config.data
         precision, devices = precision or config.precision, devices or config.devices
+        accumulated = config.accumulated
     missing = [n for n, v in (("MODULE", made), ("--batch", batch), ("--machine", asked.machine)) if v is None]
     if missing:
         raise ValueError(f"plan needs {' and '.join(missing)}{_without(asked.config, missing)}")
@@ -74,6 +76,7 @@ def show_plan(asked: Namespace) -> int:
     found = plan(
         made, batch, machine, devices=devices, layout=asked.layout, precision=precision or "32-true",
         global_batch=asked.global_batch, recompute=asked.recompute, eager=asked.eager,
+        accumulate_grad_batches=accumulated or 1,
     )  # fmt: skip
     print(found.json()) if asked.json else found.show()
     return FITS if found.chosen is not None else NOTHING_FITS

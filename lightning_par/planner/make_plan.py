@@ -28,17 +28,21 @@ def make_plan(
     global_batch: int | None,
     recompute: str,
     eager: bool,
+    accumulated: int = 1,
 ) -> Plan:
     """See `lightning_par.plan`."""
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTES))}, got {recompute!r}.")
-    for name, value in (("devices", devices), ("global_batch", global_batch)):
+    for name, value in (("devices", devices), ("global_batch", global_batch), ("accumulate_grad_batches", accumulated)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
     planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager)  # type: ignore[arg-type]
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
+        if global_batch is None and accumulated > 1:
+            one_batch = planner.evaluate(planner.as_run(layout, count), count)
+            global_batch = one_batch.candidate.samples * accumulated
         one = planner.evaluate(planner.as_run(layout, count, global_batch), count, global_batch)
         try:
             one.sent  # noqa: B018
@@ -47,7 +51,7 @@ def make_plan(
             return Plan((), (out,), title, count, hosts.devices, None, tuple(planner.notes))
         help_ = None if one.fits else advise_one(planner, one, count, global_batch)
         return Plan((one,), (), title, count, hosts.devices, help_, tuple(planner.notes))
-    samples = global_batch or planner.step.samples * count
+    samples = global_batch or planner.step.samples * count * accumulated
     found = told(planner, count, samples)
     title += f", {samples} samples a step"
     advice = None

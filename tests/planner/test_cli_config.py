@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_a_plan_needs_no_more_than_the_yaml_and_a_machine(tmp_path: Path, capsys
     assert main(["plan", "--config", path, "--machine", "2xH100"]) == 0
     out = capsys.readouterr().out
     assert "Layers on 4 x H100" in out and "bf16-mixed" in out and "batch_size=4 in the DataLoader" in out
+
+
+@pytest.mark.parametrize("more", [[], ["--layout", '{"data_parallel_size": 4}']], ids=["any", "layout"])
+def test_a_step_is_on_as_many_batches_as_the_yaml_accumulates(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _file(tmp_path, MODEL, ADAM, DATA, TRAINER[:-1] + ", accumulate_grad_batches: 3}")
+    assert main(["plan", "--config", path, "--machine", "4xH100", "--json", *more]) == 0
+    one = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert one["global_batch"] == 48 and one["accumulate_grad_batches"] * one["micro_batch_size"] >= 12
 
 
 def test_classes_that_a_script_fixes_are_given_with_the_command(

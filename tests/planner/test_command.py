@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
+from lightning_par import plan
 from lightning_par.__main__ import main
 
 MODULE = """
@@ -48,6 +52,21 @@ def test_a_layout_alone_as_json(file: str, capsys: pytest.CaptureFixture[str]) -
     assert one["arguments"]["data_parallel_size"] == 2 and len(one["ranks"]) == 8
     assert {"parameters", "gradients", "optimizer", "activations", "peak"} <= one["ranks"][0].keys()
     assert one["sent"]["tensor"] > 0 and 0 < one["bubble"] < 1
+
+
+class Small(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(batch).square().mean()
+        return found
+
+
+def test_small_models_are_told_in_small_units() -> None:
+    shown = str(plan(Small, torch.zeros(4, 8), "2xH100", devices=2))
+    assert " B " in shown and " GB" not in shown and "samples/s" in shown and "tokens/s" not in shown
 
 
 def test_a_table_and_what_to_write(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,57 @@
+"""A plan for GPUs knows what attention keeps there, however it is written, not what a CPU's own would keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_par import plan
+
+B, T, C, HEADS = 4, 256, 64, 4
+
+
+class ByHand(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.into, self.out, self.dropout = nn.Linear(C, 3 * C), nn.Linear(C, C), dropout
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        q, k, v = (y.reshape(B, T, HEADS, -1).transpose(1, 2) for y in self.into(x_BTC).chunk(3, -1))
+        y_BHTD = F.scaled_dot_product_attention(q, k, v, None, self.dropout)
+        out: Tensor = self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))
+        return out
+
+
+class Attends(LightningModule):
+    """Its attention is written ``by_hand``, is torch's, or is torch's and gives its weights."""
+
+    def __init__(self, kind: str, dropout: float) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attention = (
+            ByHand(dropout) if kind == "by_hand" else nn.MultiheadAttention(C, HEADS, dropout, batch_first=True)
+        )
+
+    def training_step(self, x: Tensor, i: int) -> Tensor:
+        if self.kind == "by_hand":
+            return self.attention(x).square().mean()
+        return self.attention(x, x, x, need_weights=self.kind == "weights")[0].square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _activations(kind: str, dropout: float) -> int:
+    found = plan(Attends(kind, dropout), torch.randn(B, T, C), "8xH100", devices=1, layout={"data_parallel_size": 1})
+    return int(found.as_dict()["layouts"][0]["ranks"][0]["activations"])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_keeps_what_fused_attention_keeps(dropout: float) -> None:
+    scores = B * HEADS * T * T * 4
+    by_hand = _activations("by_hand", dropout)
+    assert by_hand == _activations("torch", dropout) == _activations("by_hand", 0.0) < scores
+    assert _activations("weights", dropout) > scores  # which it gives
