@@ -244,10 +244,7 @@ class RecordedStep:
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU.
-
-    There some functions run in half precision that a GPU's autocast runs in single.
-    """
+    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU, but within `GpuKernels`."""
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
