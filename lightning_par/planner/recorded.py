@@ -16,7 +16,7 @@ from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.planner.fused_attention import FusedAttention
+from lightning_par.planner.gpu_kernels import GpuKernels
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -241,10 +241,7 @@ class RecordedStep:
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU.
-
-    There some functions run in half precision that a GPU's autocast runs in single.
-    """
+    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU, but within `GpuKernels`."""
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
@@ -275,7 +272,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, f
             stack.enter_context(made[-1].keeps())
         return stack
 
-    with FusedAttention() if fused else contextlib.nullcontext():
+    with GpuKernels() if fused else contextlib.nullcontext():
         recording = record_step(
             module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
             hears_started=True, planned=True,
