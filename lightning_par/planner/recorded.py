@@ -16,7 +16,7 @@ from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.planner.fused_attention import FusedAttention
+from lightning_par.planner.gpu_kernels import GpuKernels
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -277,7 +277,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, f
             stack.enter_context(made[-1].keeps())
         return stack
 
-    with FusedAttention() if fused else contextlib.nullcontext():
+    with GpuKernels() if fused else contextlib.nullcontext():
         recording = record_step(
             module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
             hears_started=True, planned=True,

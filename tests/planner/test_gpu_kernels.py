@@ -1,4 +1,4 @@
-"""A plan for GPUs knows what attention keeps there, however it is written, not what a CPU's own would keep."""
+"""A plan for GPUs knows what their kernels keep of a function, not what a CPU keeps that has none."""
 
 from __future__ import annotations
 
@@ -44,14 +44,34 @@ class Attends(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _activations(kind: str, dropout: float) -> int:
-    found = plan(Attends(kind, dropout), torch.randn(B, T, C), "8xH100", devices=1, layout={"data_parallel_size": 1})
+def _activations(module: LightningModule, precision: str = "32-true") -> int:
+    layout = {"data_parallel_size": 1}
+    found = plan(module, torch.randn(B, T, C), "8xH100", devices=1, layout=layout, precision=precision)
     return int(found.as_dict()["layouts"][0]["ranks"][0]["activations"])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_keeps_what_fused_attention_keeps(dropout: float) -> None:
     scores = B * HEADS * T * T * 4
-    by_hand = _activations("by_hand", dropout)
-    assert by_hand == _activations("torch", dropout) == _activations("by_hand", 0.0) < scores
-    assert _activations("weights", dropout) > scores  # which it gives
+    by_hand = _activations(Attends("by_hand", dropout))
+    assert by_hand == _activations(Attends("torch", dropout)) == _activations(Attends("by_hand", 0.0)) < scores
+    assert _activations(Attends("weights", dropout)) > scores  # which it gives
+
+
+class Normed(LightningModule):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(kind(C), nn.Linear(C, C)) for _ in range(4))
+
+    def training_step(self, x: Tensor, i: int) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+    configure_optimizers = Attends.configure_optimizers
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_norm_keeps_its_input_and_a_number_for_each_token(precision: str) -> None:
+    by_layer, by_root = (_activations(Normed(kind), precision) for kind in (nn.LayerNorm, nn.RMSNorm))
+    assert by_layer == by_root
