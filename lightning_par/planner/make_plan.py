@@ -42,7 +42,7 @@ def make_plan(
     if layout is not None:
         if global_batch is None and accumulated > 1:
             one_batch = planner.evaluate(planner.as_run(layout, count), count)
-            global_batch = one_batch.candidate.samples * accumulated
+            global_batch = round(one_batch.candidate.samples * accumulated)
         one = planner.evaluate(planner.as_run(layout, count, global_batch), count, global_batch)
         try:
             one.sent  # noqa: B018

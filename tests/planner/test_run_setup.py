@@ -161,6 +161,20 @@ def test_what_backwards_send_that_the_step_runs_is_counted(layout: dict[str, Any
     assert "as if none" in found.notes[-1]
 
 
+class Routed(Module):
+    """Sends rows on by what weights make of them."""
+
+    def training_step(self, batch: Tensor) -> Any:
+        x = self.first(batch)
+        chosen = (x.sum(1) > 0).nonzero().flatten()
+        return self.last(x[chosen]).square().mean() if chosen.numel() else x.mean()
+
+
+def test_lines_that_go_by_values_are_named() -> None:
+    (note,) = plan(Routed, torch.ones(4, 8), "2xH100", devices=2, layout={"data_parallel_size": 2}).notes
+    assert note.startswith("not known: the values that the step reads at ") and "test_run_setup.py:" in note
+
+
 class Unasked(Module):
     def configure_optimizers(self) -> Any:
         raise KeyError("no rate")
