@@ -75,3 +75,31 @@ class Normed(LightningModule):
 def test_a_norm_keeps_its_input_and_a_number_for_each_token(precision: str) -> None:
     by_layer, by_root = (_activations(Normed(kind), precision) for kind in (nn.LayerNorm, nn.RMSNorm))
     assert by_layer == by_root
+
+
+class Written(LightningModule):
+    """Attention that is written out, of which only the weights' size counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(C, 2 * C)
+
+    def training_step(self, x_BTC: Tensor, i: int) -> Tensor:
+        q, k = self.into(x_BTC).chunk(2, -1)
+        weights_BTT = (q @ k.transpose(-1, -2)).softmax(-1)
+        return (weights_BTT @ k).sum()
+
+    configure_optimizers = Attends.configure_optimizers
+
+
+def test_autocast_runs_softmax_in_single_precision_as_a_gpu_does() -> None:
+    pairs = B * T * T
+    more = _activations(Written(), "bf16-mixed") - _activations(Written(), "bf16-true")
+    assert more >= pairs * 4  # its result, and a copy of that for the product
+
+
+def test_functions_that_run_one_by_one_keep_on_a_gpu_what_its_kernels_keep() -> None:
+    layout, scores = {"data_parallel_size": 1}, B * HEADS * T * T * 4
+    module = Attends("by_hand", 0.1)
+    found = plan(module, torch.randn(B, T, C), "8xH100", devices=1, layout=layout, eager=True)
+    assert found.as_dict()["layouts"][0]["ranks"][0]["activations"] < scores
