@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,11 +11,30 @@ from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_users_code
 
+if TYPE_CHECKING:
+    from lightning_par.pipeline.effects.watched_run import Watch
+
 
 def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
     """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
     named = unit.named_modules(prefix=path)
     return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or hooks_on(m)]
+
+
+_SAYING = frozenset("logger loggers log_dict log_metrics experiment lightning_module".split())
+
+
+def may_say(watch: Watch) -> bool:
+    """Whether code in a unit reaches what it could log by, though no trial has met a log: as every hundredth step,
+    or where a value is no number."""
+    module = watch.lightning_module
+    units = ((path, module.get_submodule(path)) for path in watch.units)
+    for path, unit in units:
+        if users_within(unit, path, watch.packages) or hooks_on_all():
+            reach = watch.reach_of_unit(path, unit)
+            if id(module) in reach.names or not reach.words.isdisjoint(_SAYING):
+                return True
+    return False
 
 
 LENT = "argument "

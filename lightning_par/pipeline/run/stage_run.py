@@ -44,11 +44,13 @@ class StageRun(StageValues):
         told: what units change is told through it, if it is.
         hooks: those that hung when the run began.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
+        path: the unit that is running.
     """
 
     told: InnerState | None = None
     hushed: bool | None = None
     hooks: HooksCell | None = None
+    path: str | None = None
 
     def __init__(
         self,
@@ -186,8 +188,12 @@ class StageRun(StageValues):
     @contextmanager
     def _keeping(self, index: int, path: str) -> Iterator[None]:
         hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path, self.axis is not None)
-        with hung, nullcontext() if self.told is None else self.told.call(index, path):
-            yield
+        self.path = path
+        try:
+            with hung, nullcontext() if self.told is None else self.told.call(index, path):
+                yield
+        finally:
+            self.path = None
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:

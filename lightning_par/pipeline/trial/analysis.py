@@ -35,6 +35,7 @@ from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Transformed
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import record_unit
+from lightning_par.pipeline.trial.unit_outputs import UnitOutputs
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.modes import is_any_autocast
 from lightning_par.private.pytree import tree_leaves
@@ -97,6 +98,7 @@ class Analysis(FakeRun):
         set_around: units that it calls while it has changed their state.
         resets: those that keep something, whose state that changes, too.
         in_hooks: the names of objects that hooks on gradients reach.
+        outputs: what units say.
         hooks_on_gradients: on modules of the copy, as the step begins.
     """
 
@@ -135,6 +137,7 @@ class Analysis(FakeRun):
         self.set_around: frozenset[str] = frozenset()
         self.resets: frozenset[str] = frozenset()
         self.in_hooks: frozenset[str] = frozenset()
+        self.outputs = UnitOutputs()
         self.hooks_on_gradients: dict[nn.Module, int] = {}
 
     def number(self) -> int:
@@ -216,7 +219,11 @@ class Analysis(FakeRun):
             for x in tensors_in((args, kwargs)):
                 if self.transformed.closes_over(x, self.values):
                     self.use_parameter(x)
-        return super().run_function(func, args, kwargs)
+        sums = 0 if self.axis is None else self.axis.sums
+        result = super().run_function(func, args, kwargs)
+        if self.axis is not None:
+            self.outputs.ran(func, args, kwargs, result, self.axis.sums > sums)
+        return result
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any, keeps: bool = True) -> None:
         super().charge(func, args, kwargs, result, keeps)

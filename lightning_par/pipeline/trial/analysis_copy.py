@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
+from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
@@ -123,22 +123,37 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def listen(copy: nn.Module, run: Analysis) -> None:
-    """What the step logs counts as used at its end."""
+    """What the step logs counts as used at its end; what units say they say themselves."""
+    outputs = run.outputs
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if outputs.path is not None:
+            outputs.say(f"self.log({name!r}, ...)", (value, args, kwargs), run.trace)
+            return
         run.handed.check_outside(value)
         run.effects += tensors_in(run.followed(value))
 
     def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
+        if outputs.path is not None:
+            outputs.say(f"self.log_dict({[*values]}, ...)", (dict(values), args, kwargs), run.trace)
+            return
         run.handed.check_outside(dict(values))
         run.effects += tensors_in(run.followed(dict(values)))
 
     def hear(said: Said) -> None:
-        if isinstance(said, SayingCall):
+        if outputs.path is not None:
+            if isinstance(said, SayingCall):
+                what = f"logger.{'.'.join(said.path)}(...)"
+                outputs.say(what, (said.args, said.kwargs), run.trace, to_logger=True)
+        elif isinstance(said, SayingCall):
             run.effects += tensors_in(run.followed((said.args, said.kwargs)))
 
+    def print_(*args: Any, **kwargs: Any) -> None:
+        if outputs.path is not None:
+            outputs.say("self.print(...)", (printed(*args, **kwargs),), run.trace)
+
     if hasattr(copy, "automatic_optimization"):
-        vars(copy).update(log=log, log_dict=log_dict)
+        vars(copy).update(log=log, log_dict=log_dict, print=print_)
     trainer = trainer_of(copy)
     if isinstance(trainer, TrainerView):
         views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]

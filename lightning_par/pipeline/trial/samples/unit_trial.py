@@ -56,7 +56,7 @@ def acts_plainly(
     except SamplesMixError:
         before.restore()
         result = _sample_by_sample(run, module, call, given)
-        if result is NotImplemented:
+        if result is NotImplemented or run.outputs.said:
             raise
         return result, True
     drawn, run.draws.drawn = run.draws.drawn, []  # what follows is no part of it
@@ -119,6 +119,7 @@ class _Repeats:
             again = self._twice(self._as_views)
             plain = first is not None and again is not None and again.agrees(first, samples, own)
             viewed = viewed if again is None else again
+        plain &= not self._run.outputs.of_samples  # of which it says the batch's
         if plain and first is not None and (drew or owned):
             self._run.draws.parts = viewed.parts_drawn(first, samples, own, lead.positions)
         elif owned:  # from which each microbatch would draw anew
@@ -207,7 +208,8 @@ def _aside(run: Analysis) -> Iterator[None]:
     unsized, frames, casts = run.unsized, run.frames, run.casts
     run.frames, run.casts = [Frame("", 0)], Counter()
     try:
-        yield
+        with run.outputs.again():
+            yield
     finally:
         run.unsized, run.frames, run.casts = unsized, frames, casts
 
