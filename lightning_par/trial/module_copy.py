@@ -52,16 +52,20 @@ def stand_in(
     for parameter in module.parameters():
         if is_packed(parameter):
             give_meaning(memo[id(parameter)], parameter, tensor, memo)
+    top = memo[id(module)]
+    trainer = trainer_of(module)
+    optimizers = Optimizers(top, lambda: _made(trainer), memo)
+    view = None if trainer is None else TrainerView(trainer, optimizers)
+    if view is not None:
+        memo[id(trainer)] = view  # to hooks that close over it, too
+        memo.update((id(logger), Stand()) for logger in getattr(trainer, "loggers", ()))
     for submodule in own_copy:
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
             state[name] = _copied(value, memo)
         forget_call(memo[id(submodule)])
-    top = memo[id(module)]
-    trainer = trainer_of(module)
-    optimizers = Optimizers(top, lambda: _made(trainer), memo)
-    if trainer is not None:
-        give_trainer(top, TrainerView(trainer, optimizers))
+    if view is not None:
+        give_trainer(top, view)
     if hasattr(module, "automatic_optimization"):
         _silence(top, optimizers)
     for submodule in top.modules():

@@ -166,6 +166,10 @@ class InnerState:
         """Whether units of the program that was agreed on last keep something."""
         return bool(self._keeping)
 
+    def keeps(self, path: str | None) -> bool:
+        """Whether the ranks are told what the unit ``path`` changes."""
+        return path in self._keeping and not self._cut
+
     def begin(self, program: Program, cut: bool) -> None:
         """A run begins, for which the ranks agree.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_par.private.metrics import has_states
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_users_code
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
-    """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
-    named = unit.named_modules(prefix=path)
-    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or hooks_on(m)]
+    """The modules in ``unit`` in which code of the user's runs, their own or hooks on them; and its metrics."""
+    return [
+        (name, m)
+        for name, m in unit.named_modules(prefix=path)
+        if is_users_code(type(m).__module__, packages) or hooks_on(m) or has_states(m)
+    ]
 
 
 _SAYING = frozenset("logger loggers log_dict log_metrics experiment lightning_module".split())

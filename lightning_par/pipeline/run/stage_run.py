@@ -44,13 +44,11 @@ class StageRun(StageValues):
         told: what units change is told through it, if it is.
         hooks: those that hung when the run began.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
-        path: the unit that is running.
     """
 
     told: InnerState | None = None
     hushed: bool | None = None
     hooks: HooksCell | None = None
-    path: str | None = None
 
     def __init__(
         self,
@@ -188,12 +186,8 @@ class StageRun(StageValues):
     @contextmanager
     def _keeping(self, index: int, path: str) -> Iterator[None]:
         hung = nullcontext() if self.hooks is None else self.hooks.within_unit(path, self.axis is not None)
-        self.path = path
-        try:
-            with hung, nullcontext() if self.told is None else self.told.call(index, path):
-                yield
-        finally:
-            self.path = None
+        with hung, nullcontext() if self.told is None else self.told.call(index, path):
+            yield
 
     @contextmanager
     def region(self, by_itself: Callable[[Callable[[], Any]], Any]) -> Iterator[bool]:
@@ -214,6 +208,13 @@ class StageRun(StageValues):
         if self.program.microbatches == 1:
             return False
         return any(event.kind == "batch" or event.cuts or event.given for event in self.program.events[first:end])
+
+    def metric_within(self, metric: nn.Module) -> None:
+        if self.told is None or not self.told.keeps(self.path):
+            raise RuntimeError(
+                f"{user_line()}: a layer calls a {type(metric).__name__} here, as nothing told that it would when the "
+                "step was first run. The other ranks of the pipeline would not have its state. Call it in the step."
+            )
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]

@@ -327,6 +327,14 @@ class Analysis(FakeRun):
             with unset_fake_temporarily():
                 self.called.append((len(self.events), func, words_of(given, is_located)))
 
+    def metric_within(self, metric: nn.Module) -> None:
+        path = self.path
+        assert path is not None
+        if self.axis is not None:
+            self.outputs.mixes(f"calls a {type(metric).__name__} at {user_line()}")
+        elif self.changes.looked:  # whose state the others are told, as what else it keeps
+            self.changes.keeping.setdefault(path, f"a {type(metric).__name__}")
+
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         located = [x for x in tensors_in((args, kwargs)) if is_located(x)]
         # Of a part of the batch its value is of no use; whether it is the loss, its tag tells.

@@ -53,7 +53,7 @@ class UnitOutputs:
         self.said: list[str] = []  # in words, by the unit that runs
         self.of_samples = False  # whether any of it is made of samples
         self.shares: tuple[list[bool], list[bool]] = [], []
-        self._mixed: str | None = None  # why what it says can't be put together
+        self.mixed: str | None = None  # why what it says can't be put together
         self._used: str | None = None  # where a sum is used for something else
         self._tags: dict[int, str] = {}
         self._kept: list[Any] = []  # ids stay valid as long as the objects live
@@ -120,9 +120,13 @@ class UnitOutputs:
             self.of_samples |= tag is not None or isinstance(x, ShardedTensor)
             self.shares[to_logger].append(tag == Share.SHARE)
             if tag == Share.MIXED:
-                self._mixed = self._mixed or f"{self.said[-1]} with what is no sum or mean over the samples of a batch"
+                self.mixes(f"calls {self.said[-1]} with what is no sum or mean over the samples of a batch")
         if any(isinstance(x, nn.Module) for x in tree_leaves(given)):
-            self._mixed = self._mixed or f"{self.said[-1]} with a metric"
+            self.mixes(f"calls {self.said[-1]} with a metric")
+
+    def mixes(self, why: str) -> None:
+        """What the unit says, or keeps in a metric, can't be put together of microbatches."""
+        self.mixed = self.mixed or why
 
     def end(self) -> Shares | None:
         """What the unit has said of a microbatch; None if nothing.
@@ -130,8 +134,8 @@ class UnitOutputs:
         Raises:
             SamplesMixError: it says what needs the samples together.
         """
-        if self._mixed is not None:
-            raise SamplesMixError(f"{self.path!r} calls {self._mixed}")
+        if self.mixed is not None:
+            raise SamplesMixError(f"{self.path!r} {self.mixed}")
         return (tuple(self.shares[0]), tuple(self.shares[1])) if self.said else None
 
     def alone(self, result: Any) -> bool:

@@ -56,7 +56,7 @@ def acts_plainly(
     except SamplesMixError:
         before.restore()
         result = _sample_by_sample(run, module, call, given)
-        if result is NotImplemented or run.outputs.said:
+        if result is NotImplemented or run.outputs.said or run.outputs.mixed:
             raise
         return result, True
     drawn, run.draws.drawn = run.draws.drawn, []  # what follows is no part of it
