@@ -36,6 +36,11 @@ class LayoutWork:
         """The cost of each unit of the step."""
         return _unit_costs(self.profile, self.setting)
 
+    @property
+    def stage_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What each stage keeps of a microbatch; and the most beside that, while a unit of it runs backward."""
+        return _stage_bytes(self.profile, self.setting)
+
     @cached_property
     def replicas(self) -> Group:
         """The ranks with the same weights."""
@@ -164,3 +169,10 @@ class LayoutWork:
 def _unit_costs(profile: Profile, setting: Setting) -> tuple[UnitCost, ...]:
     kinds = [unit_cost(unit, setting) for unit in profile.kinds]
     return tuple(kinds[kind] for kind in profile.order)
+
+
+@lru_cache(maxsize=64)
+def _stage_bytes(profile: Profile, setting: Setting) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    costs, stages = _unit_costs(profile, setting), profile.stages.units
+    kept = tuple(sum(costs[u].kept for u in units) for units in stages)
+    return kept, tuple(max((costs[u].extra for u in units), default=0.0) for units in stages)

@@ -13,7 +13,7 @@ from lightning_par.planner.prediction import RankMemory
 from lightning_par.planner.rank_bytes import ByRank
 from lightning_par.planner.step_memory import Averaged, StepEnd, StepOrder, order_of, peak_of
 from lightning_par.planner.stored_parts import stored_part
-from lightning_par.planner.weight_copies import copies, kept_copies
+from lightning_par.planner.weight_copies import copies, kept_copies, lone_copies
 
 
 def rank_memory(
@@ -56,12 +56,9 @@ def rank_memory(
 
 def _reckoned(work: LayoutWork, ranks: Sequence[Sequence[int]], rough: bool) -> list[float]:
     """Bytes that the units keep for the microbatches under way, and beside them while the largest runs backward."""
-    stages, one = work.profile.stages, work.one
-    kept = [sum(work.units[u].kept for u in units) for units in stages.units]
-    p = work.run.precision
+    one, p, (kept, extras) = work.one, work.run.precision, work.stage_bytes
     if one.layout.pipeline > 1 and p.autocast is not None and not one.stored:  # each microbatch has copies of its own
-        kept = [size + (copies(work, (s,), 0) - kept_copies(work, (s,), 0)) * p.copy for s, size in enumerate(kept)]
-    extras = [max((work.units[u].extra for u in units), default=0.0) for units in stages.units]
+        kept = tuple(size + copied * p.copy for size, copied in zip(kept, lone_copies(work)))
     if one.layout.pipeline == 1:
         held = [sum(kept)]
     else:

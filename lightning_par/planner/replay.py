@@ -207,8 +207,12 @@ class _Replay:
         """Of the stage ``number``, the events from ``first`` to ``end``, forward and backward."""
         made: set[int] = set()
         leaves: dict[str, Tensor] = {}
-        for names, x in self.step.recording.parameters.items():  # what backward makes of it is added to what is there
+        used = {id(x) for event in self.step.events[first:end] for x in event.inputs}
+        for names, x in self.step.recording.parameters.items():
+            if id(x) not in used:  # another stage's, of which a large model has many
+                continue
             leaf = leaves[names[0]] = self.parts[id(x)] if id(x) in self.parts else innermost(self.values[id(x)])
+            # what backward makes of it is added to what is there
             leaf.grad = torch.empty_like(leaf) if leaf.requires_grad else None
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
         here = [innermost(self.values.get(id(x), x)) for x in taken]

@@ -6,12 +6,14 @@ As `lightning_par.pipeline.run.weight_casts` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import schedule_of, simulated
 from lightning_par.planner.prediction import PlannedRun
+from lightning_par.planner.profile import Stages
 
 
 def sharing_stages(one: Candidate, run: PlannedRun) -> frozenset[int]:
@@ -38,3 +40,17 @@ def copies(work: LayoutWork, own: Sequence[int], tensor: int, trained: bool = Fa
     """Elements of the weights of which products use a copy; of those that are ``trained`` alone."""
     held = work.profile.stages.held(own)
     return sum(prod(x.part(tensor)) for x in held if x.cast and (x.trained or not trained))
+
+
+def lone_copies(work: LayoutWork) -> list[int]:
+    """Elements of the weights of each stage of which every microbatch has a copy of its own, on the first rank."""
+    shared, (whole, trained) = sharing_stages(work.one, work.run), _by_stage(work.profile.stages)
+    return [size - trained[s] * (s in shared) for s, size in enumerate(whole)]
+
+
+@lru_cache(maxsize=64)
+def _by_stage(stages: Stages) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of the weights of each stage of which products use a copy; and of the trained ones among them."""
+    cast = [[x for x in stages.held((s,)) if x.cast] for s in range(len(stages.units))]
+    whole = tuple(sum(prod(x.part(0)) for x in own) for own in cast)
+    return whole, tuple(sum(prod(x.part(0)) for x in own if x.trained) for own in cast)

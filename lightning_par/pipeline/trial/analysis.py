@@ -19,6 +19,7 @@ from lightning_par.pipeline.effects.metrics import value_like
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
+from lightning_par.pipeline.program.event_draws import PartDrawn
 from lightning_par.pipeline.program.event_functions import is_setting, most_casts, writes_into
 from lightning_par.pipeline.program.microbatch_values import cut_to
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
@@ -100,6 +101,8 @@ class Analysis(FakeRun):
         in_hooks: the names of objects that hooks on gradients reach.
         outputs: what units say.
         hooks_on_gradients: on modules of the copy, as the step begins.
+        tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
+            they draw there.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Analysis(FakeRun):
         self.handed = Handed(self.homes, self.values.keys, self.values.names)
         self.lent, self.changes = Lent(), UnitChanges(nn.Module(), frozenset())
         self.tries_units = True
+        self.tried: dict[Any, tuple[bool, tuple[PartDrawn, ...]]] = {}
         self.resetting: Callable[[str], AbstractContextManager[None]] = lambda path: nullcontext()
         self.tags: dict[int, str] = {}
         self.transformed: Transformed | None = None  # while it runs

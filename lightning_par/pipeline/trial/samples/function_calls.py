@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -78,6 +78,17 @@ class Trace:
         self.calls.append(Called(func, given, made, tuple(parts)))
         self._known.update((id(x), ("made", len(self.calls), n)) for n, x in enumerate(results))
         self._kept.append((args, kwargs, result))
+
+    @property
+    def outline(self) -> tuple[Called, ...]:
+        """The calls, of which tensors from elsewhere are told by the order in which they come: as in another unit."""
+        places: dict[Any, Any] = {}
+
+        def placed(name: Any) -> Any:
+            elsewhere = isinstance(name, tuple) and name[:1] == ("other",)
+            return places.setdefault(name, ("other", len(places))) if elsewhere else name
+
+        return tuple(replace(call, given=tuple(map(placed, call.given))) for call in self.calls)
 
     def _name(self, value: Any) -> Any:
         if isinstance(value, (bool, int, str, type(None))):
