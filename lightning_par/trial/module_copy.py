@@ -19,7 +19,7 @@ from lightning_par.private.modes import no_modes
 from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.sharded.packed_parameters import is_packed
-from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
+from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
             "predict_dataloaders": "predict"}  # fmt: skip
@@ -58,7 +58,7 @@ def stand_in(
     view = None if trainer is None else TrainerView(trainer, optimizers)
     if view is not None:
         memo[id(trainer)] = view  # to hooks that close over it, too
-        memo.update((id(logger), Stand()) for logger in getattr(trainer, "loggers", ()))
+        memo.update(zip(map(id, getattr(trainer, "loggers", ())), vars(view)["held_loggers"]))
     for submodule in own_copy:
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
@@ -170,8 +170,9 @@ class TrainerView:
 
     def __init__(self, trainer: Any, optimizers: Optimizers | None = None) -> None:
         vars(self).update(
-            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand()
-        )
+            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand(),
+            held_loggers=[HeldLogger() for _ in getattr(trainer, "loggers", ())],
+        )  # fmt: skip
 
     def __copy__(self) -> TrainerView:
         return self  # where it is an argument of a layer

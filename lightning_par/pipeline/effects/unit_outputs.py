@@ -1,13 +1,14 @@
 """What units log, print by the module or give to loggers: each is heard on its own rank, and told to all.
 
 On one device a unit runs once for a batch. Where the batch is cut, what it says of the microbatches is put together as
-the trial of the step has found that it can be: see `lightning_par.pipeline.trial.unit_outputs`.
+the trial of the step has found that it can be: see `lightning_par.pipeline.trial.unit_logs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import refusal
 from lightning_par.pipeline.effects.console import Said, SayingCall
-from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.effects import Effects
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, Recorder
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.microbatch_outputs import averaged, joined
@@ -131,20 +132,26 @@ class UnitOutputs:
 
     def _tell(self, told: _Told, stage: int, parts: list[Effects]) -> None:
         """Add what the units of ``stage`` have said of all microbatches."""
-        if len(parts) == 1 or self.ready.coupled:
-            shares = [part.share for part in self.ready.parts]
-            found = parts[0] if len(parts) == 1 else merged(parts, lambda values: averaged(values, shares))
-            told.logs += found.logs
-            told.said += found.said
-            return
-        program = self.ready.program
+        program, counts = self.ready.program, [part.share for part in self.ready.parts]
         known = [event.said for event in program.events[program.starts[stage] : program.end(stage)] if event.said]
+        of_logs, of_calls = (iter([x for shares in known for x in shares[n]]) for n in (0, 1))
         try:
-            told.logs += _whole([part.logs for part in parts], iter([x for logs, _ in known for x in logs]))
-            told.said += _whole([part.said for part in parts], iter([x for _, said in known for x in said]))
+            for told_of, records, shares in (
+                (told.logs, [part.logs for part in parts], of_logs),
+                (told.said, [part.said for part in parts], of_calls),
+            ):
+                if len(parts) == 1:
+                    told_of += records[0]
+                elif self.ready.coupled:
+                    told_of += _whole(records, lambda values: averaged(values, counts))
+                else:
+                    told_of += _whole(records, partial(_put_together, shares))
+                    if next(shares, None) is not None:
+                        raise _UnlikeError
         except _UnlikeError as error:
+            call = str(error) or "self.log(...)"
             told.refused.append(
-                f"A layer calls {error} for a microbatch as it does not for another one, or did not when the step was "
+                f"A layer calls {call} for a microbatch as it does not for another one, or did not when the step was "
                 "first run. Write microbatches=1, or let it go by the batch, by attributes of the module or by "
                 "trainer.global_step."
             )
@@ -154,35 +161,31 @@ class _UnlikeError(Exception):
     """What microbatches gave can't be put together."""
 
 
-def _whole(parts: Sequence[list[Record]], shares: Iterator[bool]) -> list[Record]:
-    """What units say of a batch, made of what they said of each microbatch.
-
-    Args:
-        parts: of each microbatch.
-        shares: of each tensor, in order, whether it is a share of a sum over samples.
-    """
+def _whole(parts: Sequence[list[Record]], join: Callable[[list[Tensor]], Tensor]) -> list[Record]:
+    """What units say of a batch, made of what they said of each microbatch; ``join`` is given a tensor of each."""
     most = max(parts, key=len)
     if any(len(part) != len(most) for part in parts):
         raise _UnlikeError(_call(most[-1]))
-    found = [_joined(records, shares) for records in zip(*parts, strict=True)]
-    if next(shares, None) is not None:
-        raise _UnlikeError("self.log" if not most else _call(most[-1]))
-    return found
+    return [_joined(records, join) for records in zip(*parts, strict=True)]
 
 
-def _joined(records: tuple[Record, ...], shares: Iterator[bool]) -> Record:
+def _joined(records: tuple[Record, ...], join: Callable[[list[Tensor]], Tensor]) -> Record:
     first = records[0]
     if not all(_alike(first, x) for x in records[1:]):
         raise _UnlikeError(_call(first))
     tensors: Iterator[tuple[Tensor, ...]] = zip(*(tensors_in(vars(x)) for x in records), strict=True)
+    try:
+        return type(first)(**map_tensors(lambda _: join([*next(tensors)]), vars(first)))
+    except _UnlikeError as error:
+        raise _UnlikeError(_call(first)) from error
 
-    def whole(_: Tensor) -> Any:
-        values, is_share = [*next(tensors)], next(shares, None)
-        if is_share is None:
-            raise _UnlikeError(_call(first))
-        return joined(values) if is_share or isinstance(values[0], ShardedTensor) else values[0]
 
-    return type(first)(**map_tensors(whole, vars(first)))
+def _put_together(shares: Iterator[bool], values: list[Tensor]) -> Tensor:
+    """A tensor that was said of a batch; the next of ``shares`` tells whether ``values`` are shares of a sum."""
+    is_share = next(shares, None)
+    if is_share is None:
+        raise _UnlikeError
+    return joined(values) if is_share or isinstance(values[0], ShardedTensor) else values[0]
 
 
 def _alike(a: Record, b: Record) -> bool:
@@ -212,19 +215,22 @@ class _ByDepth:
     def __init__(self, run: StageRun, own: Recorder | None, within: Recorder | None) -> None:
         self._run, self._own, self._within = run, own, within
 
-    def _tell(self, how: Callable[[Recorder], None]) -> None:
-        to = self._within if self._run.path is not None else self._own
-        if to is not None:
-            how(to)
+    @property
+    def _to(self) -> Recorder | None:
+        return self._own if self._run.path is None else self._within
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._tell(lambda to: to.log(name, value, *args, **kwargs))
+        if self._to is not None:
+            self._to.log(name, value, *args, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        self._tell(lambda to: to.print(*args, **kwargs))
+        if self._to is not None:
+            self._to.print(*args, **kwargs)
 
     def hear(self, said: Said) -> None:
-        self._tell(lambda to: to.hear(said))
+        to = self._to if isinstance(said, SayingCall) else self._own  # a unit's own text its rank says
+        if to is not None:
+            to.hear(said)
 
 
 class _Unforeseen:
@@ -237,8 +243,8 @@ class _Unforeseen:
         self._refuse("self.print(...)")
 
     def hear(self, said: Said) -> None:
-        if isinstance(said, SayingCall):
-            self._refuse(_call(said))
+        assert isinstance(said, SayingCall)
+        self._refuse(_call(said))
 
     def _refuse(self, what: str) -> None:
         raise RuntimeError(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.metrics import has_states
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
+from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_users_code
 
@@ -25,19 +27,26 @@ def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[t
     ]
 
 
-_SAYING = frozenset("logger loggers log_dict log_metrics experiment lightning_module".split())
+_SAYING = frozenset("log log_dict print logger loggers log_metrics experiment".split())
 
 
 def may_say(watch: Watch) -> bool:
-    """Whether code in a unit reaches what it could log by, though no trial has met a log: as every hundredth step,
-    or where a value is no number."""
-    module = watch.lightning_module
-    units = ((path, module.get_submodule(path)) for path in watch.units)
-    for path, unit in units:
-        if users_within(unit, path, watch.packages) or hooks_on_all():
-            reach = watch.reach_of_unit(path, unit)
-            if id(module) in reach.names or not reach.words.isdisjoint(_SAYING):
-                return True
+    """Whether code in a unit reaches the LightningModule, the trainer or a logger, and names what logs, though no trial
+    has met a log: as every hundredth step, or where a value is no number."""
+    module, trainer = watch.lightning_module, trainer_of(watch.lightning_module)
+    loggers = () if trainer is None else trainer.loggers
+    apart = {id(module): "self", id(trainer): "trainer", **{id(logger): "logger" for logger in loggers}}
+    for path in watch.units:
+        inner = users_within(module.get_submodule(path), path, watch.packages)
+        if not inner and not hooks_on_all():
+            continue
+        reach = Reach(watch.packages, apart)
+        reach.add_modules(inner)
+        if reach.names.keys().isdisjoint(apart):
+            continue
+        reach.add("kind", type(module))  # whose methods may log
+        if not reach.words.isdisjoint(_SAYING):
+            return True
     return False
 
 

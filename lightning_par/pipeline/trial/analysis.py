@@ -36,7 +36,7 @@ from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Transformed
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import record_unit
-from lightning_par.pipeline.trial.unit_outputs import UnitOutputs
+from lightning_par.pipeline.trial.unit_logs import UnitLogs
 from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.modes import is_any_autocast
 from lightning_par.private.pytree import tree_leaves
@@ -141,7 +141,7 @@ class Analysis(FakeRun):
         self.set_around: frozenset[str] = frozenset()
         self.resets: frozenset[str] = frozenset()
         self.in_hooks: frozenset[str] = frozenset()
-        self.outputs = UnitOutputs()
+        self.outputs = UnitLogs()
         self.hooks_on_gradients: dict[nn.Module, int] = {}
 
     def number(self) -> int:

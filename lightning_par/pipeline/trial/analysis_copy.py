@@ -23,6 +23,7 @@ from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.step import Step
 
@@ -151,11 +152,21 @@ def listen(copy: nn.Module, run: Analysis) -> None:
     def print_(*args: Any, **kwargs: Any) -> None:
         if outputs.path is not None:
             outputs.say("self.print(...)", (printed(*args, **kwargs),), run.trace)
+            outputs.write(tensors_in((args, kwargs)))
+
+    def refuse() -> None:
+        if outputs.path is not None:
+            raise NotImplementedError(
+                f"{user_line()}: a layer calls a logger that it holds itself, which in a pipeline its rank alone would "
+                "do. Write `self.logger`, the LightningModule's, or `trainer.logger` there."
+            )
 
     if hasattr(copy, "automatic_optimization"):
         vars(copy).update(log=log, log_dict=log_dict, print=print_)
     trainer = trainer_of(copy)
     if isinstance(trainer, TrainerView):
+        for logger in vars(trainer)["held_loggers"]:
+            logger.asked = refuse
         views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]
         vars(trainer).update(loggers=views, logger=views[0] if views else None)
         # both are properties of the class, which an attribute can't replace

@@ -95,6 +95,54 @@ class Given(Hooked):
         self.logger.experiment.add(f"{name} all", output.shape[0])
 
 
+class Third(Hooked):
+    """The last but one layer says something at each third step alone, by the trainer's number of it."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        if name == "3" and self.global_step % 3 == 2:
+            self.log("third", output.norm(), on_step=True, on_epoch=True)
+            self.print("layer", name, self.global_step)
+
+
+class Later(Hooked):
+    """By a method of the module's, where a value is large, which no trial meets."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        if name == "0" and output.detach().abs().max() > 2.5:
+            self.tell(output)
+
+    def tell(self, output: Tensor) -> None:
+        self.log("large", output.detach().abs().max(), on_epoch=True)
+
+
+class Texts(Hooked):
+    """Texts with values of the batch in them."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.print("layer", name, output.detach().exp().mean())
+        self.print(f"layer {name} {output.sum():.4f}", output.detach()[:, 0])
+
+
+class Twice(Hooked):
+    """A layer is called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        return self.head(self.net[3](x))
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.log(f"mean {name}", output.abs().mean(), on_step=True, on_epoch=True)
+        self.print("layer", name)
+
+
+class Held(Hooked):
+    """A hook holds the logger itself."""
+
+    def on_fit_start(self) -> None:
+        logger = self.logger
+        self.net[0].register_forward_hook(lambda m, args, output: logger.log_metrics({"norm": float(output.norm())}))
+
+
 def _fit(kind: type[Hooked], microbatches: Any, schedule: str = "1f1b") -> Any:
     printed, board = io.StringIO(), Board()
     t = trainer(
@@ -124,7 +172,7 @@ def _compared(pool: Pool, kind: type[Hooked], microbatches: Any, schedule: str =
     assert lines == ranks[0][2] and not any(said or text for _, said, text in ranks[1:])
 
 
-@pytest.mark.parametrize("kind", [Sums, Alike, Given], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("kind", [Sums, Alike, Given, Twice], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_what_layers_log_is_one_devices(pool: Pool, kind: type[Hooked], microbatches: int) -> None:
     _compared(pool, kind, microbatches)
@@ -133,3 +181,40 @@ def test_what_layers_log_is_one_devices(pool: Pool, kind: type[Hooked], microbat
 @pytest.mark.parametrize("microbatches", ["auto", 1])
 def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) -> None:
     _compared(pool, Whole, microbatches)
+
+
+@pytest.mark.parametrize("kind", [Third, Later, Texts], ids=lambda x: x.__name__)
+def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:
+    _compared(pool, kind, "auto")
+
+
+def _refused(kind: type[Hooked]) -> str:
+    try:
+        _fit(kind, 2)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_logger_that_a_layer_holds_itself_is_refused(pool: Pool) -> None:
+    for message in pool.run(2, _refused, Held):
+        assert "test_unit_outputs.py" in message and "Write `self.logger`" in message, message
+
+
+class Printing(Hooked):
+    """Layers print by themselves, and hold nothing by which they could log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for m in [*self.net, self.head]:
+            m.register_forward_hook(_print)
+
+
+def _print(layer: nn.Module, args: Any, output: Tensor) -> None:
+    print("layer of", type(layer).__name__, tuple(output.shape)[1:])
+
+
+def test_what_layers_print_themselves_is_printed_once(pool: Pool) -> None:
+    ((_, _, lines),) = pool.run(1, _fit, Printing, 1)
+    ranks = pool.run(2, _fit, Printing, 1)
+    assert sorted(lines) == sorted(line for *_, printed in ranks for line in printed)

@@ -8,11 +8,11 @@ all. Anything else needs the batch whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.pipeline.program.program import Shares
 from lightning_par.pipeline.run.microbatch import SamplesMixError
@@ -27,7 +27,7 @@ from lightning_par.sharded.tensor import ShardedTensor
 _SUMS = SUMS & (LINEAR | SCALES | {"nansum", "count_nonzero"})  # of which no other tensor tells the denominator
 
 
-class UnitOutputs:
+class UnitLogs:
     """Hears what units say in a recorded run.
 
     Attributes:
@@ -36,7 +36,7 @@ class UnitOutputs:
 
     Example::
 
-        outputs = UnitOutputs()
+        outputs = UnitLogs()
         with outputs.unit("net.0"):
             ...  # which calls `outputs.ran` for every function, and `outputs.say`
             shares = outputs.end()
@@ -123,6 +123,11 @@ class UnitOutputs:
                 self.mixes(f"calls {self.said[-1]} with what is no sum or mean over the samples of a batch")
         if any(isinstance(x, nn.Module) for x in tree_leaves(given)):
             self.mixes(f"calls {self.said[-1]} with a metric")
+
+    def write(self, given: Iterable[Tensor]) -> None:
+        """What was said last is a text, with these in it."""
+        if self._counts and any(isinstance(x, ShardedTensor) or id(x) in self._tags for x in given):
+            self.mixes(f"calls {self.said[-1]} with samples")
 
     def mixes(self, why: str) -> None:
         """What the unit says, or keeps in a metric, can't be put together of microbatches."""
