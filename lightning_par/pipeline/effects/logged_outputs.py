@@ -138,6 +138,14 @@ def heard_from(module: nn.Module, recorder: Recorder) -> Replaced:
     return Replaced(module, {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)})
 
 
+@contextlib.contextmanager
+def layers_heard(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """What a layer of ``module`` logs inside, prints by the module and asks of loggers goes to the ``recorder``."""
+    methods = {"log": recorder.log, "print": recorder.print}
+    with Replaced(module, methods), hearing_loggers(_trainer(module), recorder.hear):
+        yield
+
+
 class Replaced(contextlib.AbstractContextManager[None]):
     """Inside, ``module`` has these ``methods``; may be entered many times."""
 

@@ -132,22 +132,13 @@ class UnitOutputs:
 
     def _tell(self, told: _Told, stage: int, parts: list[Effects]) -> None:
         """Add what the units of ``stage`` have said of all microbatches."""
-        program, counts = self.ready.program, [part.share for part in self.ready.parts]
-        known = [event.said for event in program.events[program.starts[stage] : program.end(stage)] if event.said]
-        of_logs, of_calls = (iter([x for shares in known for x in shares[n]]) for n in (0, 1))
+        if len(parts) == 1:
+            told.logs += parts[0].logs
+            told.said += parts[0].said
+            return
         try:
-            for told_of, records, shares in (
-                (told.logs, [part.logs for part in parts], of_logs),
-                (told.said, [part.said for part in parts], of_calls),
-            ):
-                if len(parts) == 1:
-                    told_of += records[0]
-                elif self.ready.coupled:
-                    told_of += _whole(records, lambda values: averaged(values, counts))
-                else:
-                    told_of += _whole(records, partial(_put_together, shares))
-                    if next(shares, None) is not None:
-                        raise _UnlikeError
+            told.logs += self._of_batch(stage, [part.logs for part in parts], 0)
+            told.said += self._of_batch(stage, [part.said for part in parts], 1)
         except _UnlikeError as error:
             call = str(error) or "self.log(...)"
             told.refused.append(
@@ -155,6 +146,18 @@ class UnitOutputs:
                 "first run. Write microbatches=1, or let it go by the batch, by attributes of the module or by "
                 "trainer.global_step."
             )
+
+    def _of_batch(self, stage: int, parts: Sequence[list[Record]], which: int) -> list[Record]:
+        """The logs of ``stage`` for the batch, made of each microbatch's, or, if ``which`` is 1, what loggers get."""
+        program, counts = self.ready.program, [part.share for part in self.ready.parts]
+        if self.ready.coupled:
+            return _whole(parts, lambda values: averaged(values, counts))
+        events = program.events[program.starts[stage] : program.end(stage)]
+        shares = iter([share for event in events if event.said for share in event.said[which]])
+        found = _whole(parts, partial(_put_together, shares))
+        if next(shares, None) is not None:
+            raise _UnlikeError
+        return found
 
 
 class _UnlikeError(Exception):
