@@ -67,11 +67,11 @@ class Planner:
         def with_values() -> nn.Module:
             return built if isinstance(source, nn.Module) else build_with_values(source, given).to(self.precision.dtype)
 
-        self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast))
         try:
-            self.step = record(built, batch, self.precision.autocast, not fused)
+            self.step = record(built, batch, self.precision.autocast, fused)
         except ValueError as error:
             raise ValueError(f"{error} {self._weights(built)}") from error
+        self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), self.step.survey)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.needed, self.step.uses)
@@ -136,7 +136,7 @@ class Planner:
             return self.step
         if count not in self._steps:
             batch = _first_samples(self.batch, count, self.step.samples)
-            self._steps[count] = record(self.tree.module, batch, self.precision.autocast, not self.fused)
+            self._steps[count] = record(self.tree.module, batch, self.precision.autocast, self.fused)
         return self._steps[count]
 
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:

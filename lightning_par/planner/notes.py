@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.pipeline.plan.units import ModuleCall
+from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.storage import memory_of, storage_of
@@ -86,14 +86,14 @@ class Heard:
     Attributes:
         calls: of modules, in the order in which they began; the first is the step itself.
         notes: of each function in order, by the ids of the tensors that it made.
-        root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
+        survey: what a run of the step for a pipeline alone would see; None where that would tell more.
         held: ids of tensors that variables held, and what the last function made meanwhile; empty where not looked for.
         batch_values: in order, each memory once, without what the batch and the module hold themselves.
     """
 
     calls: tuple[Call, ...]
     notes: Mapping[int, Sequence[Note]]
-    root: ModuleCall | None
+    survey: Survey | None
     held: Mapping[int, int]
     batch_values: tuple[BatchValue, ...]
 
@@ -113,6 +113,7 @@ class StepNotes(Surveyor):
         self.calls_made = [Call("", 0)]
         self._running = [0]
         self._pending: list[Kept] = []
+        self._written_out = False  # whether what `note` tells of next was told of in parts
         self._batch_values: dict[int, BatchValue] = {}  # by memory
         self._fixed: set[int] = set()  # ids of tensors that even the batch does not determine
         self._alive: list[Any] = []  # what ids and memories are told of: once freed, others could have the same
@@ -128,6 +129,18 @@ class StepNotes(Surveyor):
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, of_model: bool, unsized: bool = False) -> None:
         super().note(func, args, kwargs, result, of_model, unsized)
+        if not self._written_out:  # else all that is kept was another's, of those within it
+            self._note(args, kwargs, result, of_model)
+        self._written_out = False
+        made = next((id(x) for x in tree_leaves(result) if isinstance(x, Tensor)), None)
+        if self.looks and made is not None:
+            self.held.update((id(x), made) for x in in_variables(sys._getframe(1)))
+
+    def note_within(self, args: Any, kwargs: Any, result: Any, of_model: bool) -> None:
+        self._written_out = True
+        self._note(args, kwargs, result, of_model)
+
+    def _note(self, args: Any, kwargs: Any, result: Any, of_model: bool) -> None:
         kept, self._pending = tuple(self._pending), []
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
@@ -136,9 +149,6 @@ class StepNotes(Surveyor):
                 kept = ()
         if not of_model:
             self._note_values(tensors_in((args, kwargs)), tensors_in(result))
-        made = next((id(x) for x in tree_leaves(result) if isinstance(x, Tensor)), None)
-        if self.looks and made is not None:
-            self.held.update((id(x), made) for x in in_variables(sys._getframe(1)))
 
     def _note_values(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         grows = any(id(x) not in self._fixed and id(x) not in self.buffers for x in given)
@@ -152,9 +162,8 @@ class StepNotes(Surveyor):
                 self._batch_values.setdefault(memory_of(x), value)
 
     def end(self) -> Any:
-        survey = super().end()
-        root = None if survey is None else survey.root
-        return Heard(tuple(self.calls_made), self.notes, root, self.held, tuple(self._batch_values.values()))
+        values = tuple(self._batch_values.values())
+        return Heard(tuple(self.calls_made), self.notes, super().end(), self.held, values)
 
     def keeps(self) -> AbstractContextManager[Any]:
         """Around the step: tensors that autograd keeps are heard."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_par.fsdp.blocks import Block, plan_blocks
 from lightning_par.pipeline.plan.units import ModuleCall, ancestors
 from lightning_par.pipeline.program.event_functions import most_casts
+from lightning_par.pipeline.trial.survey import Survey
+from lightning_par.planner.gpu_kernels import GpuKernels
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
@@ -48,7 +50,7 @@ class RecordedStep:
         recording: the step.
         notes: the note of each event.
         calls: of modules.
-        root: the calls with what they cost, as a pipeline plans its stages by; None where it can't.
+        survey: the calls with what they cost, and more, as a pipeline plans its stages by; None where it can't.
         runs: the events in order, in runs.
         blocks: whose weights are gathered together, if stored in parts.
         samples: in the recorded batch.
@@ -59,12 +61,17 @@ class RecordedStep:
     recording: Recording
     notes: tuple[Note | None, ...]
     calls: tuple[Call, ...]
-    root: ModuleCall | None
+    survey: Survey | None
     runs: tuple[UnitRun, ...]
     blocks: tuple[Block, ...]
     samples: int
     autocast: torch.dtype | None = None
     given: dict[Any, SequencePlan] = field(default_factory=dict, init=False, compare=False)
+
+    @property
+    def root(self) -> ModuleCall | None:
+        """The calls of modules with what they cost, if that is known."""
+        return None if self.survey is None else self.survey.root
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -237,21 +244,19 @@ class RecordedStep:
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU.
-
-    There some functions run in half precision that a GPU's autocast runs in single.
-    """
+    """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU, but within `GpuKernels`."""
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, variables: bool = False) -> RecordedStep:
+def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, fused: bool = True) -> RecordedStep:
     """Run the training step of ``module`` once, without memory for its weights or activations.
 
     Args:
         module: as `build_module` makes it.
         batch: one batch.
         autocast: the dtype in which torch's autocast runs products; None: it runs none.
-        variables: whether to find out how long variables hold what the step makes, for counts of live tensors.
+        fused: whether for a machine that fuses functions. For one that does not it is found out how long variables hold
+            what the step makes, for counts of live tensors.
 
     Raises:
         ValueError: fakes can't run the step; the message says which line.
@@ -260,7 +265,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, v
     samples = next((x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim), 1)
 
     def listener() -> StepNotes:
-        made.append(StepNotes(samples, variables))
+        made.append(StepNotes(samples, not fused))
         return made[-1]
 
     def around() -> Any:
@@ -270,16 +275,17 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, v
             stack.enter_context(made[-1].keeps())
         return stack
 
-    recording = record_step(
-        module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
-        hears_started=True,
-    )  # fmt: skip
+    with GpuKernels() if fused else contextlib.nullcontext():
+        recording = record_step(
+            module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
+            hears_started=True,
+        )  # fmt: skip
     if recording.stopped is not None:
         raise ValueError(f"The step can't be run on this batch without values: {recording.stopped}.")
     heard: Heard = recording.heard
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     blocks = plan_blocks(module, sizes)
-    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.root, (), blocks, samples, autocast)
+    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.survey, (), blocks, samples, autocast)
     begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
     return replace(step, runs=_told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
 

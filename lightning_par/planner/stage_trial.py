@@ -21,6 +21,7 @@ from lightning_par.pipeline.plan.settings import Settings
 from lightning_par.pipeline.stages import refuse_packed
 from lightning_par.pipeline.trial.samples.one_more_sample import with_one_more
 from lightning_par.pipeline.trial.study import survey
+from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.layouts import Candidate
 from lightning_par.python_state.user_code import told_with_line
 from lightning_par.sharded.patches import SHARDED, STREAMS
@@ -57,6 +58,7 @@ class StageTrial:
         make: makes the module, with values where its weights do not determine them.
         batch: one batch.
         context: entered around the step, for precision.
+        known: what was seen of the step on that batch, if it was.
 
     Example::
 
@@ -64,8 +66,10 @@ class StageTrial:
         assert "'norm'" in trial.ask(Candidate(Layout(pipeline=2), microbatches=4)).whole
     """
 
-    def __init__(self, make: Callable[[], nn.Module], batch: Any, context: Context) -> None:
-        self._make, self._batch, self._context = make, batch, context
+    def __init__(
+        self, make: Callable[[], nn.Module], batch: Any, context: Context, known: Survey | None = None
+    ) -> None:
+        self._make, self._batch, self._context, self._seen = make, batch, context, known
         self._known: dict[Any, Staged] = {}
 
     def ask(
@@ -101,7 +105,7 @@ class StageTrial:
             refuse_packed(step.module)
             with SHARDED.installed(), STREAMS.installed(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                CutSearch(spread).decide(step, None)
+                CutSearch(spread).decide(step, self._seen if step is own else None)
         except (ValueError, NotImplementedError) as error:
             hindrance = None if step is own else _hindrance(step)
             return Staged(refused=str(error)) if hindrance is None else Staged(unknown=hindrance)

@@ -44,6 +44,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.mode, self.guesses, self.listener = mode, guesses, listener
         self.events: list[Event] = []
+        self.within = 0  # how many functions are being written out, of which the listener hears as a whole
         self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
         self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
 
@@ -60,12 +61,12 @@ class Recorder(TorchFunctionMode):
 
     def written_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`torch.nn.functional.multi_head_attention_forward` as it will run on sharded tensors."""
-        listener, self.listener = self.listener, None  # which hears of the whole
+        self.within += 1
         try:
             with self:
                 out = multi_head_attention_forward(func, *args, **kwargs)
         finally:
-            self.listener = listener
+            self.within -= 1
         if out is not NotImplemented:
             self.tell(func, args, kwargs, out)
         return out
@@ -139,7 +140,10 @@ class Recorder(TorchFunctionMode):
             return
         takes = isinstance(func, tuple) or any(map(is_fake, tree_leaves((args, kwargs))))
         try:
-            self.listener.note(func, args, kwargs, result, takes, unsized)
+            if self.within:
+                self.listener.note_within(args, kwargs, result, takes)
+            else:
+                self.listener.note(func, args, kwargs, result, takes, unsized)
         except Exception:  # what the listener can't take is no reason to stop the step
             self.listener = None
 

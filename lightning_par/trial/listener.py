@@ -26,6 +26,9 @@ class Listener(Protocol):
             unsized: whether the shape of its result depends on such values.
         """
 
+    def note_within(self, args: Any, kwargs: Any, result: Any, of_model: bool) -> None:
+        """A torch function was called within one that is written out, of which `note` tells as a whole."""
+
     def end(self) -> Any:
         """The step came to its end: what is made of that, without a tensor of the run."""
 

@@ -57,11 +57,11 @@ class TwinRecorder(Recorder):
         plain = self.plain
         if plain is None:
             return super().written_out(func, args, kwargs)
-        listener, plain.listener = plain.listener, None  # which hears of the whole
+        plain.within += 1
         try:
             out = super().written_out(func, args, kwargs)
         finally:
-            plain.listener = listener
+            plain.within -= 1
         if out is not NotImplemented:
             self._do(lambda plain: plain.tell(func, *self.whole((args, kwargs)), self.whole(out)))
         return out

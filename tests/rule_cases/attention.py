@@ -81,6 +81,7 @@ _masks: dict[str, dict[str, Any]] = {
     "float padding": {"key_padding_mask": normal(B, T)},
     "both": {"attn_mask": _causal, "key_padding_mask": _padding},
     "causal": {"attn_mask": _causal, "is_causal": True},
+    "causal, whatever the mask says": {"attn_mask": normal(T, T), "is_causal": True},
     "causal float": {
         "attn_mask": torch.zeros(T, T).double().masked_fill(_causal, -torch.inf),
         "is_causal": True,

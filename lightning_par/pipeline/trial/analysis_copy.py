@@ -12,6 +12,7 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
+from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.call_costs import CallTree
@@ -153,6 +154,10 @@ def listen(copy: nn.Module, run: Analysis) -> None:
         if outputs.path is not None:
             outputs.say("self.print(...)", (printed(*args, **kwargs),), run.trace)
             outputs.write(tensors_in((args, kwargs)))
+            return
+        printed_values = tensors_in(run.followed((args, kwargs)))
+        run.effects += printed_values
+        run.prints |= any(is_located(x) for x in printed_values)
 
     def refuse() -> None:
         if outputs.path is not None:

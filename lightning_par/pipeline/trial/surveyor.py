@@ -58,6 +58,9 @@ class Surveyor(CallTree):
             self.charge(func, args, kwargs, result)
         self._seen.append(Seen(func, place))
 
+    def note_within(self, args: Any, kwargs: Any, result: Any, of_model: bool) -> None:
+        pass  # what it costs is the whole's
+
     def end(self) -> Survey | None:
         """The survey; None where a run of its own would tell more."""
         root = self.frames[0]

@@ -127,7 +127,8 @@ def multi_head_attention_forward(
     q, k, v = _projected(query, key, value, weights, in_proj_bias)
     # (T, B, E) -> (B, heads, T, d)
     q, k, v = (x.reshape(n, B, num_heads, -1).permute(1, 2, 0, 3) for x, n in ((q, T), (k, S), (v, S)))
-    mask = _merged_mask(attn_mask, key_padding_mask, B, num_heads, S, query.dtype)
+    hinted = is_causal and key_padding_mask is None and not need_weights  # then torch does not look at the mask
+    mask = None if hinted else _merged_mask(attn_mask, key_padding_mask, B, num_heads, S, query.dtype)
     p = dropout_p if training else 0.0
     scores: Tensor | None = None
     if need_weights:
@@ -136,7 +137,7 @@ def multi_head_attention_forward(
         scores = F.dropout(scores, p) if p > 0.0 else scores
         out = scores @ v
     else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, p)
+        out = F.scaled_dot_product_attention(q, k, v, mask, p, hinted)
     # (B, heads, T, d) -> (T, B, E)
     out = F.linear(out.permute(2, 0, 1, 3).reshape(T, B, E), out_proj_weight, out_proj_bias)
     if scores is not None and average_attn_weights:

@@ -138,6 +138,18 @@ class Tries(Hooked):
             self.log(f"quantile {name}", -1.0)
 
 
+class Writes(Hooked):
+    """A layer, and the step, print means over samples."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.print("layer", name, output.detach().exp().mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        self.print("layers", x.detach().mean())
+        return self.head(x)
+
+
 class Twice(Hooked):
     """A layer is called twice."""
 
@@ -198,7 +210,7 @@ def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) 
     _compared(pool, Whole, microbatches)
 
 
-@pytest.mark.parametrize("kind", [Third, Later, Texts, Tries], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("kind", [Third, Later, Texts, Writes, Tries], ids=lambda x: x.__name__)
 def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:
     _compared(pool, kind, "auto")
 
