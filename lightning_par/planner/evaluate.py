@@ -68,7 +68,7 @@ class Planner:
             return built if isinstance(source, nn.Module) else build_with_values(source, given).to(self.precision.dtype)
 
         try:
-            self.step = record(built, batch, self.precision.autocast, fused)
+            self.step = record(built, batch, self.precision.autocast, fused, machine.gpu)
         except ValueError as error:
             raise ValueError(f"{error} {self._weights(built)}") from error
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), self.step.survey)
@@ -136,7 +136,8 @@ class Planner:
             return self.step
         if count not in self._steps:
             batch = _first_samples(self.batch, count, self.step.samples)
-            self._steps[count] = record(self.tree.module, batch, self.precision.autocast, self.fused)
+            autocast, gpu = self.precision.autocast, self.machine.gpu
+            self._steps[count] = record(self.tree.module, batch, autocast, self.fused, gpu)
         return self._steps[count]
 
     def sent(self, one: Candidate, count: int, asked: Any, tensor: int, sequence: int) -> tuple[StageReplay, ...]:
@@ -154,6 +155,7 @@ class Planner:
             not self.fused,
             one.splits_backward and not self.fused,
             () if self.fused else tuple(sorted(sharing_stages(one, self._run(0)))),
+            self.machine.gpu,
         )
         storage = None
         if one.stored and not self.fused and layout.pipeline == 1 and layout.data * layout.sequence > 1:

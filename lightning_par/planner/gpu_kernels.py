@@ -49,6 +49,8 @@ class GpuKernels(TorchFunctionMode):
                 args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
             else:
                 kwargs = {**kwargs, "dropout_p": 0.0}
+        elif func is F.dropout:
+            return _dropout(*args, **kwargs)
         elif func in (F.rms_norm, torch.rms_norm):
             return _rms_norm(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -56,6 +58,12 @@ class GpuKernels(TorchFunctionMode):
 
 def _single(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize == 2 else x
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or inplace or not 0.0 < p < 1.0:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]  # which keeps a byte for each element
 
 
 def _rms_norm(

@@ -248,7 +248,9 @@ def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, fused: bool = True) -> RecordedStep:
+def record(
+    module: nn.Module, batch: Any, autocast: torch.dtype | None = None, fused: bool = True, gpu: bool = True
+) -> RecordedStep:
     """Run the training step of ``module`` once, without memory for its weights or activations.
 
     Args:
@@ -257,6 +259,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, f
         autocast: the dtype in which torch's autocast runs products; None: it runs none.
         fused: whether for a machine that fuses functions. For one that does not it is found out how long variables hold
             what the step makes, for counts of live tensors.
+        gpu: whether kernels are a GPU's.
 
     Raises:
         ValueError: fakes can't run the step; the message says which line.
@@ -275,7 +278,7 @@ def record(module: nn.Module, batch: Any, autocast: torch.dtype | None = None, f
             stack.enter_context(made[-1].keeps())
         return stack
 
-    with GpuKernels() if fused else contextlib.nullcontext():
+    with GpuKernels() if gpu else contextlib.nullcontext():
         recording = record_step(
             module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
             hears_started=True,

@@ -24,6 +24,7 @@ from lightning_par.planner.batch_plan import batch_plan
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
 from lightning_par.planner.crossing_values import handed_on, nbytes, received
 from lightning_par.planner.gathered_blocks import GatheredBlocks
+from lightning_par.planner.gpu_kernels import GpuKernels
 from lightning_par.planner.recorded import RecordedStep, casting
 from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.stages import StageCut
@@ -77,6 +78,7 @@ class Place:
         live: whether live tensors are counted, too; slower.
         split: whether a backward runs in two parts, of inputs and of weights.
         shared: stages that find copies of weights in low precision, and keep them.
+        gpu: whether kernels are a GPU's.
     """
 
     tensor: tuple[int, int]
@@ -86,6 +88,7 @@ class Place:
     live: bool = False
     split: bool = False
     shared: tuple[int, ...] = ()
+    gpu: bool = False
 
 
 def replay(
@@ -124,7 +127,7 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
         return None
     key = ranks, repr(place.attention)
     if key not in step.given:
-        alone = Place((1, 0), (ranks, 0), False, place.attention)  # weights are whole while it is chosen
+        alone = Place((1, 0), (ranks, 0), False, place.attention, gpu=place.gpu)  # weights are whole while it is chosen
 
         def attends(plan: SequencePlan) -> tuple[int, int]:
             run = _Replay(step, dealt, alone, None, plan)
@@ -137,8 +140,8 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
 
 @contextlib.contextmanager
 def _running(run: _Replay) -> Iterator[None]:
-    state = RunState.current
-    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad():
+    state, kernels = RunState.current, GpuKernels() if run.place.gpu else nullcontext()
+    with generators.kept(), state.streams.kept(), run.fake, shared_over(run.axes), torch.enable_grad(), kernels:
         state.streams.in_step = True
         try:
             yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -167,8 +167,8 @@ def ranks_of(layout: dict[str, Any]) -> int:
 
 @lru_cache
 def planner(case: str, precision: str = "32-true") -> Planner:
-    """Of ``case``, on a machine that does not matter here."""
-    machine, _ = read_machine("8xH100")
+    """Of ``case``, on CPUs as the runs, else on a machine that does not matter here."""
+    machine = replace(read_machine("8xH100")[0], gpu=False)
     return Planner(MODELS[case].module, batch_of(case), machine, precision)
 
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -129,7 +130,7 @@ def run(
 
 def planned(case: str, layout: dict[str, Any], precision: str = "32-true") -> list[float]:
     """What the planner says of each rank."""
-    machine, _ = read_machine("8xH100")
+    machine = replace(read_machine("8xH100")[0], gpu=False)
     planner = Planner(MODELS[case].module, batch_of(case), machine, precision, fused=False)
     window = 2 * layout.get("data_parallel_size", 1) * planner.step.samples
     one = planner.evaluate(layout, ranks_of(layout), window)

@@ -96,3 +96,10 @@ def test_autocast_runs_softmax_in_single_precision_as_a_gpu_does() -> None:
     pairs = B * T * T
     more = _activations(Written(), "bf16-mixed") - _activations(Written(), "bf16-true")
     assert more >= pairs * 4  # its result, and a copy of that for the product
+
+
+def test_functions_that_run_one_by_one_keep_on_a_gpu_what_its_kernels_keep() -> None:
+    layout, scores = {"data_parallel_size": 1}, B * HEADS * T * T * 4
+    module = Attends("by_hand", 0.1)
+    found = plan(module, torch.randn(B, T, C), "8xH100", devices=1, layout=layout, eager=True)
+    assert found.as_dict()["layouts"][0]["ranks"][0]["activations"] < scores
