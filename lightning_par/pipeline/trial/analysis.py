@@ -101,6 +101,7 @@ class Analysis(FakeRun):
         in_hooks: the names of objects that hooks on gradients reach.
         outputs: what units say.
         prints: whether the step's own code prints values of the model by the module.
+        mixing: the last error of a function that needed samples together, which the user's code may have caught.
         hooks_on_gradients: on modules of the copy, as the step begins.
         tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
             they draw there.
@@ -144,6 +145,7 @@ class Analysis(FakeRun):
         self.in_hooks: frozenset[str] = frozenset()
         self.outputs = UnitLogs()
         self.prints = False
+        self.mixing: SamplesMixError | None = None
         self.hooks_on_gradients: dict[nn.Module, int] = {}
 
     def number(self) -> int:
@@ -190,6 +192,13 @@ class Analysis(FakeRun):
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
         self.handed.check_outside((args, kwargs))
+        try:
+            return self._transformed_event(func, name, args, kwargs)
+        except SamplesMixError as error:
+            self.mixing = error
+            raise
+
+    def _transformed_event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if func not in TRANSFORMS:
             return self._event(func, name, args, kwargs)
         self.transformed = Transformed((args, kwargs))
@@ -226,7 +235,11 @@ class Analysis(FakeRun):
                 if self.transformed.closes_over(x, self.values):
                     self.use_parameter(x)
         sums = 0 if self.axis is None else self.axis.sums
-        result = super().run_function(func, args, kwargs)
+        try:
+            result = super().run_function(func, args, kwargs)
+        except SamplesMixError as error:
+            self.mixing = error if self.path is not None else self.mixing
+            raise
         if self.axis is not None:
             self.outputs.ran(func, args, kwargs, result, self.axis.sums > sums)
         return result

@@ -135,6 +135,21 @@ class Writes(Hooked):
         return self.head(x)
 
 
+class Tries(Hooked):
+    """A function that needs the samples together, in a `try`: in layers, and in the step itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net(x)
+        self.heard("net", self.net, x, hidden)
+        return self.head(hidden)
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        try:
+            self.log(f"quantile {name}", torch.quantile(output.detach().flatten(), 0.9))
+        except Exception:
+            self.log(f"quantile {name}", -1.0)
+
+
 class Twice(Hooked):
     """A layer is called twice."""
 
@@ -195,7 +210,7 @@ def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) 
     _compared(pool, Whole, microbatches)
 
 
-@pytest.mark.parametrize("kind", [Third, Later, Texts, Writes], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("kind", [Third, Later, Texts, Writes, Tries], ids=lambda x: x.__name__)
 def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:
     _compared(pool, kind, "auto")
 
