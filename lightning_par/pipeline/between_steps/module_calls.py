@@ -192,10 +192,8 @@ class Outside:
             self._steps -= 1
         why = refusal((told.logs, told.said), self.device)
         if why is not None:
-            error = TypeError(
-                f"What it logs or gives to a logger can't be sent to the other ranks of the pipeline: {why}."
-            )
-            return _Told(failure=str(error)), error
+            refused = f"What it logs or gives to a logger can't be sent to the other ranks of the pipeline: {why}."
+            return _Told(failure=refused), TypeError(refused)
         told.done = given.done(memory.settle(0))
         told.drawn = None if generators.same_global_state(start) else generators.packed_state()
         return told, None

@@ -100,8 +100,8 @@ class Analysis(FakeRun):
         resets: those that keep something, whose state that changes, too.
         in_hooks: the names of objects that hooks on gradients reach.
         outputs: what units say.
-        mixing: the last error of a function that needed samples together, which the user's code may have caught.
         prints: whether the step's own code prints values of the model by the module.
+        mixing: the last error of a function that needed samples together, which the user's code may have caught.
         hooks_on_gradients: on modules of the copy, as the step begins.
         tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
             they draw there.
@@ -144,8 +144,8 @@ class Analysis(FakeRun):
         self.resets: frozenset[str] = frozenset()
         self.in_hooks: frozenset[str] = frozenset()
         self.outputs = UnitLogs()
-        self.mixing: SamplesMixError | None = None
         self.prints = False
+        self.mixing: SamplesMixError | None = None
         self.hooks_on_gradients: dict[nn.Module, int] = {}
 
     def number(self) -> int:

@@ -123,6 +123,18 @@ class Texts(Hooked):
         self.print(f"layer {name} {output.sum():.4f}", output.detach()[:, 0])
 
 
+class Writes(Hooked):
+    """A layer, and the step, print means over samples."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.print("layer", name, output.detach().exp().mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        self.print("layers", x.detach().mean())
+        return self.head(x)
+
+
 class Tries(Hooked):
     """A function that needs the samples together, in a `try`: in layers, and in the step itself."""
 
@@ -136,18 +148,6 @@ class Tries(Hooked):
             self.log(f"quantile {name}", torch.quantile(output.detach().flatten(), 0.9))
         except Exception:
             self.log(f"quantile {name}", -1.0)
-
-
-class Writes(Hooked):
-    """A layer, and the step, print means over samples."""
-
-    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
-        self.print("layer", name, output.detach().exp().mean())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net(x)
-        self.print("layers", x.detach().mean())
-        return self.head(x)
 
 
 class Twice(Hooked):
