@@ -344,7 +344,7 @@ class Axis:
         self._log("all_gather", purpose, self.size, 0)
         if self.dry:
             return [value] * self.size
-        self._timed(partial(dist.all_gather_object, values, value, group=self.group))
+        self._timed(partial(dist.all_gather_object, values, value, group=host_group(self.group)))
         return values
 
     def _timed(self, call: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -90,6 +90,11 @@ class Reach:
         self._unreached: dict[str, list[Found]] = {}
         self._spaces: dict[int, NamesCell] = {}
         self._met: set[int] = set()  # ids of classes
+
+    @property
+    def words(self) -> Set[str]:
+        """The names of attributes in the code that was looked at."""
+        return self._reached
 
     def add(self, name: str, value: Any) -> None:
         """Look into ``value`` and all that it holds."""

@@ -19,7 +19,7 @@ from lightning_par.private.modes import no_modes
 from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
 from lightning_par.sharded.packed_parameters import is_packed
-from lightning_par.trial.trainer_stand_ins import Optimizers, Stand
+from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
 
 _LOADERS = {"train_dataloader": "fit", "val_dataloaders": "validate", "test_dataloaders": "test",
             "predict_dataloaders": "predict"}  # fmt: skip
@@ -52,16 +52,20 @@ def stand_in(
     for parameter in module.parameters():
         if is_packed(parameter):
             give_meaning(memo[id(parameter)], parameter, tensor, memo)
+    top = memo[id(module)]
+    trainer = trainer_of(module)
+    optimizers = Optimizers(top, lambda: _made(trainer), memo)
+    view = None if trainer is None else TrainerView(trainer, optimizers)
+    if view is not None:
+        memo[id(trainer)] = view  # to hooks that close over it, too
+        memo.update(zip(map(id, getattr(trainer, "loggers", ())), vars(view)["held_loggers"]))
     for submodule in own_copy:
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
             state[name] = _copied(value, memo)
         forget_call(memo[id(submodule)])
-    top = memo[id(module)]
-    trainer = trainer_of(module)
-    optimizers = Optimizers(top, lambda: _made(trainer), memo)
-    if trainer is not None:
-        give_trainer(top, TrainerView(trainer, optimizers))
+    if view is not None:
+        give_trainer(top, view)
     if hasattr(module, "automatic_optimization"):
         _silence(top, optimizers)
     for submodule in top.modules():
@@ -166,8 +170,9 @@ class TrainerView:
 
     def __init__(self, trainer: Any, optimizers: Optimizers | None = None) -> None:
         vars(self).update(
-            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand()
-        )
+            _optimizers=optimizers, _real=trainer, logger=Stand(), loggers=[Stand()], save_checkpoint=Stand(),
+            held_loggers=[HeldLogger() for _ in getattr(trainer, "loggers", ())],
+        )  # fmt: skip
 
     def __copy__(self) -> TrainerView:
         return self  # where it is an argument of a layer

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import broadcast_batch
+from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps.given_objects import Done, Given
 from lightning_par.pipeline.between_steps.remote_reads import JointGradients
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.unlinked import unlinked
+from lightning_par.pipeline.effects.console import Said
+from lightning_par.pipeline.effects.effects import log_and_say
+from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, layers_heard
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.private.module_calls import get_call
 from lightning_par.python_state import generators
@@ -34,6 +37,8 @@ class _Told:
     result: Any = None
     done: Done = field(default_factory=Done)
     drawn: bytes | None = None
+    logs: list[LogRecord] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     failure: str | None = None
 
 
@@ -166,6 +171,7 @@ class Outside:
             given.do(told.done)
             if told.drawn is not None:
                 generators.unpack_state(told.drawn)
+        log_and_say(told.logs, told.said, self._module)
         asks = any(x.requires_grad for x in (*given.tensors.values(), *unit.parameters()))
         return map_tensors(_linked, told.result) if torch.is_grad_enabled() and asks else told.result
 
@@ -176,13 +182,18 @@ class Outside:
         start, told, memory = generators.global_state(), _Told(), given.watched()
         self._steps += 1  # units within this one run as they are
         unseen = contextlib.nullcontext() if self._gradients is None else self._gradients.unseen()
+        recorder = OutputRecorder(self._module, told.logs, told.said, dict)
         try:
-            with unseen, contextlib.nullcontext() if given.counts else memory:
+            with unseen, layers_heard(self._module, recorder), contextlib.nullcontext() if given.counts else memory:
                 told.result = original(*args, **kwargs)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return _Told(failure=f"{type(error).__name__}: {error}"), error
         finally:
             self._steps -= 1
+        why = refusal((told.logs, told.said), self.device)
+        if why is not None:
+            refused = f"What it logs or gives to a logger can't be sent to the other ranks of the pipeline: {why}."
+            return _Told(failure=refused), TypeError(refused)
         told.done = given.done(memory.settle(0))
         told.drawn = None if generators.same_global_state(start) else generators.packed_state()
         return told, None

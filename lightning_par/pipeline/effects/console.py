@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _print, _handle = builtins.print, logging.Logger.handle  # while a step runs others are in their places
@@ -20,18 +20,24 @@ _ATOMS = (str, int, float, bool, type(None))
 @dataclass(frozen=True)
 class Printed:
     """Text for the standard output; ``by_module`` if with ``self.print``, which prints on the run's first rank only;
-    then it may be for the standard ``stderr``."""
+    then it may be for the standard ``stderr``.
+
+    Attributes:
+        at: how many events of the step came before it.
+    """
 
     text: str
     by_module: bool = False
     stderr: bool = False
+    at: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class Logged:
-    """A record of a logger of Python's, by its fields."""
+    """A record of a logger of Python's, by its fields; ``at`` as in `Printed`."""
 
     fields: dict[str, Any]
+    at: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -41,12 +47,14 @@ class SayingCall:
     Attributes:
         number: of the logger.
         path: the names from the logger on.
+        at: as in `Printed`.
     """
 
     number: int
     path: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    at: int = field(default=0, compare=False)
 
 
 Said = Printed | Logged | SayingCall

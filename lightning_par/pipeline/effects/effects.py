@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, ho
 from lightning_par.pipeline.effects.logged_outputs import LogRecord, MetricReference
 from lightning_par.private.metrics import with_latest
 from lightning_par.private.modules import ModuleTree
+from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.changes import Change, MappingChange, stored_by
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 
@@ -219,24 +220,27 @@ def apply(effects: Effects, lightning_module: Any, watch: Watch, batch: Any, sho
             raise RuntimeError(f"The step changes {name}, which is not there on every rank of the pipeline.")
         cells[name].apply(change)
     watch.settle(effects.state)
-    for record in effects.logs:
-        _log(record, lightning_module, snapshot)
-    for said in effects.said if show else ():
-        say(said, lightning_module)
+    log_and_say(effects.logs, effects.said if show else (), lightning_module, snapshot.cells)
 
 
-def _log(record: LogRecord, module: Any, snapshot: Snapshot) -> None:
+def log_and_say(
+    logs: Iterable[LogRecord], said: Iterable[Said], module: Any, cells: Mapping[str, Cell] = _NOTHING
+) -> None:
+    """Log and say for real what was recorded of ``module``; ``cells`` may have metrics by name."""
+    for record in logs:
+        _log(record, module, cells)
+    for one in said:
+        say(one, module)
+
+
+def _log(record: LogRecord, module: Any, cells: Mapping[str, Cell]) -> None:
     if not isinstance(record.value, MetricReference):
         module.log(record.name, record.value, *record.args, **record.kwargs)
         return
-    metric = _metric(record.value.name, module, snapshot)
+    cell = cells.get(record.value.name)
+    metric = module.get_submodule(record.value.name.removeprefix("self.")) if cell is None else cell.owner
     with with_latest(metric, record.value.cache):
         module.log(record.name, metric, *record.args, **record.kwargs)
-
-
-def _metric(name: str, module: Any, snapshot: Snapshot) -> Any:
-    cell = snapshot.cells.get(name)
-    return module.get_submodule(name.removeprefix("self.")) if cell is None else cell.owner
 
 
 def merged(effects: Sequence[Effects], join: Callable[[list[Any]], Any]) -> Effects:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_par.pipeline.effects.console import Hearing, Said, SayingCall, heard_of_module, hearing_loggers, hushed
-from lightning_par.pipeline.run.located import no_events
+from lightning_par.pipeline.run.located import Run, no_events
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.private.metrics import latest
 from lightning_par.python_state.nested_tensors import map_tensors
@@ -27,12 +27,21 @@ class MetricReference:
 
 @dataclass
 class LogRecord:
-    """One call of ``self.log``: ``value`` is a tensor without graph, a number, or a `MetricReference`."""
+    """One call of ``self.log``.
+
+    Attributes:
+        name: of what is logged.
+        value: a tensor without graph, a number, or a `MetricReference`.
+        args: the other arguments.
+        kwargs: likewise.
+        at: how many events of the step came before it.
+    """
 
     name: str
     value: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    at: int = field(default=0, compare=False)
 
 
 class Recorder(Protocol):
@@ -55,34 +64,47 @@ class OutputRecorder:
         module: the LightningModule.
         logs: where log records go.
         said: where text goes, and records of Python's loggers.
-        names: the names of watched objects by id.
+        names: gives the names of watched objects by id.
+        run: of the step, which counts events.
     """
 
-    def __init__(self, module: nn.Module, logs: list[LogRecord], said: list[Said], names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        logs: list[LogRecord],
+        said: list[Said],
+        names: Callable[[], dict[int, str]],
+        run: Run | None = None,
+    ) -> None:
         self.module = module
         self.logs = logs
         self.said = said
         self.names = names
+        self.run = run
+
+    @property
+    def _at(self) -> int:
+        return 0 if self.run is None else self.run.count
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.logs.append(LogRecord(name, self._logged(name, value), args, kwargs))
+        self.logs.append(LogRecord(name, self._logged(name, value), args, kwargs, self._at))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        heard_of_module(self.said.append, *args, **kwargs)
+        heard_of_module(self.hear, *args, **kwargs)
 
     def hear(self, said: Said) -> None:
         """Something is said, with values as they are now."""
         if isinstance(said, SayingCall):
             args, kwargs = map_tensors(_as_it_is, (said.args, said.kwargs))
             said = replace(said, args=args, kwargs=kwargs)
-        self.said.append(said)
+        self.said.append(replace(said, at=self._at))
 
     def _logged(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             return _as_it_is(value)
         if not isinstance(value, Metric):
             return value
-        known = self.names.get(id(value)) or self._in_unit(value)
+        known = self.names().get(id(value)) or self._in_unit(value)
         if known is None:
             raise ValueError(f"self.log({name!r}, ...) got a metric that is no attribute of the module. Make it one.")
         return MetricReference(known, latest(value))
@@ -114,6 +136,14 @@ def recorded(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 def heard_from(module: nn.Module, recorder: Recorder) -> Replaced:
     """Around what ``module`` logs, which goes to the ``recorder``; may be entered many times."""
     return Replaced(module, {"log": recorder.log, "print": recorder.print, "all_gather": _of_one_replica(module)})
+
+
+@contextlib.contextmanager
+def layers_heard(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """What a layer of ``module`` logs inside, prints by the module and asks of loggers goes to the ``recorder``."""
+    methods = {"log": recorder.log, "print": recorder.print}
+    with Replaced(module, methods), hearing_loggers(_trainer(module), recorder.hear):
+        yield
 
 
 class Replaced(contextlib.AbstractContextManager[None]):

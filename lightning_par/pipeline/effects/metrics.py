@@ -53,6 +53,8 @@ def _outermost(
     def method(*args: Any, **kwargs: Any) -> Any:
         if depth[0]:  # as the update within a forward
             return own(*args, **kwargs)
+        if is_within_unit(metric):  # on whose rank alone it runs
+            return _by_itself(own, depth, args, kwargs)
         depth[0] += 1
         try:
             return call(*args, **kwargs) if around is None else around(name, metric, call, args, kwargs)
@@ -60,6 +62,23 @@ def _outermost(
             depth[0] -= 1
 
     return method
+
+
+def is_within_unit(metric: nn.Module) -> bool:
+    """Whether ``metric`` is called by a unit that runs, which the run that is on is told."""
+    run = Run.current
+    if run is None or run.path is None:
+        return False
+    run.metric_within(metric)
+    return True
+
+
+def _by_itself(call: Callable[..., Any], depth: list[int], args: Any, kwargs: Any) -> Any:
+    depth[0] += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        depth[0] -= 1
 
 
 def as_event(name: str, metric: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -171,7 +190,7 @@ class MetricCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = Run.current
-        if run is None or run.depth:
+        if is_within_unit(self.metric) or run is None or run.depth:
             return self.original(*args, **kwargs)
         run.depth += 1
         try:

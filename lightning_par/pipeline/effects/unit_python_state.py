@@ -22,6 +22,7 @@ from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.local_objects import ByPlace, flat, place_of_made, stand_in_for
+from lightning_par.pipeline.effects.unit_reach import may_say
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.messages import lost
@@ -81,15 +82,18 @@ class Told:
 
 @dataclass(frozen=True)
 class _Keeps:
-    """Of one program: the units that keep something, and what a rank made for them itself, by name, place and value."""
+    """Of one program: the units that keep something, what a rank made for them itself, by name, place and value, and
+    whether units may say something."""
 
     program: Program
     made: tuple[tuple[str, str, Any], ...]
+    says: bool
 
     @property
-    def content(self) -> tuple[frozenset[str], frozenset[str], bool]:
-        """The same for programs that differ in nothing that units or hooks keep."""
-        return self.program.keeping, frozenset(place for _, place, _ in self.made), self.program.hooked
+    def content(self) -> tuple[frozenset[str], frozenset[str], bool, bool]:
+        """The same for programs that differ in nothing that units or hooks keep or say."""
+        made = frozenset(place for _, place, _ in self.made)
+        return self.program.keeping, made, self.program.hooked, self.says
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class _Agreed:
     keeping: frozenset[str]
     made: ByPlace
     hooked: bool
+    says: bool
 
 
 class InnerState:
@@ -129,6 +134,7 @@ class InnerState:
         self._agreed: dict[Any, _Agreed] = {}
         self._keeping: frozenset[str] = frozenset()
         self.made: ByPlace = {}
+        self.says = False  # whether units may say something
         self._forget()
 
     def _forget(self) -> None:
@@ -151,7 +157,7 @@ class InnerState:
         if mine.content not in self._agreed:  # a rank alone may have studied a step anew, by the modes of its layers
             self._agreed[mine.content] = self._agree(mine)
         known = self._agreed[mine.content]
-        self._keeping, self.made = known.keeping, known.made
+        self._keeping, self.made, self.says = known.keeping, known.made, known.says
         self.watch.widen(self._keeping)
         return known.hooked
 
@@ -159,6 +165,10 @@ class InnerState:
     def keeping(self) -> bool:
         """Whether units of the program that was agreed on last keep something."""
         return bool(self._keeping)
+
+    def keeps(self, path: str | None) -> bool:
+        """Whether the ranks are told what the unit ``path`` changes."""
+        return path in self._keeping and not self._cut
 
     def begin(self, program: Program, cut: bool) -> None:
         """A run begins, for which the ranks agree.
@@ -174,19 +184,20 @@ class InnerState:
         cells = (cell for path in sorted(program.keeping) for cell in self.watch.with_unit(path)[0].cells.values())
         of = {id(cell.owner): cell.name for cell in cells} if program.made else {}
         made = ((of[at], place_of_made(of[at], key), x) for (at, key), (_, x) in program.made.items() if at in of)
-        return _Keeps(program, (*made,))
+        return _Keeps(program, (*made,), program.says or may_say(self.watch))
 
     def _agree(self, mine: _Keeps) -> _Agreed:
         """What units keep on any rank, since code may go by the rank, and what all ranks have made for them."""
         self.meeting("came to a step whose layers keep something new", "Let all ranks do the same in a step.")
         told = self.axis.all_gather_object(mine.content, "state of units")
         # what one rank lacks can't go by its name
-        everywhere = frozenset(told[0][1]).intersection(*(places for _, places, _ in told))
+        everywhere = frozenset(told[0][1]).intersection(*(places for _, places, *_ in told))
         made: dict[str, dict[str, Any]] = {}
         for name, place, x in mine.made:
             if place in everywhere:
                 made.setdefault(name, {})[place] = x
-        return _Agreed(frozenset().union(*(paths for paths, *_ in told)), made, any(hooked for *_, hooked in told))
+        keeping = frozenset().union(*(paths for paths, *_ in told))
+        return _Agreed(keeping, made, any(hooked for *_, hooked, _ in told), any(says for *_, says in told))
 
     # ------------------------------------------------------------------------------------------------------- in a run
 

@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.private.metrics import has_states
 from lightning_par.private.module_hooks import hooks_on, hooks_on_all
+from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.python_state.user_code import is_users_code
 
+if TYPE_CHECKING:
+    from lightning_par.pipeline.effects.watched_run import Watch
+
 
 def users_within(unit: nn.Module, path: str, packages: frozenset[str]) -> list[tuple[str, nn.Module]]:
-    """The modules in ``unit`` in which code of the user's runs: their own, or hooks on them."""
-    named = unit.named_modules(prefix=path)
-    return [(name, m) for name, m in named if is_users_code(type(m).__module__, packages) or hooks_on(m)]
+    """The modules in ``unit`` in which code of the user's runs, their own or hooks on them; and its metrics."""
+    return [
+        (name, m)
+        for name, m in unit.named_modules(prefix=path)
+        if is_users_code(type(m).__module__, packages) or hooks_on(m) or has_states(m)
+    ]
+
+
+_SAYING = frozenset("log log_dict print logger loggers log_metrics experiment".split())
+
+
+def may_say(watch: Watch) -> bool:
+    """Whether code in a unit reaches the LightningModule, the trainer or a logger, and names what logs, though no trial
+    has met a log: as every hundredth step, or where a value is no number."""
+    module, trainer = watch.lightning_module, trainer_of(watch.lightning_module)
+    loggers = () if trainer is None else trainer.loggers
+    apart = {id(module): "self", id(trainer): "trainer", **{id(logger): "logger" for logger in loggers}}
+    for path in watch.units:
+        inner = users_within(module.get_submodule(path), path, watch.packages)
+        if not inner and not hooks_on_all():
+            continue
+        reach = Reach(watch.packages, apart)
+        reach.add_modules(inner)
+        if reach.names.keys().isdisjoint(apart):
+            continue
+        reach.add("kind", type(module))  # whose methods may log
+        if not reach.words.isdisjoint(_SAYING):
+            return True
+    return False
 
 
 LENT = "argument "

@@ -7,7 +7,7 @@ what becomes of the run that counts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class Watch:
         containers = {id(module) for _, module in modules}
         named = lightning_module.named_modules()
         self._units = {id(m): f"self.{fqn}" for fqn, m in named if id(m) not in containers}
-        self._packages = packages_of(lightning_module)
+        self.packages = packages_of(lightning_module)
         self._classes: dict[int, type] = {}  # of objects in batches
         self._snapshot: Snapshot | None = None
         self._stand_ins = MetricStandIns()
@@ -103,15 +103,19 @@ class Watch:
             raise RuntimeError(" ".join(refused))
 
     @contextlib.contextmanager
-    def told(self, batch: Any = None, whole: bool = True) -> Iterator[Effects]:
+    def told(
+        self, batch: Any = None, whole: bool = True, hear: Callable[[Effects], Recorder] | None = None
+    ) -> Iterator[Effects]:
         """The run inside counts: afterwards the `Effects` hold what it did, and the state is put back here, too.
 
         Args:
             batch: what the step is given.
             whole: whether what becomes of the batch counts; a part's does not.
+            hear: gives who takes what the run says, for these effects.
         """
         state, effects = self.snapshot(), Effects()
-        recorder = OutputRecorder(self.lightning_module, effects.logs, effects.said, state.names)
+        recorder: Recorder = OutputRecorder(self.lightning_module, effects.logs, effects.said, lambda: state.names)
+        recorder = recorder if hear is None else hear(effects)
         with self._lent(state, batch, effects, whole) as refused:
             with recorded(self.lightning_module, recorder), calling(state.metrics, self.around, None):
                 yield effects
@@ -183,7 +187,7 @@ class Watch:
 
     def reach_of_unit(self, path: str, module: nn.Module) -> Reach:
         """All that code within a unit reaches, but for what is watched beside the units."""
-        reach = Reach(self._packages, self.watched())
+        reach = Reach(self.packages, self.watched())
         reach.add_modules((f"self.{name}", m) for name, m in module.named_modules(prefix=path))
         return reach
 
@@ -203,7 +207,7 @@ class Watch:
         return {} if self._snapshot is None else {**self._snapshot.names, **self._snapshot.stand_ins()}
 
     def _within(self, path: str) -> list[tuple[str, nn.Module]]:
-        return users_within(self.lightning_module.get_submodule(path), path, self._packages)
+        return users_within(self.lightning_module.get_submodule(path), path, self.packages)
 
     def snapshot(self) -> Snapshot:
         """What the modules hold now, the same as before if they still hold it."""
@@ -263,7 +267,7 @@ class Watch:
             (f"self.{n}", m) for n, m in self.lightning_module.named_modules() if id(m) not in known
         ]  # on_fit_start
         modules, apart = [*self.modules, *late], {key: x for key, x in apart.items() if key not in outer}
-        snapshot = Snapshot(modules, self._packages, apart)
+        snapshot = Snapshot(modules, self.packages, apart)
         snapshot.add_units(self._outer)
         for kind in (*self._classes.values(), *(type(m) for _, m in self._inner)):
             snapshot.add(kind.__qualname__, kind)
@@ -290,7 +294,7 @@ class Watch:
         """What the batch holds, None if that is nothing but tensors."""
         if batch is None:
             return None
-        given = Snapshot([], self._packages, state.names, code=False)
+        given = Snapshot([], self.packages, state.names, code=False)
         given.add("batch", batch)
         new = {id(kind): kind for kind in given.classes if id(kind) not in self._classes}
         for kind in new.values():

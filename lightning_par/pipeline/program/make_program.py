@@ -58,7 +58,7 @@ def make_program(
         microbatches=microbatches,
         result=result,
         loss_is_share=_is_share(run, loss),
-        plain_effects=not (run.reads or run.changes_state or _has_metrics(run.events))
+        plain_effects=not (run.reads or run.prints or run.changes_state or _has_metrics(run.events))
         and all(_joins(run, x) for x in run.effects),
         changes_batch=any(event.kind == "batch" and writes_into(_name(event)) for event in run.events),
         uses=uses,

@@ -21,6 +21,8 @@ from lightning_par.trial.memo import Memo
 if TYPE_CHECKING:
     from lightning_par.pipeline.program.routes import Routes
 
+Shares = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""Of the tensors in what is logged, and in what loggers are given, which are shares of a sum over samples."""
 Key = tuple[int, int]  # (event, which of its tensors); events of the batch's own tensors are -1
 Kind = Literal["batch", "located", "read"]
 
@@ -54,6 +56,7 @@ class StepEvent:
         draws: whether it draws from torch's global generators.
         drawn: the random numbers that it draws on one device, if ranks are to know.
         parts: of what functions within a unit draw for the samples of microbatches.
+        said: what a unit logs and gives to loggers of a microbatch, if anything.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
     """
 
@@ -80,6 +83,7 @@ class StepEvent:
     draws: bool = False
     drawn: tuple[Drawn, ...] = ()
     parts: tuple[PartDrawn, ...] = ()
+    said: Shares | None = None
 
 
 def is_metric_call(event: StepEvent) -> bool:
@@ -125,6 +129,7 @@ class Program:
         leaves: whether units change objects, which others were seen not to go by.
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
+        says: whether units log something, print it by the module or give it to loggers.
         hooked_later: hooks on values of earlier stages: whose, in whose backward they run, and where they are put.
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
             that object.
@@ -161,6 +166,7 @@ class Program:
     leaves: bool = False
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False
+    says: bool = False
     hooked_later: tuple[tuple[int, int, str], ...] = ()
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.program.prepared_step import Prepared
@@ -61,9 +62,6 @@ class ForwardBackward:
         self.settle, self.finals, self.rehearses = settle, finals, rehearses
         self.messenger, self.replays, self.tokens = engine.messenger, engine.replays, engine.tokens
         self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
-        inner = None if rehearses else self.inner_state
-        self.user_step = UserStep(engine.module, engine.programs.watch, inner)
-        self.outputs = StepOutputs(ready, schedule.trains, self.user_step, key)
         self._advise = partial(_alone, engine.axis.rank)
         self._effects: Effects | None = None  # what the step did, once all forwards have run
 
@@ -116,6 +114,10 @@ class ForwardBackward:
         self.messenger.timed = engine.trace is not None or (recorder is not None and recorder.waits_in_place)
         hooked = inner.agree(ready.program) or hooks.on_backwards
         self.meets = hooked and self.settle is not None and len(ready.parts) == 1  # backwards what the step did
+        says = None if self.rehearses else inner.says
+        self.unit_outputs = UnitOutputs(engine.programs.watch, engine.axis, engine.device, ready, says)
+        user_step = UserStep(engine.module, engine.programs.watch, None if self.rehearses else inner, self.unit_outputs)
+        self.user_step, self.outputs = user_step, StepOutputs(ready, self.schedule.trains, user_step, self.key)
         if not self.rehearses:
             inner.begin(ready.program, len(ready.parts) > 1)
             self.in_backward.clear()
@@ -123,7 +125,7 @@ class ForwardBackward:
         traffic, timetable = engine.timetables.of(programs, self.schedule, told, self.meets)
         axes = [part.axis for part in ready.parts]
         self.crossing = Crossing(traffic, engine.axis.rank, self.messenger, axes, self.tokens)
-        self.replays.begin(ready, apart=bool(hooked or self.rehearses or inner.keeping or hooks.known))
+        self.replays.begin(ready, apart=bool(hooked or self.rehearses or inner.keeping or inner.says or hooks.known))
         order = timetable.orders[engine.axis.rank]
         if self.finals is not None:
             self.finals.follow(order)
@@ -193,6 +195,7 @@ class ForwardBackward:
         effects = self.outputs.whole() if program.last_rank == self.engine.axis.rank else Effects()
         # what one rank of a stage holds of it is a part, and other stages need it whole
         whole = merged([effects], lambda parts: full(parts[0])) if self.engine.inner else effects
+        whole = self.unit_outputs.with_those(whole)
         if self.meets and self.settle is not None:
             self.settle(whole)
             if not self.rehearses:

@@ -35,6 +35,7 @@ class Run(TorchFunctionMode):
         super().__init__()
         self.depth = 0
         self.count = 0  # events so far
+        self.path: str | None = None  # the unit that is running
         self.recomputes = False  # whether something in it runs again in backward
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the batch alone that a located value was written into, by id: they stand for the new value."""
@@ -68,10 +69,12 @@ class Run(TorchFunctionMode):
     def call(self, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called at container level."""
         self.depth += 1
+        self.path = path
         try:
             return self.unit(path, module, original, self.followed(args), self.followed(kwargs))
         finally:
             self.depth -= 1
+            self.path = None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -118,6 +121,9 @@ class Run(TorchFunctionMode):
             by_itself: makes a call of which nothing is kept but its arguments, and which backward runs again.
         """
         yield True
+
+    def metric_within(self, metric: nn.Module) -> None:
+        """A metric is called within a unit."""
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A metric's ``method`` is called at container level."""

@@ -93,7 +93,7 @@ class Replays:
         if first:
             run.checked = 0
             run.finish()  # looks at global generators
-        if self.watch.moves() or counts and self._said.any:
+        if self.watch.moves() or self._said.any:
             self._undo()
             _put_back(stage, first)
             run.begin_anew()

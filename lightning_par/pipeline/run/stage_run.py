@@ -42,11 +42,13 @@ class StageRun(StageValues):
 
     Attributes:
         told: what units change is told through it, if it is.
+        keeps: whether all that a unit changes is told; None where nothing of the run is kept.
         hooks: those that hung when the run began.
         hushed: whether what units print is dropped, or None where the run that is on hears it.
     """
 
     told: InnerState | None = None
+    keeps: Callable[[str | None], bool] | None = None
     hushed: bool | None = None
     hooks: HooksCell | None = None
 
@@ -208,6 +210,13 @@ class StageRun(StageValues):
         if self.program.microbatches == 1:
             return False
         return any(event.kind == "batch" or event.cuts or event.given for event in self.program.events[first:end])
+
+    def metric_within(self, metric: nn.Module) -> None:
+        if self.keeps is not None and not self.keeps(self.path):
+            raise RuntimeError(
+                f"{user_line()}: a layer calls a {type(metric).__name__} here, as nothing told that it would when the "
+                "step was first run. The other ranks of the pipeline would not have its state. Call it in the step."
+            )
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self._next(("metric", method))[1]

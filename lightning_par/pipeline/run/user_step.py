@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from lightning_par.pipeline.effects.effects import Effects, merged
 from lightning_par.pipeline.effects.random_draws import stand_at
+from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
 from lightning_par.pipeline.effects.unit_python_state import InnerState
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.prepared_step import Part
@@ -24,10 +26,11 @@ class UserStep:
         module: the LightningModule.
         watch: its Python state.
         inner: is told what units change; None where nothing of the step is kept.
+        outputs: hears what they say.
     """
 
-    def __init__(self, module: nn.Module, watch: Watch, inner: InnerState | None) -> None:
-        self.module, self.watch, self.inner = module, watch, inner
+    def __init__(self, module: nn.Module, watch: Watch, inner: InnerState | None, outputs: UnitOutputs) -> None:
+        self.module, self.watch, self.inner, self.outputs = module, watch, inner, outputs
 
     def run(self, part: Part, run: StageRun, counts: bool) -> tuple[Any, Effects]:
         """Run the step on ``part``; only a run that ``counts`` leaves a trace, in what is returned."""
@@ -39,9 +42,12 @@ class UserStep:
         if self.inner is not None and run.stage < run.program.stages:
             # what units change is told once, by the first microbatch
             run.told = self.inner if first and not part.apart else None
+            run.keeps = self.inner.keeps
             run.hushed = None if counts and run.axis is None else not first
         # of all the runs one counts, the others are undone
-        with watch.told(step.batch, not part.apart) if counts else watch.undone(step.batch) as found:
+        hear = partial(self.outputs.recorder, run)
+        told = watch.told(step.batch, not part.apart, hear) if counts else watch.undone(step.batch, hear=hear(None))
+        with told as found:
             run.hooks = watch.hooks
             try:
                 with torch.set_grad_enabled(step.grad), step.context(), run:

@@ -36,6 +36,7 @@ from lightning_par.pipeline.trial.survey import Seen
 from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Transformed
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import record_unit
+from lightning_par.pipeline.trial.unit_logs import UnitLogs
 from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.modes import is_any_autocast
 from lightning_par.private.pytree import tree_leaves
@@ -99,6 +100,9 @@ class Analysis(FakeRun):
         set_around: units that it calls while it has changed their state.
         resets: those that keep something, whose state that changes, too.
         in_hooks: the names of objects that hooks on gradients reach.
+        outputs: what units say.
+        prints: whether the step's own code prints values of the model by the module.
+        mixing: the last error of a function that needed samples together, which the user's code may have caught.
         hooks_on_gradients: on modules of the copy, as the step begins.
         tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
             they draw there.
@@ -140,6 +144,9 @@ class Analysis(FakeRun):
         self.set_around: frozenset[str] = frozenset()
         self.resets: frozenset[str] = frozenset()
         self.in_hooks: frozenset[str] = frozenset()
+        self.outputs = UnitLogs()
+        self.prints = False
+        self.mixing: SamplesMixError | None = None
         self.hooks_on_gradients: dict[nn.Module, int] = {}
 
     def number(self) -> int:
@@ -186,6 +193,13 @@ class Analysis(FakeRun):
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
         self.handed.check_outside((args, kwargs))
+        try:
+            return self._transformed_event(func, name, args, kwargs)
+        except SamplesMixError as error:
+            self.mixing = error
+            raise
+
+    def _transformed_event(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if func not in TRANSFORMS:
             return self._event(func, name, args, kwargs)
         self.transformed = Transformed((args, kwargs))
@@ -221,7 +235,15 @@ class Analysis(FakeRun):
             for x in tensors_in((args, kwargs)):
                 if self.transformed.closes_over(x, self.values):
                     self.use_parameter(x)
-        return super().run_function(func, args, kwargs)
+        sums = 0 if self.axis is None else self.axis.sums
+        try:
+            result = super().run_function(func, args, kwargs)
+        except SamplesMixError as error:
+            self.mixing = error if self.path is not None else self.mixing
+            raise
+        if self.axis is not None:
+            self.outputs.ran(func, args, kwargs, result, self.axis.sums > sums)
+        return result
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any, keeps: bool = True) -> None:
         super().charge(func, args, kwargs, result, keeps)
@@ -346,6 +368,14 @@ class Analysis(FakeRun):
         if self.changes.looked:
             with unset_fake_temporarily():
                 self.called.append((len(self.events), func, words_of(given, is_located)))
+
+    def metric_within(self, metric: nn.Module) -> None:
+        path = self.path
+        assert path is not None
+        if self.axis is not None:
+            self.outputs.mixes(f"calls a {type(metric).__name__} at {user_line()}")
+        elif self.changes.looked:  # whose state the others are told, as what else it keeps
+            self.changes.keeping.setdefault(path, f"a {type(metric).__name__}")
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         located = [x for x in tensors_in((args, kwargs)) if is_located(x)]

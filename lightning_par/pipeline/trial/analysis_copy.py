@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
-from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall
+from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
+from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
 from lightning_par.pipeline.trial.call_costs import CallTree
@@ -23,6 +24,7 @@ from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.step import Step
 
@@ -123,24 +125,53 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def listen(copy: nn.Module, run: Analysis) -> None:
-    """What the step logs counts as used at its end."""
+    """What the step logs counts as used at its end; what units say they say themselves."""
+    outputs = run.outputs
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if outputs.path is not None:
+            outputs.say(f"self.log({name!r}, ...)", (value, args, kwargs), run.trace)
+            return
         run.handed.check_outside(value)
         run.effects += tensors_in(run.followed(value))
 
     def log_dict(values: Any, *args: Any, **kwargs: Any) -> None:
+        if outputs.path is not None:
+            outputs.say(f"self.log_dict({[*values]}, ...)", (dict(values), args, kwargs), run.trace)
+            return
         run.handed.check_outside(dict(values))
         run.effects += tensors_in(run.followed(dict(values)))
 
     def hear(said: Said) -> None:
-        if isinstance(said, SayingCall):
+        if outputs.path is not None:
+            if isinstance(said, SayingCall):
+                what = f"logger.{'.'.join(said.path)}(...)"
+                outputs.say(what, (said.args, said.kwargs), run.trace, to_logger=True)
+        elif isinstance(said, SayingCall):
             run.effects += tensors_in(run.followed((said.args, said.kwargs)))
 
+    def print_(*args: Any, **kwargs: Any) -> None:
+        if outputs.path is not None:
+            outputs.say("self.print(...)", (printed(*args, **kwargs),), run.trace)
+            outputs.write(tensors_in((args, kwargs)))
+            return
+        printed_values = tensors_in(run.followed((args, kwargs)))
+        run.effects += printed_values
+        run.prints |= any(is_located(x) for x in printed_values)
+
+    def refuse() -> None:
+        if outputs.path is not None:
+            raise NotImplementedError(
+                f"{user_line()}: a layer calls a logger that it holds itself, which in a pipeline its rank alone would "
+                "do. Write `self.logger`, the LightningModule's, or `trainer.logger` there."
+            )
+
     if hasattr(copy, "automatic_optimization"):
-        vars(copy).update(log=log, log_dict=log_dict)
+        vars(copy).update(log=log, log_dict=log_dict, print=print_)
     trainer = trainer_of(copy)
     if isinstance(trainer, TrainerView):
+        for logger in vars(trainer)["held_loggers"]:
+            logger.asked = refuse
         views = [LoggerView(logger, hear, number) for number, logger in enumerate(vars(trainer)["_real"].loggers)]
         vars(trainer).update(loggers=views, logger=views[0] if views else None)
         # both are properties of the class, which an attribute can't replace

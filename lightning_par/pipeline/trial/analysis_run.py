@@ -151,6 +151,8 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
         if type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError):
             error.read_at = run.read_at  # type: ignore[union-attr]
         raise
+    if run.mixing is not None:  # the step has caught it, and gone another way than on one device
+        raise run.mixing
     refuse_backward_hooks(run, copy.modules())
     run.values.kept.append(result)
     run.in_hooks = _in_hooks(run, copy)

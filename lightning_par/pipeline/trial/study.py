@@ -77,6 +77,7 @@ def study(
     layouts = cut_layouts(sample_layouts(step, stages, whole, ours, theirs), step.samples, axis)
     asked = AnalysisRun(step, stages, axis, layouts, outer=whole.outer)
     run, result = asked.explored(whole.guesses.patterns)
+    _refuse_kept_sums(run, whole)
     program = make_program(step, run, result, microbatches, layouts, in_order=bool(whole.changes.keeping))
     program = replace(
         program,
@@ -86,6 +87,7 @@ def study(
         set_around=whole.set_around,
         leaves=bool(whole.changes.aftereffects),
         in_hooks=run.in_hooks,
+        says=run.outputs.any or whole.outputs.any,
         made=whole.changes.made,
     )
     _follow_numbers(step, stages, axis, run)
@@ -109,6 +111,7 @@ def _study_whole(step: Step, stages: Stages) -> Program:
         outer=run.outer,
         leaves=bool(run.changes.aftereffects),
         hooked=hooked,
+        says=run.outputs.any,
         made=run.changes.made,
     )
 
@@ -122,6 +125,16 @@ def _refuse_repeated_changes(step: Step, whole: Analysis) -> None:
             raise error
     for path, place in whole.changes.lent.items():
         raise SamplesMixError(f"{path!r} changes {place}, as it would for each microbatch")
+
+
+def _refuse_kept_sums(run: Analysis, whole: Analysis) -> None:
+    """Raises `SamplesMixError` where a unit that logs a sum over samples changes something: it may keep the sum."""
+    for path, what in run.outputs.sums.items():
+        place = whole.changes.aftereffects.get(path)
+        if place is not None:
+            error = SamplesMixError(f"{path!r} sums over the samples of a batch for {what}, and changes {place}")
+            error.unit = path
+            raise error
 
 
 def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
+from lightning_par.pipeline.program.program import Shares
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.call_context import watched
 from lightning_par.pipeline.trial.code_attributes import TENSORS
@@ -38,16 +39,19 @@ def record_unit(
     run.handed.check_outside((args, kwargs))
     inputs = tensors_in((args, kwargs))
     sums, cuts = (0, 0) if run.axis is None else (run.axis.sums, run.axis.cuts)
-    by_numbers = set[str]()
+    by_numbers, said = set[str](), None
     if run.axis is not None:
         args, kwargs = watched(args, kwargs, by_numbers)
         if any(tag_of(run.tags, x) for x in inputs):
             raise SamplesMixError(f"{path!r} takes a sum over the samples of a batch")
         args, kwargs = run.with_samples(args), run.with_samples(kwargs)
     flops, reads = run.frames[-1].flops, run.values_read
-    result, plainly = _called(run, path, module, original, args, kwargs)
-    if run.axis is not None:
-        _refuse_mixing(run, run.axis, path, tensors_in((args, kwargs)), sums, cuts)
+    with run.outputs.unit(path):
+        result, plainly = _called(run, path, module, original, args, kwargs)
+        if run.axis is not None:
+            said = _said(run, path)
+            sums = run.axis.sums if run.outputs.alone(result) else sums
+            _refuse_mixing(run, run.axis, path, tensors_in((args, kwargs)), sums, cuts)
     result = map_returned(lambda x: _returned(run, x), result)
     given = len(run.values.keys_of(inputs))
     inputs += run.handed.found.values()
@@ -60,7 +64,7 @@ def record_unit(
     if run.values_read > reads:
         run.deciding.add(TENSORS)
     event.handed = len(event.inputs) - given
-    event.flops, event.viewed = run.frames[-1].flops - flops, not plainly
+    event.flops, event.viewed, event.said = run.frames[-1].flops - flops, not plainly, said
     run.tail = len(run.events)
     return result
 
@@ -93,6 +97,15 @@ def _called(
         if not is_standing(stood):
             raise GlobalDrawError(path)
     return result, plainly
+
+
+def _said(run: Analysis, path: str) -> Shares | None:
+    """What the unit ``path`` has said of a microbatch."""
+    try:
+        return run.outputs.end()
+    except SamplesMixError as error:
+        error.unit = path
+        raise
 
 
 def _refuse_mixing(run: Analysis, axis: MicrobatchAxis, path: str, given: list[Tensor], sums: int, cuts: int) -> None:

@@ -389,7 +389,7 @@ def test_text_goes_where_the_step_prints_it(capsys: pytest.CaptureFixture[str]) 
     module.print = print  # type: ignore[method-assign]  # as without a progress bar
     file, said = io.StringIO(), list[Any]()
     with Hearing(said.append):
-        recorder = OutputRecorder(module, [], said, {})
+        recorder = OutputRecorder(module, [], said, dict)
         recorder.print("out", end="")
         recorder.print("error", file=sys.stderr)
         recorder.print("kept", file=file)

@@ -51,15 +51,18 @@ def acts_plainly(
     given = twin((args, kwargs))  # a cache among the arguments may grow
     outline = UnitOutline(module, given)
     modules = [(f"{path}.{name}".rstrip("."), m) for name, m in module.named_modules()]
-    before, reads = Snapshot(modules, hooks=False), run.values_read
+    before, reads, run.mixing = Snapshot(modules, hooks=False), run.values_read, None
     try:
         with tracing(run, inputs) as viewed:
             result = call(*args, **kwargs)
+        if run.mixing is not None:  # the unit has caught it, and gone another way than on one device
+            raise run.mixing
     except SamplesMixError:
         before.restore()
         result = _sample_by_sample(run, module, call, given)
-        if result is NotImplemented:
+        if result is NotImplemented or run.outputs.said or run.outputs.mixed:
             raise
+        run.mixing = None
         return result, True
     drawn, run.draws.drawn = run.draws.drawn, []  # what follows is no part of it
     after, left = Snapshot(modules, hooks=False), before.left()
@@ -76,7 +79,7 @@ def acts_plainly(
             plain = _Repeats(run, path, modules, call, given).agree(viewed, lead, before, after, left, bool(drawn))
     finally:
         after.restore()
-        run.draws.drawn = drawn
+        run.draws.drawn, run.mixing = drawn, None
     if like is not None and run.values_read == reads:
         run.tried[like] = plain, run.draws.parts
     return result, plain
@@ -129,6 +132,7 @@ class _Repeats:
             again = self._twice(self._as_views)
             plain = first is not None and again is not None and again.agrees(first, samples, own)
             viewed = viewed if again is None else again
+        plain &= not self._run.outputs.of_samples  # of which it says the batch's
         if plain and first is not None and (drew or owned):
             self._run.draws.parts = viewed.parts_drawn(first, samples, own, lead.positions)
         elif owned:  # from which each microbatch would draw anew
@@ -217,7 +221,8 @@ def _aside(run: Analysis) -> Iterator[None]:
     unsized, frames, casts = run.unsized, run.frames, run.casts
     run.frames, run.casts = [Frame("", 0)], Counter()
     try:
-        yield
+        with run.outputs.again():
+            yield
     finally:
         run.unsized, run.frames, run.casts = unsized, frames, casts
 
