@@ -134,8 +134,10 @@ class StagesPart(Part):
         if self._module is not None:
             agree_on_buffers(self._module, self.groups.pipeline)
 
-    def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
+    def let_go(self) -> None:
         self.engine = None  # what it watches may hold weights, as the weak references of an LSTM of one's own
+
+    def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         if self._module is not None:
             self.spread.undo(module, callbacks)
         self._module = None

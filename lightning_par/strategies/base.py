@@ -171,6 +171,8 @@ class StrategyMixin(PreemptingMixin, BuildingMixin, StepsMixin, SavingMixin):
         for optimizer in self.optimizers:
             end_of_run.unshard_optimizer_state(optimizer, self.groups.pipeline)
         trainer: Any = trainer_of(module)
+        for part in self.parts:
+            part.let_go()
         for part in reversed(self.parts):
             part.undo(module, trainer.callbacks)
         self.parts = Parts()

@@ -18,7 +18,8 @@ class Part:
     """What a strategy does for one axis of the mesh, in one run of a Trainer's entry point.
 
     A strategy has them in order: first all plan, then each is applied to what those before it have left; every step
-    runs in all of them; at the end of a run they are undone from the last to the first. All ranks call each method.
+    runs in all of them; at the end of a run they let go, and are undone from the last to the first. All ranks call each
+    method.
     """
 
     def axes(self) -> Sequence[Axis]:
@@ -59,6 +60,9 @@ class Part:
 
     def adopt(self, optimizer: Any) -> None:
         """An optimizer was made of the parameters, or has loaded its state."""
+
+    def let_go(self) -> None:
+        """After a run that ended well, before any part is undone: hold no weight, and no weak reference to one."""
 
     def undo(self, module: nn.Module, callbacks: Iterable[Any]) -> None:
         """After a run that ended well: put back what `apply` changed of ``module``, and what ``callbacks`` hold."""

@@ -17,7 +17,7 @@ UNCOUNTED = {("unet", "fsdp_pipeline")}
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE | UNCOUNTED]
 DEFAULT = [
     "gpt-tensor", "gqa_repeat-shard_residual", "hf_llama-ring", "hf_bert-ulysses", "gpt_tied-zbv", "unet-1f1b",
-    "lstm-fsdp", "mlp_deep-fsdp_kept", "encoder_decoder-interleaved", "gpt_5_heads-all_gather",
+    "lstm-fsdp_pipeline", "mlp_deep-fsdp_kept", "encoder_decoder-interleaved", "gpt_5_heads-all_gather",
 ]  # fmt: skip
 
 
