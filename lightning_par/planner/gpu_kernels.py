@@ -17,13 +17,14 @@ _DROPOUT = 4  # its place among the arguments of attention
 
 _SINGLE = frozenset("""
 __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
-cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss
-layer_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
-nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
-softmax softmin softplus sum tan triplet_margin_loss
+cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss huber_loss
+interpolate kl_div l1_loss layer_norm log log10 log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss
+multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss norm normalize pdist poisson_nll_loss pow prod
+reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum tan
+triplet_margin_loss upsample linalg_matrix_norm linalg_vector_norm
 """.split())  # fmt: skip
-"""What autocast runs in single precision on a GPU (pytorch.org/docs/stable/amp.html, "CUDA ops that autocast to
-float32"); on a CPU it leaves most of these in the precision of products."""
+"""What autocast runs in single precision on a GPU: `AT_FORALL_FP32` and `AT_FORALL_FP32_SET_OPT_DTYPE` in torch's
+``ATen/autocast_mode.h``, and what calls these. On a CPU it leaves most of them in the precision of products."""
 
 
 class GpuKernels(TorchFunctionMode):
