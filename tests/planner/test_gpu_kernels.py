@@ -71,7 +71,7 @@ class Normed(LightningModule):
     configure_optimizers = Attends.configure_optimizers
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_a_norm_keeps_its_input_and_a_number_for_each_token(precision: str) -> None:
     by_layer, by_root = (_activations(Normed(kind), precision) for kind in (nn.LayerNorm, nn.RMSNorm))
     assert by_layer == by_root
