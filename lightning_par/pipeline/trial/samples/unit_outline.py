@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -85,9 +85,11 @@ class UnitOutline:
             self._add_all(kind, x)
         elif kind in _MAPPINGS:
             self._add_mapping(kind, x)
-        elif isinstance(x, nn.Module) or has_attributes(x) and not callable(x) and not slots_of(kind):
+        elif isinstance(x, nn.Module) or _is_its_attributes(x, kind):
             own = {key: value for key, value in vars(x).items() if key != CALL}
             self._add_mapping(kind, own)
+        elif kind is deque:
+            self._add_all(kind, (x.maxlen, *x))
         elif kind in _SETS and all(type(value) is str for value in x):
             self._words += (kind, frozenset(x))
         elif kind is MethodType:
@@ -120,3 +122,8 @@ class UnitOutline:
             if x.numel() > _LARGE or x.is_meta:
                 raise _UnclearError
             self._words.append(constants_of(x.detach(), lambda _: False))
+
+
+def _is_its_attributes(x: Any, kind: type) -> bool:
+    """Whether an object is nothing but what its ``__dict__`` holds; one of C code may have none."""
+    return has_attributes(x) and hasattr(x, "__dict__") and not callable(x) and not slots_of(kind)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -122,3 +126,16 @@ def test_what_a_unit_is_given_tells_it_from_others() -> None:
     with torch.no_grad():
         assert words(x, 1, {"mask": None}) != same
     assert UnitOutline(unit, [object() for _ in range(10_000)]).words is None  # nothing counts as like it
+
+
+def test_objects_that_have_no_dict_are_told_apart() -> None:
+    unit = Layer()
+
+    def words(x: Any) -> Any:
+        return UnitOutline(unit, x).words
+
+    assert words(deque([1, 2])) == words(deque([1, 2])) != words(deque([1, 3]))
+    assert words(deque([1, 2])) != words(deque([1, 2], maxlen=2))
+    for x in (itertools.count(), MappingProxyType({"a": 1}), iter([1]), threading.Lock(), (n for n in "ab")):
+        assert words(x) == words(x) is not None
+    assert words(itertools.count()) != words(itertools.count(5))
