@@ -17,6 +17,7 @@ from lightning_par.pipeline.plan.units import ModuleCall, ancestors, close, walk
 from lightning_par.pipeline.program.make_program import OutsideWriteError
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import SamplesMixError
+from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.study import study, survey
 from lightning_par.pipeline.trial.survey import Survey
@@ -84,7 +85,10 @@ class CutSearch:
         plan, stages = self.spread.plan(step.module, surveyed.root, ())
         if not surveyed.ends:  # it will run unit by unit
             return plan, stages, None
-        first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
+        try:
+            first = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed))
+        except ReadFirstError:  # with another sample, or by microbatches
+            return plan, stages, None
         cut = self._improved(step, first, wanted, opens=True)
         if isinstance(cut.reason, UnitError):
             other = self._improved(step, first, wanted, opens=False)
@@ -159,8 +163,11 @@ class CutSearch:
                 break
             met.append(cut.reason.unit)
             unmixed = cut.unmixed or (cut if isinstance(cut.reason, SamplesMixError) else None)
-            other = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
-            if isinstance(other.reason, OutsideWriteError):  # it must stay a unit
+            try:
+                other = _Cut(surveyed, plan, stages, *self._try(step, stages, wanted, surveyed), opened, unmixed)
+            except ReadFirstError:  # its code goes by values: it must stay a unit
+                break
+            if isinstance(other.reason, OutsideWriteError):  # likewise
                 break
             if isinstance(cut.reason, SamplesMixError) and isinstance(other.reason, UnitError):
                 mixing = cut
