@@ -14,7 +14,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.known_objects import Beginning, Known
 from lightning_par.mesh.raw_bytes import raw_bytes
+
+_WORDS = frozenset((int, float, bool, str, type(None)))
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class _Form:
 
 def broadcast_batch(
     batch: Any, axis: Axis, device: torch.device, source: int = 0, detach: bool = False, purpose: str = "batch",
-    known: Known | None = None,
+    known: Known | None = None, packed: Packed | None = None,
 ) -> Any:  # fmt: skip
     """``batch`` of index ``source`` along ``axis``, on every rank.
 
@@ -54,14 +56,19 @@ def broadcast_batch(
         detach: tensors arrive without their graph, on the source, too.
         purpose: what ledgers call the transfers.
         known: objects that don't travel, since all ranks have them.
+        packed: the batch as `pack` made it on the source, if it has.
 
     Raises:
         TypeError: the batch holds something that can't be pickled; on every rank.
     """
     if axis.size == 1:
         return batch
-    header, tensors, copied = _pack(batch, device, detach, known or Known()) if axis.tells(source) else (None, [], True)
-    header = axis.broadcast_object(header, purpose, source)
+    if axis.tells(source):
+        packed = packed or pack(batch, device, detach, known)
+    else:
+        packed = Packed(None, [], True)
+    tensors, copied = packed.tensors, packed.copied
+    header = axis.broadcast_object(packed.header, purpose, source)
     if isinstance(header, str):
         raise TypeError(header)
     structure, forms = header
@@ -104,6 +111,8 @@ class _Packer(pickle.Pickler):
         self._index: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | str | None:
+        if type(obj) in _WORDS:  # most of what is asked for
+            return None
         name = self.known.name_of(obj)
         if name is not None:
             return name
@@ -175,23 +184,36 @@ class Unpacker(pickle.Unpickler):
         return self._known.named(index) if isinstance(index, str) else self._left_out[index]
 
 
-def _pack(
-    batch: Any, device: torch.device, detach: bool, known: Known
-) -> tuple[tuple[bytes, list[_Form]] | str, list[Tensor], bool]:
-    """The header, or why there is none; the tensors to send after it; whether one of them is a copy."""
-    file = io.BytesIO()
+class Packed(NamedTuple):
+    """A batch that is about to travel.
+
+    Attributes:
+        header: its structure, and the forms of its tensors; or why it can't travel.
+        tensors: to be sent after that.
+        copied: whether one of them is a copy.
+    """
+
+    header: tuple[bytes, list[_Form]] | str | None
+    tensors: list[Tensor]
+    copied: bool
+
+
+def pack(batch: Any, device: torch.device, detach: bool, known: Known | None = None) -> Packed:
+    """A batch, as `broadcast_batch` sends it."""
+    file, known = io.BytesIO(), known or Known()
     packer = _Packer(file, device, detach, known)
     try:
         packer.dump(batch)
     except Exception as error:  # picklers raise whatever the objects' own methods raise
-        return f"A batch of type {type(batch).__name__} can't be sent to the ranks of its replica: {error}", [], True
+        reason = f"A batch of type {type(batch).__name__} can't be sent to the ranks of its replica: {error}"
+        return Packed(reason, [], True)
     tensors = [_dense(tensor) for tensor in packer.tensors]
     forms = [
         _Form(tuple(t.shape), t.stride(), t.dtype, o.requires_grad, known.beginning(t))
         for t, o in zip(tensors, packer.tensors)
     ]
     copied = detach or any(sent is not own for sent, own in zip(tensors, packer.tensors))
-    return (file.getvalue(), forms), tensors, copied
+    return Packed((file.getvalue(), forms), tensors, copied)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress, repeat
+from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.absent.elsewhere import Elsewhere
 from lightning_par.fsdp.part import StoragePart
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.layout import Groups
@@ -26,6 +28,7 @@ from lightning_par.pipeline.run.verification import agreed, verify
 from lightning_par.pipeline.stages import Spread
 from lightning_par.pipeline.trial.analysis import ReadFirstError
 from lightning_par.pipeline.trial.surveyor import Surveyor
+from lightning_par.python_state.set_each import set_each
 from lightning_par.sequence.part import TokensPart
 from lightning_par.sharded.patches import SHARDED, STREAMS, Patches
 from lightning_par.sharded.tensor import leaf
@@ -181,13 +184,12 @@ class StagesPart(Part):
         """
         module = step.module
         engine = self._prepared(step)
-        held = {n: p for n, p in engine.programs.tree.parameters() if p.requires_grad and not is_elsewhere(p)}
+        held = _trained_here(engine.programs.tree.parameters())
         if self.storage is not None and self.storage.throughout:
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:
-            own = [leaf(p) for p in held.values()]
-        for p in spent_gradients(module, optimizers):
-            p.grad = None
+            own = [*map(leaf, held.values())]
+        set_each(spent_gradients(module, optimizers), "grad", repeat(None))
         named = dict(zip(held, own))
         if self._unverified:
             self._unverified = False
@@ -246,6 +248,13 @@ class StagesPart(Part):
                 "need one another in a way that was not seen. Batches are left whole (microbatches=1): slower.",
                 world.rank,
             )
+
+
+def _trained_here(named: list[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Those that are trained, and that this rank holds; asked in every step."""
+    weights = [p for _, p in named]
+    trained, elsewhere = map(attrgetter("requires_grad"), weights), map(isinstance, weights, repeat(Elsewhere))
+    return dict(compress(named, map(gt, trained, elsewhere)))
 
 
 def check_run(trainer: Any, module: Any, namespace: Namespace, asker: str) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightning_par.private.module_hooks import users_of
+
+_Name = TypeVar("_Name")
+_before, _after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 def hooks_of(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -19,8 +23,12 @@ def hooks_of(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     return {} if before is None else before, {} if after is None else after
 
 
-def hooked(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def hooked(named: Iterable[tuple[_Name, Tensor]]) -> list[tuple[_Name, Tensor]]:
     """Those of some leaves that may have hooks, of whomever; most have none."""
+    named = [*named]
+    leaves = [*map(itemgetter(1), named)]
+    if not any(map(_before, leaves)) and not any(map(_after, leaves)):  # asked of all weights, several times a step
+        return []
     return [(name, x) for name, x in named if x._backward_hooks or x._post_accumulate_grad_hooks]
 
 

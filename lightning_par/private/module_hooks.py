@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ def has_hooks(module: nn.Module) -> bool:
     return number_of_hooks(module) > 0
 
 
-def may_have_hooks(module: nn.Module) -> bool:
-    """Whether ``module`` has hooks on its calls or gradients, of whomever."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+_of_module = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def may_have_hooks(modules: Iterable[nn.Module]) -> Iterator[bool]:
+    """Of each module whether it has hooks on its calls or gradients, of whomever; asked of all in every step."""
+    return map(any, map(_of_module, modules))
 
 
 def hooks_on_all() -> list[Callable[..., Any]]:

@@ -5,6 +5,16 @@ Public functions that walk one, such as `torch.func.functional_call`, call it th
 
 from __future__ import annotations
 
+from itertools import repeat
+from typing import Any
+
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["SUPPORTED_NODES", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["SUPPORTED_NODES", "leaves_given", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+
+
+def leaves_given(args: Any, kwargs: Any) -> list[Any]:
+    """As ``tree_leaves((args, kwargs))``, which takes a while to see that nothing is nested."""
+    given = [*args, *kwargs.values()]
+    nests = any(map(isinstance, given, repeat(tuple))) or not SUPPORTED_NODES.keys().isdisjoint(map(type, given))
+    return tree_leaves((args, kwargs)) if nests else given

@@ -14,6 +14,7 @@ from lightning_par.private.pytree import SUPPORTED_NODES, tree_map
 from lightning_par.python_state.user_code import has_attributes, slots_of
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), Size)  # pytree would make a tuple of a size
+_CONTAINERS = frozenset((tuple, list, dict))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -53,7 +54,28 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in ``value``, in the order in which `map_tensors` meets them."""
-    return [value] if isinstance(value, Tensor) else _met(map_tensors, value)
+    found: list[Tensor] = []
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif type(value) in _CONTAINERS:
+        _find(value, found)
+    else:
+        found += _met(map_tensors, value)
+    return found
+
+
+def _find(container: Any, found: list[Tensor]) -> None:
+    """Add the tensors in a tuple, list or dict to ``found``: of each event's arguments, in every step, so that nothing
+    is called for what is no container."""
+    for x in container.values() if type(container) is dict else container:
+        kind = type(x)
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif kind in _CONTAINERS:
+            if x:
+                _find(x, found)
+        elif kind not in _PLAIN:
+            found += _met(map_tensors, x)
 
 
 def twin(value: Any, function: Callable[[Tensor], Any] | None = None) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, MutableMapping
+from itertools import compress
 from typing import Any, NoReturn
 
 from torch import nn
@@ -81,7 +82,7 @@ class HooksCell(Cell):
 
     def _now(self) -> dict[str, _Held]:
         """What is the user's, where anything is."""
-        dicts = {name: found for name, found in self._modules.items() if any(found)}
+        dicts = dict(compress(self._modules.items(), map(any, self._modules.values())))
         dicts |= {name: hooks_of(p) for name, p in hooked(self._parameters.items())}
         held = {name: users_hooks(found) for name, found in dicts.items()}
         return {name: found for name, found in held.items() if any(found)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import compress, repeat
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.spare_tensors import Spares, grouped, may_be_copied
 from lightning_par.python_state.still import Still
 from lightning_par.python_state.tensor_writes import forget_write, is_written, overwrite, version_of
+
+_Kind = TypeVar("_Kind", bound=Cell)
 
 
 class Snapshot(Reach):
@@ -108,7 +111,7 @@ class Snapshot(Reach):
         """Take what is there now for what was there before; False where other objects have come or gone."""
         cells: Iterable[Cell] = self.cells.values()
         if self._still.is_so(self.cells):  # but that iterators count from where they are
-            cells = [cell for cell in cells if isinstance(cell, IteratorCell)]
+            cells = self._of(IteratorCell)
         return all(cell.renew(ATOMS) for cell in cells)
 
     def lend(self, spares: Spares, as_is: Collection[int] = (), modules: bool = True) -> None:
@@ -130,9 +133,8 @@ class Snapshot(Reach):
                 if modules or id(cell) not in self.of_modules:
                     cell.versions.pop(key, None)
                     cell.lend(key, spare)
-        for cell in self.cells.values():
-            if isinstance(cell, LockedCell):
-                cell.lock()
+        for cell in self._of(LockedCell):
+            cell.lock()
         self.lend_iterators()
 
     def lend_iterators(self) -> Snapshot:
@@ -141,10 +143,9 @@ class Snapshot(Reach):
         Returns:
             Itself.
         """
-        for cell in self.cells.values():
-            if isinstance(cell, IteratorCell):
-                cell.lend_itself()
-        waiting = [cell for cell in self.cells.values() if isinstance(cell, TupleCell) and cell.lent]
+        for cell in self._of(IteratorCell):
+            cell.lend_itself()
+        waiting = [cell for cell in self._of(TupleCell) if cell.lent]
         while waiting:
             one = waiting.pop()
             one.lend_itself()
@@ -153,9 +154,8 @@ class Snapshot(Reach):
 
     def settle_iterators(self) -> None:
         """The run has ended, and counts: the items of iterators that it has taken are gone."""
-        for cell in self.cells.values():
-            if isinstance(cell, IteratorCell):
-                cell.settle()
+        for cell in self._of(IteratorCell):
+            cell.settle()
         self._refuse_written_items()
 
     def changes(self) -> dict[str, Change]:
@@ -201,7 +201,7 @@ class Snapshot(Reach):
 
     def stand_ins(self) -> dict[int, str]:
         """The names of the objects for which something stands in now, by the id of that."""
-        found = {id(cell.replay): cell.name for cell in self.cells.values() if isinstance(cell, IteratorCell)}
+        found = {id(cell.replay): cell.name for cell in self._of(IteratorCell)}
         for cell in self.cells.values():
             for key, (stand_in, _) in cell.lent.items():
                 name = self.names.get(id(cell.before[key]))
@@ -217,7 +217,7 @@ class Snapshot(Reach):
         """
         overwritten: list[str] = []
         iterators: list[Cell] = []
-        for cell in self.cells.values():
+        for cell in self._still.touched(self.cells):
             overwritten += cell.overwritten()
             if isinstance(cell, IteratorCell):
                 iterators.append(cell)
@@ -243,7 +243,12 @@ class Snapshot(Reach):
 
     def locked(self) -> list[str]:
         """The names of arrays that a run may only read."""
-        return [cell.name for cell in self.cells.values() if isinstance(cell, LockedCell)]
+        return [cell.name for cell in self._of(LockedCell)]
+
+    def _of(self, kind: type[_Kind]) -> list[_Kind]:
+        """The cells of one kind: most have none, and are asked in every step."""
+        cells: list[Any] = [*self.cells.values()]
+        return [*compress(cells, map(isinstance, cells, repeat(kind)))]
 
     def _note_versions(self, as_is: Collection[int] = ()) -> None:
         for held in self.tensors.values():

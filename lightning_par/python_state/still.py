@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import compress
-from operator import attrgetter, is_, ne
+from operator import attrgetter, is_, methodcaller, ne
 from typing import Any
 
 from lightning_par.private.dict_versions import version_of_dict
 from lightning_par.python_state.cells.cell import Cell
 
-_lent, _versions = attrgetter("lent"), attrgetter("versions")
+_lent, _versions, _moved = attrgetter("lent"), attrgetter("versions"), methodcaller("moved")
 
 
 class Still:
@@ -37,13 +37,23 @@ class Still:
 
     def moved(self, cells: Mapping[str, Cell]) -> list[Cell] | None:
         """Those of ``cells`` that hold something else than before; None where something stands in for anything."""
+        if self._are_lent(cells):
+            return None
+        return self._moved_dicts() + [*compress(self._others, map(_moved, self._others))]
+
+    def touched(self, cells: Mapping[str, Cell]) -> Iterable[Cell]:
+        """Those of ``cells`` that may hold something else than before."""
+        return self._cells if self._are_lent(cells) else self._moved_dicts() + self._others
+
+    def _are_lent(self, cells: Mapping[str, Cell]) -> bool:
+        """Whether something stands in for anything that they hold, or tensors there are watched."""
         if len(cells) != len(self._cells) or not all(map(is_, cells.values(), self._cells)):
             self._take(cells)
-        if any(map(_lent, self._cells)) or any(map(_versions, self._cells)):
-            return None
+        return any(map(_lent, self._cells)) or any(map(_versions, self._cells))
+
+    def _moved_dicts(self) -> list[Cell]:
         now = [*map(version_of_dict, self._dicts)]
-        found = [] if now == self._versions else self._moved_since(now)
-        return found + [cell for cell in self._others if cell.moved()]
+        return [] if now == self._versions else self._moved_since(now)
 
     def _moved_since(self, now: list[int]) -> list[Cell]:
         found: list[Cell] = []

@@ -19,7 +19,7 @@ from lightning_par.mesh import collectives
 from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.private.modes import DisableTorchFunction
-from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.pytree import leaves_given, tree_leaves, tree_map
 from lightning_par.private.tensors import make_wrapper_subclass, write_count
 from lightning_par.private.transforms import in_functorch
 from lightning_par.sequence.sequence_axis import SequenceAxis
@@ -163,7 +163,7 @@ class BatchTensor(ShardedTensor):
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
-    leaves = _leaves(args, kwargs)
+    leaves = leaves_given(args, kwargs)
     if name != "grad" and all(map(_of_batch, leaves)):
         into = targets(func, args, kwargs)
         aliases.count_write(into)
@@ -179,15 +179,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             aliases.renew_cuts(x)
         return result
     return dispatch(func, args, kwargs)
-
-
-_FLAT = frozenset((*_NOT_TENSORS, Tensor, nn.Parameter, ShardedTensor, BatchTensor))
-
-
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    """What is in the arguments; torch's own walk takes a while to see that nothing is nested."""
-    given = [*args, *kwargs.values()]
-    return given if all(type(x) in _FLAT for x in given) else tree_leaves((args, kwargs))
 
 
 def _of_batch(x: Any) -> bool:

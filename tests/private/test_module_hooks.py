@@ -39,14 +39,14 @@ def test_hooks_of_a_module_are_seen() -> None:
     assert not has_hooks(module)
     for register in (module.register_forward_hook, module.register_forward_pre_hook):
         handle = register(lambda *args: None)
-        assert has_hooks(module) and may_have_hooks(module)
+        assert has_hooks(module) and all(may_have_hooks([module]))
         handle.remove()
     assert not has_hooks(module)
     for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
         handle = register(lambda *args: None)
-        assert number_of_backward_hooks(module) == 1 and not has_hooks(module) and may_have_hooks(module)
+        assert number_of_backward_hooks(module) == 1 and not has_hooks(module) and all(may_have_hooks([module]))
         handle.remove()
-    assert not number_of_backward_hooks(module) and not may_have_hooks(module)
+    assert not number_of_backward_hooks(module) and not any(may_have_hooks([module]))
 
 
 def test_hooks_on_modules_and_on_all_of_them_are_found() -> None:

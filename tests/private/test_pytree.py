@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from lightning_par.private.pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_par.private.pytree import (
+    SUPPORTED_NODES,
+    leaves_given,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 
 class Pair(NamedTuple):
@@ -26,3 +33,11 @@ def test_the_kinds_of_containers_are_known() -> None:
     assert {list, tuple, dict, OrderedDict} <= SUPPORTED_NODES.keys()
     flatten, unflatten = SUPPORTED_NODES[dict].flatten_fn, SUPPORTED_NODES[dict].unflatten_fn
     assert unflatten(*flatten({"a": 1})) == {"a": 1}
+
+
+def test_what_a_function_is_given_is_walked_likewise() -> None:
+    for args, kwargs in (
+        ((1, "a", None), {"b": 2.0}), ((1, [2, (3,)]), {}), ((Pair(1, 2),), {"c": 3}),
+        ((), {"a": {"b": [4]}}), ((), {}),
+    ):  # fmt: skip
+        assert leaves_given(args, kwargs) == tree_leaves((args, kwargs))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from lightning_par.optim.closures import with_closures
 from lightning_par.optim.optimizers import begin_anew
 from lightning_par.optim.stand_ins import with_inner
@@ -56,6 +58,9 @@ class AdoptedOptimizers:
                 return step(*args, **kwargs)
 
         def forgetting(*args: Any, **kwargs: Any) -> Any:
+            if getattr(zero_grad, "__func__", None) is Optimizer.zero_grad:  # it looks at each weight, and knows none
+                with self._owner.plain():
+                    return zero_grad(*args, **kwargs)
             self._owner.forget()
             result = zero_grad(*args, **kwargs)
             if self._owner.shows:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 
-def spent_gradients(module: Any, optimizers: list[Optimizer]) -> Iterator[Tensor]:
+def spent_gradients(module: Any, optimizers: list[Optimizer]) -> list[Tensor]:
     """The parameters whose gradients Lightning zeroes after the step that begins, with no code of the user's between.
 
     The backwards of a pipeline run within the step. Gradients that are dropped before it make room for the new ones;
@@ -21,13 +21,12 @@ def spent_gradients(module: Any, optimizers: list[Optimizer]) -> Iterator[Tensor
     """
     trainer = module.trainer
     if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
-        return
+        return []
     watchers = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
     if any(not _is_lightnings(getattr(owner, name)) for owner, name in watchers):
-        return
-    for optimizer in optimizers:
-        if type(optimizer).zero_grad is Optimizer.zero_grad:
-            yield from (p for group in optimizer.param_groups for p in group["params"])
+        return []
+    groups = [x for one in optimizers if type(one).zero_grad is Optimizer.zero_grad for x in one.param_groups]
+    return [*chain.from_iterable(group["params"] for group in groups)]
 
 
 def _is_lightnings(method: Any) -> bool:

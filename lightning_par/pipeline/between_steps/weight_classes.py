@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_par.pipeline.between_steps.remote_weight import WeightParameter
+from lightning_par.python_state.set_each import set_each
 from lightning_par.sharded.tensor import ShardedTensor
 
 
@@ -31,7 +32,7 @@ class WeightClasses:
         """Let user code see the weights of all stages; whoever holds the objects has them still."""
         now = [*map(type, self._weights)]
         if self._plain and now == self._plain:  # as in nearly all steps, three times in each
-            self._become(self._shown)
+            set_each(self._weights, "__class__", self._shown)
         elif not self._plain or now != self._shown:
             self._show_each(now)
 
@@ -39,13 +40,9 @@ class WeightClasses:
         """Let them be what they were."""
         now = [*map(type, self._weights)]
         if self._plain and now == self._shown:
-            self._become(self._plain)
+            set_each(self._weights, "__class__", self._plain)
         elif not self._plain or now != self._plain:
             self._hide_each()
-
-    def _become(self, kinds: list[type]) -> None:
-        for p, kind in zip(self._weights, kinds):
-            p.__class__ = kind
 
     def _show_each(self, plain: list[type]) -> None:
         for p in self._weights:

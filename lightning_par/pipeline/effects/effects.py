@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
-from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
+from lightning_par.mesh.batch_broadcast import broadcast_batch, pack, refusal
 from lightning_par.mesh.known_objects import Known
 from lightning_par.pipeline.effects.console import Said, SayingCall, say
 from lightning_par.pipeline.effects.local_objects import ByPlace, Made, flat, holds_values, place_of_made, stand_in_for
@@ -111,19 +111,17 @@ class Effects:
             return {place_of_made(*key): x for key, x in made.items()}
 
         known = Known(self.names, {**objects, **flat(within), **named(made)}, module, lambda: named(present()))
-        sent = replace(self, names={}, kept=[])
-        if (
-            axis.rank == source
-            and not self.refused
-            and self.raised is None
-            and refusal(sent, device, known) is not None
-        ):
-            for place, value in self._left_behind(device, known, made, within):
-                known.add(place, value)
-            self.refused.extend(sent._unsendable(device, known))
+        sent, packed = replace(self, names={}, kept=[]), None
+        if axis.rank == source and not self.refused and self.raised is None:
+            packed = pack(sent, device, True, known)
+            if isinstance(packed.header, str):
+                packed = None
+                for place, value in self._left_behind(device, known, made, within):
+                    known.add(place, value)
+                self.refused.extend(sent._unsendable(device, known))
         sent = Effects(refused=self.refused) if self.refused else sent
         sent = Effects(raised=_packed(self.raised)) if isinstance(self.raised, Exception) else sent
-        arrived: Effects = broadcast_batch(sent, axis, device, source, detach=True, purpose="effects", known=known)
+        arrived: Effects = broadcast_batch(sent, axis, device, source, True, "effects", known, packed)
         return self._accepted(arrived)
 
     def _accepted(self, arrived: Effects) -> Effects:

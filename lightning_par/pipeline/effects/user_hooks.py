@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 
 from torch import nn
 
@@ -105,7 +106,7 @@ class Hooks:
 
     def now(self) -> tuple[tuple[str, int], ...]:
         """The modules that have some now, with their number."""
-        modules = [one for one in self._modules if may_have_hooks(one[1])]  # most have none
+        modules = [*compress(self._modules, may_have_hooks([m for _, m, _ in self._modules]))]  # most have none
         found = [(name, number_of_hooks(m)) for name, m, within in modules if within and has_hooks(m)]
         found += [(f"the backward of {name}", n) for name, m, _ in modules if (n := number_of_backward_hooks(m))]
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads

@@ -12,13 +12,13 @@ from lightning_par.pipeline.program.batch_values import Memo
 from lightning_par.pipeline.program.event_draws import standing
 from lightning_par.pipeline.program.event_functions import is_setting
 from lightning_par.pipeline.program.microbatch_values import written_into
-from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located
+from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.pipeline.program.tape import Tape
 from lightning_par.pipeline.run.located import RecordedRun
 from lightning_par.pipeline.trial.call_context import content_of, told_to
 from lightning_par.pipeline.trial.fake_step import sets_requires_grad, sizing
 from lightning_par.private.modes import innermost_mode
-from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in, twin
+from lightning_par.python_state.nested_tensors import tensors_in, twin
 from lightning_par.sharded.rules.lookup import user_line
 
 
@@ -53,44 +53,43 @@ class DryRun(RecordedRun):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _next(self, func: Any, args: Any, kwargs: Any) -> tuple[int, StepEvent]:
-        index, self.count = self.count, self.count + 1
-        if index >= len(self.program.events) or self.program.events[index].func != func:
+        program, names, index = self.program, self.names, self.count
+        self.count = index + 1
+        if index >= len(program.events) or program.events[index].func != func:
             raise ChangedError(f"{user_line()}: {func}")
-        names = self.names
-        if self.program.events[index].sizing is not None and index < self.program.tail:
-            if sizing(func, args) != self.program.events[index].sizing:
-                raise ChangedError(f"{user_line()}: how many values {func} is to return")
-        inputs = tuple(names[id(x)] for x in tensors_in((args, kwargs)) if id(x) in names)
-        record = self.program.events[index]
+        record = program.events[index]
+        if record.sizing is not None and index < program.tail and sizing(func, args) != record.sizing:
+            raise ChangedError(f"{user_line()}: how many values {func} is to return")
+        tensors = tensors_in((args, kwargs))
+        inputs = tuple([names[key] for key in map(id, tensors) if key in names])
         if inputs != record.inputs[: len(record.inputs) - record.handed]:
             raise ChangedError(f"{user_line()}: the inputs of {func}")
-        left = self.program.leaves and isinstance(func, str)  # units may go by what others leave from now on
-        cut = self.program.microbatches > 1
+        left = program.leaves and isinstance(func, str)  # units may go by what others leave from now on
+        cut = program.microbatches > 1
         if (cut or left) and record.kind == "located":
-            content = content_of(self._without_samples(args, kwargs)) if record.by_content and cut else ()
+            content = content_of(self._without_samples(tensors)) if record.by_content and cut else ()
             told = told_to(func, args, kwargs, names, record.by_numbers) + content
             record.told = told if record.told is None else record.told
             if record.told != told:
                 raise ChangedError(f"{user_line()}: what {func} is told")
         # A crop of the step's own changes the shapes that cross; behind the last module nothing crosses any more.
-        if record.given and index < self.program.tail:
-            tensors = tensors_in((args, kwargs))
+        if record.given and index < program.tail:
             if tuple(tuple(x.shape) for x in tensors if id(x) in self.memo.keys) != record.given:
                 raise ChangedError(f"{user_line()}: the shapes that {func} is given")
         if self.tape is not None:
             self.tape.note(index, record, func, args, kwargs)
-        if index in self.program.regions:
+        if index in program.regions:
             self.memo.regions[index] = standing()
         if record.drawn:
             self.memo.draw(index, record.drawn)
         if record.kind == "located" and record.itself is None:
-            for n, x in enumerate(returned_tensors(record.result)):
-                (names if is_located(x) else self.memo.keys)[id(x)] = (index, n)
+            for n, (key, located) in enumerate(record.returned):
+                (names if located else self.memo.keys)[key] = (index, n)
         return index, record
 
-    def _without_samples(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Tensors of the batch alone that are the same for all samples."""
-        there = [x for x in tensors_in((args, kwargs)) if id(x) not in self.names]
+    def _without_samples(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those of the batch alone that are the same for all samples."""
+        there = [x for x in tensors if id(x) not in self.names]
         return [x for x in there if self.memo.keys.get(id(x)) not in self.program.layouts]
 
     def event(self, func: Any, args: Any, kwargs: Any) -> Any:

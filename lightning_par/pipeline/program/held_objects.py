@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_par.pipeline.program.named_by_code import are_alike, named_by
+from lightning_par.pipeline.program.named_by_code import NamedByCode, are_alike
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.python_state.cells.cell import Cell
 from lightning_par.python_state.cells.mappings import MappingCell
@@ -77,7 +77,7 @@ class UnitObjects:
         with plainly():
             reach = self._watch.reach_of_unit(self.path, self.module)
         self._within, self.cells, self._still = [*self.module.modules()], reach.cells, Still()
-        self._kinds = [*map(type, self._within)]
+        self._kinds, self._named = [*map(type, self._within)], NamedByCode(self._within)
         self._tensors = [x for x in reach.met if not isinstance(x, nn.Parameter)]
         self._caches = [x.owner for x in (*self._watch.caches(), *reach.cells.values()) if isinstance(x, CacheCell)]
         self._apart = {id(x) for x in reach.objects.values() if id(x) in reach.apart}
@@ -115,7 +115,7 @@ class UnitObjects:
         return all(map(is_, map(type, self._within), self._kinds))
 
     def named(self) -> list[Any]:
-        return named_by(self._within)
+        return self._named.now()
 
     def writes(self) -> list[int]:
         return [*map(version_of, self._tensors)] if self._tensors else []
@@ -144,7 +144,7 @@ class Held:
     Attributes:
         objects: the unit's.
         turn: the one in which it was.
-        named: see `named_by`.
+        named: see `NamedByCode`.
         writes: how often its tensors were written to.
         caches: how often those of `functools.lru_cache` had been filled.
     """

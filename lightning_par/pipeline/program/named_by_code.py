@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_par.private.dict_versions import dict_behind, version_of_dict
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.found import ATOMS
 from lightning_par.trial.memo import Memo
@@ -23,23 +24,40 @@ _Places = list[tuple[Mapping[str, Any], str]]
 _Spaces = list[tuple[Mapping[str, Any], list[str]]]
 
 
-def named_by(modules: Iterable[nn.Module]) -> list[Any]:
-    """What is there now for the names in the code of ``modules``, in an order that stays the same.
+class NamedByCode:
+    """What the names in the code of ``modules`` stand for.
 
     Example::
 
-        before = named_by([torch.nn.GELU()])
+        named = NamedByCode([torch.nn.GELU()])
+        before = named.now()
         with unittest.mock.patch.object(torch.nn.functional, "gelu", torch.relu):
-            assert not are_alike(named_by([torch.nn.GELU()]), before)
+            assert not are_alike(named.now(), before)
     """
-    found: list[Any] = []
-    for space, names in _spaces[tuple(dict.fromkeys(map(type, modules)))]:
-        found += map(space.get, names)
-    return found
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._spaces = _spaces[tuple(dict.fromkeys(map(type, modules)))]
+        dicts = [space if type(space) is dict else dict_behind(space) for space, _ in self._spaces]
+        self._dicts = [x for x in dicts if x is not None]
+        self._counted = len(self._dicts) == len(dicts)  # by Python: most of the time their versions tell it all
+        self._versions: list[int] = []
+        self._found: list[Any] = []
+
+    def now(self) -> list[Any]:
+        """What is there now, in an order that stays the same; the same list where nothing was written."""
+        versions = [*map(version_of_dict, self._dicts)]
+        if not self._counted or versions != self._versions:
+            self._versions, found = versions, list[Any]()
+            for space, names in self._spaces:
+                found += map(space.get, names)
+            self._found = found
+        return self._found
 
 
 def are_alike(now: list[Any], before: list[Any]) -> bool:
-    """Whether two of `named_by` are the same; of what is neither called nor one plain value, a copy may stand in."""
+    """Whether the names stand for the same; of what is neither called nor one plain value, a copy may stand in."""
+    if now is before:
+        return True
     if len(now) != len(before):
         return False
     return all(map(is_, now, before)) or all(map(is_, map(_compared, now), map(_compared, before)))

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.program.event_draws import Drawn, PartDrawn
+from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.private.pytree import tree_leaves
+from lightning_par.python_state.nested_tensors import returned_tensors
+from lightning_par.sharded.functions import HOOKS
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.trial.guesses import Patterns
 from lightning_par.trial.large_values import is_large
@@ -84,6 +88,22 @@ class StepEvent:
     drawn: tuple[Drawn, ...] = ()
     parts: tuple[PartDrawn, ...] = ()
     said: Shares | None = None
+
+    @cached_property
+    def returned(self) -> list[tuple[int, bool]]:
+        """The ids of the tensors in the result, and which of these depend on parameters; once the program is made."""
+        return [(id(x), is_located(x)) for x in returned_tensors(self.result)]
+
+    @cached_property
+    def may_be_told(self) -> bool:
+        """Whether a stage may run it by what it was given in a dry run, the user's step left out, so far as that is
+        plain; once the program is made."""
+        name = getattr(self.func, "__name__", "")
+        odd = self.kind != "located" or self.writes or self.sets or self.handed or self.live or self.unsized
+        if odd or is_metric_call(self) or name in HOOKS or writes_into(name):
+            return False
+        # nothing but values of the model, and no number, is in what it returns
+        return all(x is None or isinstance(x, Tensor) and is_located(x) for x in tree_leaves(self.result))
 
 
 def is_metric_call(event: StepEvent) -> bool:

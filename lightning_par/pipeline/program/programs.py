@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.trial.step import Step
 from lightning_par.trial.trainer_stand_ins import numbers_of
+
+_second, _requires_grad, _training = itemgetter(1), attrgetter("requires_grad"), attrgetter("training")
 
 MOST_STUDIES = 12  # of batches of one shape, for what modules and trainer say, before they are left whole
 MOST_PROGRAMS = 32  # of one signature, of which a step takes one or another
@@ -182,8 +185,8 @@ class Programs:
     def _signature(self, step: Step, microbatches: int) -> Any:
         tensors = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors_in(step.batch))
         with DisableTorchFunctionSubclass():  # weights of other stages would ask who reads
-            trained = hash(tuple([p.requires_grad for _, p in self.tree.parameters()])) if step.grad else 0
-        modes = hash(tuple([m.training for _, m in self.tree.modules()]))
+            trained = hash(tuple(map(_requires_grad, map(_second, self.tree.parameters())))) if step.grad else 0
+        modes = hash(tuple(map(_training, map(_second, self.tree.modules()))))
         said = hash((self.attributes.changed_since(self.deciding), self._of_trainer())) if microbatches > 1 else 0
         return step.name, step.grad, microbatches, tensors, trained, modes, self.hooks.known, said
 

@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.logged_outputs import LogRecord
 from lightning_par.pipeline.program.batch_values import Memo
-from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.held_objects import Held, HeldByUnits, are_same
-from lightning_par.pipeline.program.program import Key, Program, StepEvent, is_located, is_metric_call
+from lightning_par.pipeline.program.program import Key, Program, StepEvent
 from lightning_par.private.modes import surroundings
-from lightning_par.private.pytree import tree_leaves
-from lightning_par.sharded.functions import HOOKS
 from lightning_par.sharded.rules.in_place import is_told_to
 
 _PLAIN = frozenset((
@@ -72,6 +69,12 @@ class Call:
     module: nn.Module | None = None
     original: Callable[..., Any] | None = None
     held: Held | None = None
+
+    def keys(self) -> list[Key]:
+        """The values of the model that it was given."""
+        if self.nested:
+            return keys_in((self.args, self.kwargs))
+        return [x.key for x in (*self.args, *self.kwargs.values()) if type(x) is Absent]
 
     def is_as_it_was(self) -> bool:
         """Whether the unit's modules hold the same objects as when the step called it."""
@@ -189,18 +192,12 @@ class Tape:
     # ------------------------------------------------------------------------------------------------------- values
 
     def _check(self, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
-        name = getattr(record.func, "__name__", "")
-        odd = record.kind != "located" or record.writes or record.sets or record.handed or record.live or record.unsized
         told = isinstance(func, str) and func in self.program.set_around  # by what the unit holds
-        if odd or told or is_metric_call(record) or name in HOOKS or writes_into(name):
-            raise UnlikeError
-        if not isinstance(func, str) and not _is_of_torch(func):
+        if told or not record.may_be_told or not isinstance(func, str) and not _is_of_torch(func):
             raise UnlikeError
         if "out" in kwargs or is_told_to(func, args, kwargs) or surroundings() != self.around:
             raise UnlikeError
         if not are_same(_context(), self.context):
-            raise UnlikeError
-        if not _is_of_tensors(record.result):
             raise UnlikeError
 
     def _told(self, x: Any) -> Any:
@@ -276,10 +273,3 @@ def _is_of_torch(func: Any) -> bool:
             callable(cell.cell_contents) or type(cell.cell_contents) in _PLAIN for cell in func.__closure__ or ()
         )
     return isinstance(func, _BUILT_IN)
-
-
-def _is_of_tensors(result: Any) -> bool:
-    """Whether nothing but values of the model, and no number, is in what an event returned."""
-    if isinstance(result, Tensor):
-        return is_located(result)
-    return all(x is None or isinstance(x, Tensor) and is_located(x) for x in tree_leaves(result))

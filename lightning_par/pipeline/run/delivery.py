@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_par.private.leaf_hooks import put_hooks, take_hooks
+from lightning_par.private.leaf_hooks import hooked, put_hooks, take_hooks
+from lightning_par.python_state.set_each import set_each
 from lightning_par.trial.fake_functions import is_fake
 
 
@@ -116,15 +118,14 @@ def gradients_apart(parameters: Sequence[Tensor], note: Callable[[Tensor], None]
         note: called with each parameter whenever a backward has added to its gradient.
     """
     # hooks run at delivery, once a step, not for each microbatch
-    kept = [(p, p.grad, take_hooks(p)) for p in parameters]
+    hooks = [held for _, p in hooked(enumerate(parameters)) for held in take_hooks(p)]
     noted = [] if note is None else [p.register_post_accumulate_grad_hook(note) for p in parameters]
-    for p in parameters:
-        p.grad = None
+    kept = [p.grad for p in parameters]
+    set_each(parameters, "grad", repeat(None))
     try:
         yield
     finally:
         for handle in noted:
             handle.remove()
-        for p, grad, hooks in kept:
-            p.grad = grad
-            put_hooks(hooks)
+        set_each(parameters, "grad", kept)
+        put_hooks(hooks)

@@ -8,7 +8,6 @@ from lightning_par.pipeline.program.program import StepEvent
 from lightning_par.pipeline.program.tape import Call, Tape, keys_in
 from lightning_par.pipeline.run.local_events import Given, given_to
 from lightning_par.pipeline.run.stage_run import StageRun
-from lightning_par.python_state.nested_tensors import returned_tensors
 
 
 @dataclass
@@ -31,9 +30,9 @@ def stage_of(tape: Tape, run: StageRun) -> TapedStage:
         if index in tape.unlike:
             return TapedStage(fits=False)
         if call is not None:
-            if not known.issuperset(keys_in((call.args, call.kwargs))) or not call.is_as_it_was():
+            if not known.issuperset(call.keys()) or not call.is_as_it_was():
                 return TapedStage(fits=False)
-            known.update((index, n) for n in range(len(returned_tensors(record.result))))
+            known.update([(index, n) for n in range(len(record.returned))])
             stage.calls.append((index, record, call))
             if call.original is None:
                 stage.given[index] = given_to(record, call, run.memo)

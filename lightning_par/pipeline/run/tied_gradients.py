@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from itertools import repeat
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -61,7 +63,7 @@ class TiedGradients:
     def finish(self, grads: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
         """``grads`` by leaf, those of parameters that several ranks hold summed over these. All ranks must call it."""
         parameters = self._tree.parameters()
-        if not self._are_any and not any(isinstance(p, Stored) for _, p in parameters):
+        if not self._are_any and not any(map(isinstance, map(itemgetter(1), parameters), repeat(Stored))):
             return grads
         known = self._placement.holders
         held = {name: p for name, p in parameters if name in known and in_use(p) in grads}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_par.mesh.digest import digest
 from lightning_par.pipeline.trial.code_attributes import FEW, Number
 from lightning_par.private.modes import no_modes
-from lightning_par.private.pytree import tree_leaves
+from lightning_par.private.pytree import leaves_given
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import BY_ENTRY, INDEXES
 
@@ -40,12 +40,13 @@ def told_to(
     arguments if not ``by_numbers``.
     """
     if isinstance(func, str):
-        own = [x for x in (*args, *kwargs.values()) if by_numbers or type(x) is not float]
-        return tuple(_content([*kwargs, own]))
+        given = [x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor)]
+        own = given if by_numbers else [x for x in given if type(x) is not float]
+        return tuple(_content([*kwargs, own])) if own or kwargs else ()
     name = getattr(func, "__name__", "")
     kinds = _WORDS if name in BY_ENTRY or name in INDEXES else (*_WORDS, int)  # what an index leaves shows in shapes
-    rows = tuple(is_model for is_model, _ in groupby(id(x) in of_model for x in tensors_in((args, kwargs))))
-    return (rows, *(x for x in tree_leaves((args, kwargs)) if type(x) in kinds))
+    rows = [is_model for is_model, _ in groupby([id(x) in of_model for x in tensors_in((args, kwargs))])]
+    return (tuple(rows), *[x for x in leaves_given(args, kwargs) if type(x) in kinds])
 
 
 def content_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

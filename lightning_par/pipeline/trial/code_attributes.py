@@ -19,6 +19,7 @@ from lightning_par.python_state.cells.mappings import BodyCell
 from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.found import ATOMS
 from lightning_par.python_state.reachable import Reach
+from lightning_par.python_state.still import Still
 from lightning_par.python_state.user_code import packages_of
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -54,7 +55,7 @@ class Attributes:
         self._environment = _environment()
         self._look()
         # Whether something goes by other numbers, no trial run shows.
-        self._watched = {place for cell in self._cells if watches_numbers(cell) for place, _ in _values(cell)}
+        self._watched = {place for cell in self._cells.values() if watches_numbers(cell) for place, _ in _values(cell)}
 
     def changed_since(self, deciding: Collection[str]) -> tuple[tuple[str, Any], ...]:
         """What was set outside units since the run began; numbers that are no counts, and what small tensors hold,
@@ -91,7 +92,8 @@ class Attributes:
 
     def _renewed(self) -> dict[str, Any]:
         """What was set since the last look, by place; None where something is gone."""
-        moved = [cell for cell in self._cells if cell.moved()]
+        moved = self._still.moved(self._cells)
+        assert moved is not None  # nothing is lent here
         if not moved:
             return {}
         before = self._values
@@ -103,12 +105,12 @@ class Attributes:
         return {**set_now, **dict.fromkeys(sorted(before.keys() - self._values.keys()))}
 
     def _look(self) -> None:
-        self._cells = _cells(self._module, self._units)
+        self._cells, self._still = _cells(self._module, self._units), Still()
         self._note()
 
     def _note(self) -> None:
-        self._values = {place: value for cell in self._cells for place, value in _values(cell)}
-        held = ((cell, key, x) for cell in self._cells for key, x in cell.items())
+        self._values = {place: value for cell in self._cells.values() for place, value in _values(cell)}
+        held = ((cell, key, x) for cell in self._cells.values() for key, x in cell.items())
         self._tensors = [(cell.place(key), x) for cell, key, x in held if type(x) is Tensor]
 
 
@@ -166,7 +168,7 @@ Number.__hash__ = float.__hash__  # type: ignore[method-assign]
 def watched_numbers(copy: nn.Module, units: Collection[str], noted: set[str]) -> Iterator[None]:
     """Inside, numbers that the units of ``copy`` reach note in ``noted``, by place, that something goes by them."""
     lent: list[tuple[Cell, Any, float, Number]] = []
-    for cell in _cells(copy, units):
+    for cell in _cells(copy, units).values():
         for key, value in list(cell.items()) if watches_numbers(cell) else ():
             if type(value) is float:
                 number = Number.of(value, frozenset({cell.place(key)}), noted)
@@ -193,12 +195,12 @@ def _values(cell: Cell) -> Iterator[tuple[str, Any]]:
     yield from ((cell.place(key), x) for key, x in cell.items() if isinstance(x, _PLAIN))
 
 
-def _cells(module: nn.Module, units: Collection[str]) -> list[Cell]:
+def _cells(module: nn.Module, units: Collection[str]) -> dict[str, Cell]:
     """What users' modules within units reach, but for what torch's modules hold."""
     reach = Reach(packages_of(module))
     named = [pair for unit in units for pair in module.get_submodule(unit).named_modules(prefix=unit)]
     reach.add_modules((path, child) for path, child in named if not type(child).__module__.startswith(_INNER))
-    return [cell for cell in reach.cells.values() if not _is_torchs(cell)]
+    return {name: cell for name, cell in reach.cells.items() if not _is_torchs(cell)}
 
 
 def _is_torchs(cell: Cell) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
-from operator import is_
+from itertools import compress, repeat
+from operator import is_, is_not, not_
 from typing import Any
 
 import torch
@@ -77,19 +78,23 @@ class MappingCell(Cell):
         if not inplace and not self.moved():
             return None
         now, before = self._now(), self.before
+        others = map(is_not, now.values(), map(before.get, now, repeat(NOTHING)))
         entries = {}
-        for key, value in now.items():
+        for key, value in compress(now.items(), others):
             lent = self.lent.get(key)
-            known = value is before.get(key, NOTHING) or (lent is not None and value is lent[0])
-            if not known and not self._skips(key):
+            if (lent is None or value is not lent[0]) and not self._skips(key):
                 entries[key] = value
-        deleted = [key for key in before if key not in now and not self._skips(key)]
+        gone = [*compress(before, map(not_, map(now.__contains__, before)))]
+        deleted = [key for key in gone if not self._skips(key)]
         inplace = {key: x for key, x in inplace.items() if key not in entries and key not in deleted}
         if not (entries or deleted or inplace or (not self.dotted and list(now) != list(before))):
             return None
-        expected = [k for k in before if k in now] + [k for k in entries if k not in before]
-        order = None if self.dotted or list(now) == expected else list(now)
-        return MappingChange(entries, inplace, deleted, order)
+        return MappingChange(entries, inplace, deleted, None if self.dotted else self._order(now, entries))
+
+    def _order(self, now: MutableMapping[Any, Any], entries: dict[Any, Any]) -> list[Any] | None:
+        """The keys, where they are in another order than writing ``entries`` would leave them in."""
+        expected = [k for k in self.before if k in now] + [k for k in entries if k not in self.before]
+        return None if list(now) == expected else list(now)
 
     def restore(self) -> None:
         self.lent = {}
