@@ -68,6 +68,8 @@ class ModuleTree:
         self._modules: list[tuple[str, nn.Module]] = []
         self._within: list[nn.Module] = []
         self._kinds: list[type] = []
+        self._classes: list[type] = []
+        self._as_ever: list[Any] = []  # what `_walks` gives where no class says otherwise
         self._children = _Held(())
         self._parameters: tuple[list[tuple[str, nn.Parameter]], _Held] | None = None
         self._buffers: tuple[list[tuple[str, Tensor]], _Held] | None = None
@@ -79,6 +81,8 @@ class ModuleTree:
             self._modules, self._parameters, self._buffers = named_modules(self.module), None, None
             self._within = [m for _, m in self._modules]
             self._kinds = [*map(type, self._within)]
+            self._classes = [*set(self._kinds)]
+            self._as_ever = [_walks(nn.Module)] * len(self._classes)
             self._children = _Held(map(modules_of, self._within))
         return self._modules
 
@@ -110,19 +114,13 @@ class ModuleTree:
         return (
             bool(within)
             and all(map(is_, map(type, within), kinds))
-            and all(_walks_as_ever(kind) for kind in set(kinds))
+            and [*map(_walks, self._classes)] == self._as_ever
             and self._children.is_in([*map(modules_of, within)])
         )
 
 
-def _walks_as_ever(kind: type[nn.Module]) -> bool:
-    """Whether the class leaves it to torch which modules, parameters and buffers are within."""
-    ours = nn.Module
-    return (
-        kind.named_modules is ours.named_modules
-        and kind.named_parameters is ours.named_parameters
-        and kind.named_buffers is ours.named_buffers
-    )
+_walks: Callable[[type], Any] = attrgetter("named_modules", "named_parameters", "named_buffers")
+"""By what a class tells which modules, parameters and buffers are within; most leave it to torch."""
 
 
 _keys, _values = methodcaller("keys"), methodcaller("values")  # a scripted module's dicts are none, and have these

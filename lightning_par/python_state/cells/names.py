@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import types
 from collections.abc import Collection, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -90,6 +91,13 @@ class AttributesCell(NamesCell):
             return getattr(self.owner, name)
         except (AttributeError, ValueError):  # a closure's variable that is not set yet
             return NOTHING
+
+    def moved(self) -> bool:
+        try:  # in C: it is asked around each module of a step
+            now = map(getattr, repeat(self.owner), self.names, repeat(NOTHING))
+            return not all(map(is_, now, self.values))
+        except ValueError:
+            return super().moved()
 
     def _put(self, key: Any, value: Any) -> None:
         setattr(self.owner, key, value)
