@@ -151,6 +151,13 @@ class Profile:
 
     def held(self, units: Collection[int]) -> tuple[int, int]:
         """Elements and number of the parameters that a rank holds for ``units``, each once."""
+        return self._each[next(iter(units))] if len(units) == 1 else self._held(units)
+
+    @cached_property
+    def _each(self) -> list[tuple[int, int]]:
+        return [self._held((unit,)) for unit in range(len(self.parameters))]  # asked of each in each layout
+
+    def _held(self, units: Collection[int]) -> tuple[int, int]:
         numel = sum(self._sums[u][0] for u in units)
         count = sum(self._sums[u][1] for u in units)
         for size, places in self._shared.values():

@@ -26,8 +26,14 @@ def sharing_stages(one: Candidate, run: PlannedRun) -> frozenset[int]:
     ranks = one.layout.pipeline
     if ranks == 1 or one.stored or run.precision.autocast is None or not run.casts_once:
         return frozenset()
-    schedule = schedule_of(one.schedule, ranks, simulated(ranks, one.microbatches), one.chunks)
-    return frozenset(stage for stage, rank in enumerate(schedule.placement) if schedule.under_way[rank] > 1)
+    return _overlapping(one.schedule, ranks, simulated(ranks, one.microbatches), one.chunks)
+
+
+@lru_cache(maxsize=64)
+def _overlapping(schedule: str, ranks: int, microbatches: int, chunks: int) -> frozenset[int]:
+    """The stages on ranks that have several microbatches under way."""
+    made = schedule_of(schedule, ranks, microbatches, chunks)
+    return frozenset(stage for stage, rank in enumerate(made.placement) if made.under_way[rank] > 1)
 
 
 def kept_copies(work: LayoutWork, own: Sequence[int], tensor: int) -> int:
