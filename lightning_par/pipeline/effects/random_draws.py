@@ -53,9 +53,10 @@ def stand_at(state: tuple[Any, Any]) -> None:
     random.setstate(state[1])
 
 
-def is_standing(state: tuple[Any, Any]) -> bool:
-    """Whether the global generators of numpy and ``random`` stand there."""
-    (kind, words, *place), python = standing()
+def is_standing(state: tuple[Any, Any], now: tuple[Any, Any] | None = None) -> bool:
+    """Whether the global generators of numpy and ``random`` stand there ``now``, if that is known: numpy takes a while
+    to tell."""
+    (kind, words, *place), python = now or standing()
     of_numpy, of_python = state
     return python == of_python and np.array_equal(words, of_numpy[1]) and (kind, *place) == (of_numpy[0], *of_numpy[2:])
 

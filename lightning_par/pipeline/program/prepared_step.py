@@ -78,8 +78,9 @@ class Prepared:
             tape: what the dry run saw.
             start: where random numbers stood before that.
         """
+        after = generators.global_state()
         before, count = (start[2], start[3]), program.microbatches  # of numpy and of `random`
-        memo.standing = before if is_standing(before) else None
+        memo.standing = before if is_standing(before, (after[2], after[3])) else None
         parts = [Part(step, program, memo, before)]
         if count > 1:
             told = tape if memo.standing is not None and not memo.anew else None
@@ -87,4 +88,4 @@ class Prepared:
             shares = [1.0 if program.loss_is_share else share_of(program, axis) for axis in program.axes]
             pairs = zip(program.axes, shares, strict=True)
             parts = [Part(step, program, memo, before, axis, share, tape=told) for axis, share in pairs]
-        return cls(parts, start, generators.global_state())
+        return cls(parts, start, after)
