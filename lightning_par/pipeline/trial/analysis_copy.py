@@ -25,6 +25,7 @@ from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.step import Step
 
@@ -59,7 +60,7 @@ class Fakes:
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
             mark_parameter(fake)
-        return fake
+        return put_on(fake, users_class(x))
 
     def names(self) -> dict[int, str]:
         return {id(fake): name for fake, name in self.named()}
