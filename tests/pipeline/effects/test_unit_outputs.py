@@ -291,6 +291,19 @@ def test_a_logger_that_a_layer_holds_itself_is_refused_in_a_late_step(pool: Pool
     assert messages[kind is HeldLateElsewhere].count("Write `self.logger`") == 1 and all(messages), messages
 
 
+def _uncut(kind: type[Hooked]) -> str:
+    with pytest.raises(ValueError) as caught:
+        _fit(kind, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Whole, Tries], ids=lambda x: x.__name__)
+def test_what_a_layer_needs_the_batch_whole_for_is_refused_with_its_line(pool: Pool, kind: type[Hooked]) -> None:
+    """In a `try` of the user's, too."""
+    for message in pool.run(2, _uncut, kind):
+        assert f"{'norm' if kind is Whole else 'quantile'}`" in message and "test_unit_outputs.py:" in message, message
+
+
 @pytest.mark.parametrize("kind", [Held, HeldExperiment, HeldMethod], ids=lambda x: x.__name__)
 def test_a_logger_that_a_layer_holds_itself_is_refused(pool: Pool, kind: type[Hooked]) -> None:
     for message in pool.run(2, _refused, kind):
