@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_par.private.tensors import make_wrapper_subclass, no_torch_function
+from lightning_par.sharded.user_classes import put_on, users_class
 
 ASKED = "_memory_asked_for"
 """The attribute of a tensor by which what was brought for it is found again."""
@@ -22,6 +23,7 @@ class AbsentTensor(torch.Tensor):
     """
 
     _facts: Any
+    _users_class: Any = None  # see `lightning_par.sharded.user_classes`
 
     __torch_function__ = no_torch_function
 
@@ -50,6 +52,7 @@ class AbsentTensor(torch.Tensor):
         if id(self) not in memo:
             memo[id(self)] = copied = self._made_anew(memo)
             attributes = {key: value for key, value in vars(self).items() if key not in ("_facts", ASKED)}
+            put_on(copied, users_class(self))
             vars(copied).update(copy.deepcopy(attributes, memo))
         return memo[id(self)]
 

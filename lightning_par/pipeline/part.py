@@ -22,6 +22,7 @@ from lightning_par.pipeline.between_steps.module_calls import Outside
 from lightning_par.pipeline.between_steps.released_gradients import spent_gradients
 from lightning_par.pipeline.between_steps.send_away import Once, agree_on_buffers
 from lightning_par.pipeline.between_steps.unit_by_unit import UnitByUnit, run_unit_by_unit
+from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
 from lightning_par.pipeline.plan.uncalled import within
 from lightning_par.pipeline.run.engine import Engine
 from lightning_par.pipeline.run.verification import agreed, verify
@@ -194,7 +195,8 @@ class StagesPart(Part):
         if self._unverified:
             self._unverified = False
             self._verify(engine, step, named, key)
-        return engine.train(step, self.spread.microbatches, named, scale, key, ahead)
+        with held_refused(loggers_of(module)):
+            return engine.train(step, self.spread.microbatches, named, scale, key, ahead)
 
     def evaluate(self, step: Step, key: tuple[int, int]) -> Any:
         """Run a step without a backward; see `Engine.evaluate`. All ranks must call it.
@@ -204,7 +206,8 @@ class StagesPart(Part):
         engine = self._prepared(step)
         if step.name not in self._by_unit:
             try:
-                return engine.evaluate(step, self.spread.microbatches, key)
+                with held_refused(loggers_of(step.module)):
+                    return engine.evaluate(step, self.spread.microbatches, key)
             except ReadFirstError:
                 self._by_unit.add(step.name)
         assert self._outside is not None

@@ -17,6 +17,12 @@ def dummy_experiment(namespace: Namespace) -> type:
     return kind
 
 
+def is_dummy_experiment(x: Any) -> bool:
+    """Whether ``x`` is what `dummy_experiment` makes, of either of Lightning's packages."""
+    kind = type(x)
+    return kind.__name__ == "_DummyExperiment" and kind.__module__.endswith("fabric.loggers.logger")
+
+
 def resumes(trainer: Any) -> bool:
     """Whether a checkpoint was given to the running entry point; it is loaded by the time the model is set up."""
     return bool(trainer._checkpoint_connector._loaded_checkpoint)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_par.private.compiler import forget_traced
 from lightning_par.private.modules import forget_weak_references, renew_weak_references, weight_norms
 from lightning_par.private.tensors import PARAMETER_MARK
+from lightning_par.sharded.user_classes import REMEMBERED, put_on, users_class
 
 _OWN = {
     "_local",
@@ -28,11 +29,13 @@ _OWN = {
     "_name",
     "_patches",
     "_memory_asked_for",
+    REMEMBERED,
 }  # what makes a tensor of ours what it is
 
 
 def become(old: Tensor, new: Tensor, name: str) -> None:
-    """Turn the object ``old`` into ``new``, and the other way round; what the user hung on ``old`` stays there.
+    """Turn the object ``old`` into ``new``, and the other way round; what the user hung on ``old`` stays there,
+    as does the class that they gave it.
 
     Args:
         old: a parameter or buffer; loses its gradient.
@@ -47,6 +50,7 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
         become(module.weight, nn.Parameter(torch.zeros(2, 2)), "weight")
     """
     attributes = {key: value for key, value in vars(old).items() if key not in _OWN}
+    kind = users_class(old)
     old.grad = None
     try:
         torch.utils.swap_tensors(old, new)
@@ -60,6 +64,7 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
                 f"The parameter {name} can't be split or made whole, since something else still holds it: an autograd "
                 "graph of an earlier step, or a weak reference. Detach or delete what was computed from it."
             ) from error
+    put_on(old, kind)
     for key, value in attributes.items():
         setattr(old, key, value)
 

@@ -70,6 +70,7 @@ class ShardedTensor(torch.Tensor):
     _name: str = ""  # see `lightning_par.sharded.tensor_names`
     _strides: Any = None  # on one device, or what tells them, where the part's don't
     _form: Any = None  # see `lightning_par.sharded.local_calls.form`
+    _users_class: Any = None  # see `lightning_par.sharded.user_classes`
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, positions: Positions, axis: Axis) -> ShardedTensor:

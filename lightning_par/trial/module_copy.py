@@ -18,6 +18,7 @@ from lightning_par.private.loaders import data_source
 from lightning_par.private.modes import no_modes
 from lightning_par.private.module_calls import forget_call
 from lightning_par.private.modules import buffers_of, parameters_of
+from lightning_par.private.trainer import is_dummy_experiment
 from lightning_par.sharded.packed_parameters import is_packed
 from lightning_par.trial.trainer_stand_ins import HeldLogger, Optimizers, Stand
 
@@ -58,7 +59,7 @@ def stand_in(
     view = None if trainer is None else TrainerView(trainer, optimizers)
     if view is not None:
         memo[id(trainer)] = view  # to hooks that close over it, too
-        memo.update(zip(map(id, getattr(trainer, "loggers", ())), vars(view)["held_loggers"]))
+        _hold_loggers(trainer, vars(view)["held_loggers"], memo)
     for submodule in own_copy:
         state = memo[id(submodule)].__dict__
         for name, value in vars(submodule).items():
@@ -105,7 +106,20 @@ def _copies_itself(module: nn.Module) -> bool:
     )
 
 
+def _hold_loggers(trainer: Any, stands: list[HeldLogger], memo: dict[int, Any]) -> None:
+    """Code that holds a logger of the ``trainer``'s, or its experiment, finds one of the ``stands`` there."""
+    for logger, stand in zip(getattr(trainer, "loggers", ()), stands):
+        memo[id(logger)] = memo[id(HeldLogger)] = stand
+        experiment = getattr(logger, "experiment", None)  # which Lightning has made by now
+        if experiment is not None:
+            memo[id(experiment)] = stand
+
+
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if is_dummy_experiment(value):  # each time that a logger is asked another one
+        return memo.get(id(HeldLogger), value)
+    if isinstance(value, types.MethodType) and isinstance(_held_stand(value.__self__, memo), HeldLogger):
+        return _held_stand(value.__self__, memo)
     if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
         # Item by item: one entry that can't be copied must not make the others shared.
         if id(value) not in memo:
@@ -160,9 +174,18 @@ def _copied_function(function: types.FunctionType, memo: dict[int, Any]) -> type
 def _copied_held(value: Any, memo: dict[int, Any]) -> Any:
     """What a function closes over, or has as a default."""
     if isinstance(value, types.MethodType):  # as that of which `torch.compile` made the function
-        owner = memo.get(id(value.__self__), value.__self__)
+        owner = _held_stand(value.__self__, memo)
+        if isinstance(owner, HeldLogger):
+            return owner
         return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-    return _copied(value, memo) if isinstance(value, (types.FunctionType, list, dict)) else memo.get(id(value), value)
+    if isinstance(value, (types.FunctionType, list, dict)):
+        return _copied(value, memo)
+    return _held_stand(value, memo)
+
+
+def _held_stand(value: Any, memo: dict[int, Any]) -> Any:
+    """The copy of ``value`` that there is, or itself."""
+    return memo.get(id(HeldLogger if is_dummy_experiment(value) else value), value)
 
 
 class TrainerView:

@@ -29,6 +29,7 @@ from lightning_par.python_state import generators
 from lightning_par.python_state.kept import kept
 from lightning_par.python_state.user_code import line_of
 from lightning_par.sharded.tensor import OutOfSightError
+from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.strategies.entry_points import (
     STEPS,
     Repeated,
@@ -221,6 +222,7 @@ def fake_stands(
     for parameter in module.parameters():
         fakes[id(parameter)] = _fake(parameter, mode, device)
         mark_parameter(fakes[id(parameter)])  # what `isinstance` asks
+        put_on(fakes[id(parameter)], users_class(parameter))
 
     def stand(x: Tensor) -> Tensor:
         if id(x) not in fakes:

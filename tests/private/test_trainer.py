@@ -19,6 +19,7 @@ from lightning_par.private.trainer import (
     checkpoint_of_run,
     dummy_experiment,
     go_on_after_batch,
+    is_dummy_experiment,
     is_entry_point,
     restores_a_run,
     resumes,
@@ -89,6 +90,7 @@ def test_every_method_of_an_experiment_that_does_nothing_is_one(
     experiment = namespace.from_fabric("loggers.logger", "_DummyExperiment")()
     experiment.add_histogram("weight", 1, step=2)
     assert handed == [(("weight", 1), {"step": 2})]
+    assert is_dummy_experiment(experiment) and not is_dummy_experiment(namespace)
 
 
 @both

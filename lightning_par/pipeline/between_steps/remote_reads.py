@@ -36,6 +36,7 @@ from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.user_classes import set_class
 
 _ADVICE = "Do it in code that all ranks run, and let one rank alone log the result."
 
@@ -71,6 +72,7 @@ class JointGradients:
         self.sources = {name: placement.first(name) for name in (*self._parameters, *self._buffers)}  # who sends them
         self._views: dict[int, weakref.ref[Tensor]] = {}
         self._weights = WeightClasses(self, [*self._parameters.values()])
+        self.recast = self._weights.recast
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._known: set[str] | None = None  # names of the parameters that have a gradient, once the ranks have told
         self._plain, self._unseen = 0, 0
@@ -258,7 +260,8 @@ class JointGradients:
         if isinstance(x, Weight):
             return x
         key = id(x)
-        x.__class__, x._of, x._copied = self._weights.class_of(WeightView, type(x)), of, copied
+        set_class(x, self._weights.class_of(WeightView, type(x)))
+        x._of, x._copied = of, copied
         self._views[key] = weakref.ref(x, lambda _: self._views.pop(key, None))
         return x
 
@@ -274,5 +277,5 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], s
 
 def _be_plain(x: Tensor) -> None:
     if isinstance(x, WeightView):
-        x.__class__ = x._plain  # type: ignore[assignment]
+        set_class(x, x._plain)
         del x._of, x._copied

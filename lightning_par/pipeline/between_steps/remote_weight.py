@@ -20,6 +20,7 @@ from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import DisableTorchFunctionSubclass
 from lightning_par.sharded.functions import ASKS, HOOKS, name_of
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.user_classes import KeepsClass, set_class
 
 if TYPE_CHECKING:
     from lightning_par.pipeline.between_steps.remote_reads import JointGradients
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _AS_IT_IS = ASKS | HOOKS | {"backward", "__deepcopy__", "__reduce_ex__"}
 
 
-class Weight:
+class Weight(KeepsClass):
     """What the class of a spread parameter or buffer, or of a view or a copy of one, begins with.
 
     Attributes:
@@ -50,6 +51,9 @@ class Weight:
                 return NotImplemented  # which those answer, as where a layer adds this bias to what is split
             return as_it_is(func, args, kwargs)
         return cls._owner.run(user, func, name, args, kwargs)
+
+    def _recast(self, kind: type) -> None:
+        self._owner.recast(self, kind)
 
     @property
     def data(self) -> Any:
@@ -79,11 +83,12 @@ class Weight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         x: Any = self
-        way, x.__class__ = x.__class__, x._plain  # for the copy it is a plain tensor
+        way = type(x)
+        set_class(x, x._plain)  # for the copy it is a plain tensor
         try:
             new = copy.deepcopy(x, memo)
         finally:
-            x.__class__ = way
+            set_class(x, way)
         for name in ("_of", "_copied"):
             vars(new).pop(name, None)
         shows = self._owner.shows and user_of(sys._getframe(1)) is not None

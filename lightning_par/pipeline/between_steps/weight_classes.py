@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_par.pipeline.between_steps.remote_weight import WeightParameter
-from lightning_par.python_state.set_each import set_each
+from lightning_par.absent.elsewhere import Elsewhere
+from lightning_par.pipeline.between_steps.remote_weight import WeightParameter, WeightView
+from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.user_classes import REMEMBERED, joined, set_class, set_classes, worn
 
 
 class WeightClasses:
@@ -32,7 +33,7 @@ class WeightClasses:
         """Let user code see the weights of all stages; whoever holds the objects has them still."""
         now = [*map(type, self._weights)]
         if self._plain and now == self._plain:  # as in nearly all steps, three times in each
-            set_each(self._weights, "__class__", self._shown)
+            set_classes(self._weights, self._shown)
         elif not self._plain or now != self._shown:
             self._show_each(now)
 
@@ -40,7 +41,7 @@ class WeightClasses:
         """Let them be what they were."""
         now = [*map(type, self._weights)]
         if self._plain and now == self._shown:
-            set_each(self._weights, "__class__", self._plain)
+            set_classes(self._weights, self._plain)
         elif not self._plain or now != self._plain:
             self._hide_each()
 
@@ -49,7 +50,7 @@ class WeightClasses:
             if isinstance(p, ShardedTensor):  # other code asks for its very class
                 p._lender = self._owner  # type: ignore[attr-defined]
             elif not isinstance(p, WeightParameter):
-                p.__class__ = self.class_of(WeightParameter, type(p))
+                set_class(p, self.class_of(WeightParameter, type(p)))
         shown = [*map(type, self._weights)]
         self._plain, self._shown = ([], []) if any(map(is_, plain, shown)) else (plain, shown)
 
@@ -57,13 +58,19 @@ class WeightClasses:
         for p in self._weights:
             vars(p).pop("_lender", None)
             if isinstance(p, WeightParameter):
-                p.__class__ = p._plain
+                set_class(p, p._plain)
+
+    def recast(self, x: Any, kind: type) -> None:
+        """The user gives ``x``, which is shown, the class ``kind``."""
+        way = WeightParameter if isinstance(x, WeightParameter) else WeightView
+        if isinstance(x, Elsewhere):
+            mark_parameter(x, issubclass(kind, nn.Parameter))
+            kind = worn(Elsewhere, kind)
+        set_class(x, self.class_of(way, kind))
 
     def class_of(self, way: type, kind: type) -> Any:
         """The subclass of ``kind`` that begins with ``way``."""
         if (way, kind) not in self._classes:
-            content = {"_owner": self._owner, "_plain": kind, "__module__": kind.__module__}
-            self._classes[way, kind] = types.new_class(
-                kind.__name__, (way, kind), {}, lambda space: space.update(content)
-            )
+            content = {"_owner": self._owner, "_plain": kind, REMEMBERED: getattr(kind, REMEMBERED, kind)}
+            self._classes[way, kind] = joined(way, kind, content)
         return self._classes[way, kind]

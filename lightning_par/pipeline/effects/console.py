@@ -14,7 +14,7 @@ from typing import Any
 
 _print, _handle = builtins.print, logging.Logger.handle  # while a step runs others are in their places
 _DEBUGGERS = ("pdb", "bdb", "cmd", "code", "IPython")
-_ATOMS = (str, int, float, bool, type(None))
+ATOMS = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LoggerView:
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
         value = getattr(own["_real"], name)
-        if isinstance(value, (*_ATOMS, os.PathLike)):
+        if isinstance(value, (*ATOMS, os.PathLike)):
             return value
         return LoggerView(value, own["_hear"], own["_number"], (*own["_path"], name))
 
@@ -224,7 +224,7 @@ def _is_debugger(frame: Any) -> bool:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """What can be sent of a record, as it will be said."""
-    fields = {name: x for name, x in vars(record).items() if isinstance(x, _ATOMS)}
+    fields = {name: x for name, x in vars(record).items() if isinstance(x, ATOMS)}
     fields.update(msg=record.getMessage(), args=None, exc_info=None)
     if record.exc_info and not record.exc_text:
         fields["exc_text"] = logging.Formatter().formatException(record.exc_info)

@@ -239,7 +239,9 @@ class Analysis(FakeRun):
         try:
             result = super().run_function(func, args, kwargs)
         except SamplesMixError as error:
-            self.mixing = error if self.path is not None else self.mixing
+            if self.path is not None and self.mixing is not error:  # as the user may catch it
+                error.args = (f"{error}, at {user_line()} in {self.path!r}",)
+                self.mixing = error
             raise
         if self.axis is not None:
             self.outputs.ran(func, args, kwargs, result, self.axis.sums > sums)

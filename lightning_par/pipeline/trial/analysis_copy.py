@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
+from lightning_par.pipeline.effects.held_loggers import refuse_held
 from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.unit_calls import LocatedCall
@@ -24,7 +25,7 @@ from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.python_state.reachable import Reach
 from lightning_par.python_state.user_code import packages_of
-from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.trial.module_copy import TrainerView
 from lightning_par.trial.step import Step
 
@@ -59,7 +60,7 @@ class Fakes:
         fake.requires_grad_(x.requires_grad)
         if isinstance(x, nn.Parameter):
             mark_parameter(fake)
-        return fake
+        return put_on(fake, users_class(x))
 
     def names(self) -> dict[int, str]:
         return {id(fake): name for fake, name in self.named()}
@@ -161,10 +162,7 @@ def listen(copy: nn.Module, run: Analysis) -> None:
 
     def refuse() -> None:
         if outputs.path is not None:
-            raise NotImplementedError(
-                f"{user_line()}: a layer calls a logger that it holds itself, which in a pipeline its rank alone would "
-                "do. Write `self.logger`, the LightningModule's, or `trainer.logger` there."
-            )
+            refuse_held()
 
     if hasattr(copy, "automatic_optimization"):
         vars(copy).update(log=log, log_dict=log_dict, print=print_)

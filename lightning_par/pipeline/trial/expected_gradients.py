@@ -28,6 +28,7 @@ from lightning_par.private.fake_tensors import FakeTensorMode
 from lightning_par.python_state import generators
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.strategies.host_memory import free_on
 from lightning_par.trial.module_copy import stand_in
 from lightning_par.trial.step import Step, loss_in
@@ -155,12 +156,14 @@ def real_gradients(
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.layout is torch.strided
+    known = type(x) in (Tensor, nn.Parameter, users_class(x))
+    return known and not x.is_meta and x.layout is torch.strided
 
 
 def _own(x: Tensor, like: Tensor) -> Tensor:
     mine = x.detach().clone().requires_grad_(like.requires_grad)
-    return nn.Parameter(mine, like.requires_grad) if isinstance(like, nn.Parameter) else mine
+    own = nn.Parameter(mine, like.requires_grad) if isinstance(like, nn.Parameter) else mine
+    return put_on(own, users_class(like))
 
 
 def _run_plainly(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.effects.held_loggers import refuse_within_layer
 from lightning_par.private.trainer import dummy_experiment
 from lightning_par.python_state.nested_tensors import map_tensors
 from lightning_par.sharded.patches.replacement import Replacement, Use
@@ -27,6 +28,7 @@ def patch(namespace: Namespace) -> Replacement:
 def _reading(plain: Any, use: Use) -> Any:
     def nop(self: Any, *args: Any, **kwargs: Any) -> Any:
         if use.on:
+            refuse_within_layer()
             map_tensors(_read, (args, kwargs))
         return plain(self, *args, **kwargs)
 

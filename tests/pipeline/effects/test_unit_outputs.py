@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
@@ -43,6 +44,8 @@ class Board(Logger):
 
 class Hooked(Net):
     """Hooks log on each layer; how, says the subclass."""
+
+    board: type[Board] = Board
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,8 +173,67 @@ class Held(Hooked):
         self.net[0].register_forward_hook(lambda m, args, output: logger.log_metrics({"norm": float(output.norm())}))
 
 
+class Service(Board):
+    """A logger whose experiment is on the first rank alone, as Lightning's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.client = Client(self.given)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return self.client
+
+
+class Client:
+    """Keeps what it is given."""
+
+    def __init__(self, given: list[Any]) -> None:
+        self.given = given
+
+    def add(self, name: str, value: Any) -> None:
+        self.given.append((name, kept(value)))
+
+
+class HeldExperiment(Hooked):
+    """Hooks hold the logger's experiment."""
+
+    board = Service
+
+    def on_fit_start(self) -> None:
+        self.held = self.logger.experiment.add if isinstance(self, HeldMethod) else self.logger.experiment
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.held.add(name, output.detach().exp().mean())
+
+
+class HeldMethod(HeldExperiment):
+    """Hooks hold a method of it."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.held(name, output.detach().exp().mean())
+
+
+class HeldLate(HeldExperiment):
+    """They call it in a late step alone, which no trial meets, and read by the module's logger before."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.logger.experiment.add(name, output.detach().exp().mean())
+        if self.global_step == 3 and name == "0":
+            super().heard(name, layer, x, output)
+
+
+class HeldLateElsewhere(HeldExperiment):
+    """Likewise, on the stage whose rank logs nothing."""
+
+    def heard(self, name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
+        if self.global_step == 3 and name == "head":
+            super().heard(name, layer, x, output)
+
+
 def _fit(kind: type[Hooked], microbatches: Any, schedule: str = "1f1b") -> Any:
-    printed, board = io.StringIO(), Board()
+    printed, board = io.StringIO(), kind.board()
     t = trainer(
         microbatches=microbatches,
         schedule=schedule,
@@ -217,14 +279,34 @@ def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind:
 
 def _refused(kind: type[Hooked]) -> str:
     try:
-        _fit(kind, 2)
-    except NotImplementedError as error:
+        _fit(kind, 1)
+    except (NotImplementedError, RuntimeError) as error:
         return str(error)
     return ""
 
 
-def test_a_logger_that_a_layer_holds_itself_is_refused(pool: Pool) -> None:
-    for message in pool.run(2, _refused, Held):
+@pytest.mark.parametrize("kind", [HeldLate, HeldLateElsewhere], ids=lambda x: x.__name__)
+def test_a_logger_that_a_layer_holds_itself_is_refused_in_a_late_step(pool: Pool, kind: type[Hooked]) -> None:
+    messages = pool.run(2, _refused, kind)
+    assert messages[kind is HeldLateElsewhere].count("Write `self.logger`") == 1 and all(messages), messages
+
+
+def _uncut(kind: type[Hooked]) -> str:
+    with pytest.raises(ValueError) as caught:
+        _fit(kind, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Whole, Tries], ids=lambda x: x.__name__)
+def test_what_a_layer_needs_the_batch_whole_for_is_refused_with_its_line(pool: Pool, kind: type[Hooked]) -> None:
+    """In a `try` of the user's, too."""
+    for message in pool.run(2, _uncut, kind):
+        assert f"{'norm' if kind is Whole else 'quantile'}`" in message and "test_unit_outputs.py:" in message, message
+
+
+@pytest.mark.parametrize("kind", [Held, HeldExperiment, HeldMethod], ids=lambda x: x.__name__)
+def test_a_logger_that_a_layer_holds_itself_is_refused(pool: Pool, kind: type[Hooked]) -> None:
+    for message in pool.run(2, _refused, kind):
         assert "test_unit_outputs.py" in message and "Write `self.logger`" in message, message
 
 

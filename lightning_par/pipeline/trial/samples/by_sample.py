@@ -25,6 +25,7 @@ from lightning_par.python_state.snapshot import Snapshot
 from lightning_par.sharded.functions import MIXING_OPERATORS, operator_of
 from lightning_par.sharded.rules.part_trial import LOUD, MISSING, REPEATED, Refused
 from lightning_par.sharded.rules.sample_trial import run_by_sample
+from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.trial.memo import Memo
 from lightning_par.trial.module_copy import stand_in
 
@@ -163,7 +164,7 @@ class Code:
             values = scale * torch.randn(x.shape, generator=generator, dtype=self.dtype)
             if not isinstance(x, nn.Parameter):
                 return values.abs().to(self.device)  # a scale of roots, or what else is no number below 0
-            return nn.Parameter(values.to(self.device), requires_grad=x.requires_grad)
+            return put_on(nn.Parameter(values.to(self.device), requires_grad=x.requires_grad), users_class(x))
 
         self.copy = stand_in(module, real, (), lambda *args, **kwargs: None)
 

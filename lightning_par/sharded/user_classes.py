@@ -1,0 +1,107 @@
+"""Classes of tensors that users wrote, as ``class MyParam(nn.Parameter)``: a parameter's in whatever form it is.
+
+A tensor without memory that stands for one of such a class is of a class that begins with its own way and goes on with
+the user's, so that ``isinstance``, methods and attributes are the user's. A sharded one only remembers it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable
+from inspect import getattr_static
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lightning_par.private.tensors import is_marked
+from lightning_par.trial.memo import Memo
+
+_CLASS = vars(object)["__class__"]
+_PLAIN = (Tensor, nn.Parameter)
+
+_OF_TENSORS = ("__torch_function__", "__deepcopy__", "__reduce_ex__", "__repr__")
+"""What parameters have otherwise than tensors of a class that has memory of its own way."""
+
+REMEMBERED = "_users_class"
+"""The attribute of a tensor, or of its class where that is ours, that holds the user's class."""
+
+
+def users_class(x: Tensor) -> Any:
+    """The class that the user gave ``x``, or what it stands for; None where that is torch's own."""
+    kind = vars(x).get(REMEMBERED) or getattr(type(x), REMEMBERED, type(x))
+    return kind if kind is not None and is_users(kind) else None
+
+
+def is_users(kind: type) -> bool:
+    """Whether ``kind`` is a user's class of tensors with memory of their own."""
+    own_way = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return kind not in _PLAIN and not own_way and not issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+
+
+def set_class(x: Tensor, kind: Any) -> None:
+    """``x.__class__ = kind``, unseen by `KeepsClass`."""
+    _CLASS.__set__(x, kind)
+
+
+def set_classes(tensors: Iterable[Tensor], kinds: Iterable[Any]) -> None:
+    """`set_class` of many."""
+    deque(map(_CLASS.__set__, tensors, kinds), maxlen=0)
+
+
+def put_on(x: Tensor, kind: Any) -> Tensor:
+    """Let ``x`` be of the user's class ``kind`` beside its own, if it is not None, or remember it; ``x`` again."""
+    if kind is not None:
+        if hasattr(x, "_local"):  # to sharded tensors' rules their very class counts
+            vars(x)[REMEMBERED] = kind
+        else:
+            set_class(x, kind if type(x) in _PLAIN else worn(type(x), kind))
+    return x
+
+
+def worn(way: type, kind: type) -> Any:
+    """The subclass of ``way``, a class of ours, that is of the user's class ``kind``, too."""
+    return _worn[way, kind] if is_users(kind) else way
+
+
+def joined(way: type, kind: type, content: dict[str, Any]) -> Any:
+    """A subclass of ``kind`` that begins with ``way``, and has this ``content``."""
+    content = {**content, "__module__": kind.__module__}
+    return types.new_class(kind.__name__, (way, kind), {}, lambda space: space.update(content))
+
+
+def _make_worn(classes: tuple[type, type]) -> Any:
+    way, kind = classes
+    return joined(way, kind, {REMEMBERED: kind, **{name: getattr_static(way, name) for name in _OF_TENSORS}})
+
+
+_worn = Memo(_make_worn)
+
+
+class KeepsClass:
+    """``x.__class__`` is the user's to user code, to which it can be set: what ``x`` is beside stays."""
+
+    def _recast(self, kind: type) -> None:
+        """The user gives it the class ``kind``."""
+        raise NotImplementedError
+
+    def _read(self) -> Any:
+        x: Any = self  # no `isinstance` here, which would ask again
+        if _is_inner(sys._getframe(1)):
+            return type(x)
+        is_parameter = is_marked(x) or issubclass(type(x), nn.Parameter)
+        return users_class(x) or (nn.Parameter if is_parameter else Tensor)
+
+    def _write(self, kind: Any) -> None:
+        if _is_inner(sys._getframe(1)):
+            set_class(self, kind)  # type: ignore[arg-type]
+        else:
+            self._recast(kind)
+
+    __class__ = property(_read, _write)  # type: ignore[assignment]
+
+
+def _is_inner(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_par."))
