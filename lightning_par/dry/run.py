@@ -47,6 +47,7 @@ class DryRank:
     precision: str | int = "32-true"
     accumulated: int = 1
     clip: float | None = None
+    clip_algorithm: str | None = None
     accelerator: Kind = "cpu"
 
     def __post_init__(self) -> None:
@@ -109,7 +110,8 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
             accelerator=make_accelerator(namespace, asked.accelerator), devices=on_host, num_nodes=hosts,
             strategy=strategy,
             plugins=[make_environment(namespace, asked.rank, asked.devices, on_host)], max_epochs=1,
-            accumulate_grad_batches=asked.accumulated, gradient_clip_val=asked.clip, precision=asked.precision,
+            accumulate_grad_batches=asked.accumulated, gradient_clip_val=asked.clip,
+            gradient_clip_algorithm=asked.clip_algorithm, precision=asked.precision,
             callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False,
         )  # fmt: skip

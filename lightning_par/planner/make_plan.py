@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_par.planner.advice import advise, advise_one
+from lightning_par.planner.clipped import Clip
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.replay import UntoldError
@@ -29,6 +30,7 @@ def make_plan(
     recompute: str,
     eager: bool,
     accumulated: int = 1,
+    clip: Clip = "",
 ) -> Plan:
     """See `lightning_par.plan`."""
     if recompute not in RECOMPUTES:
@@ -37,7 +39,7 @@ def make_plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
-    planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager)  # type: ignore[arg-type]
+    planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager, clip)  # type: ignore[arg-type]
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
         if global_batch is None and accumulated > 1:

@@ -86,6 +86,26 @@ def test_a_step_is_on_as_many_batches_as_the_yaml_accumulates(
     assert one["global_batch"] == 48 and one["accumulate_grad_batches"] * one["micro_batch_size"] >= 12
 
 
+LAYOUT = ["--layout", '{"tensor_parallel_size": 4}']
+
+
+def test_the_clip_of_the_yaml_is_in_the_plan_and_the_command_counts_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sent(trainer: str, *more: str) -> float:
+        path = _file(tmp_path, MODEL, ADAM, DATA, TRAINER[:-1] + trainer)
+        assert main(["plan", "--config", path, "--machine", "4xH100", "--json", *LAYOUT, *more]) == 0
+        return float(json.loads(capsys.readouterr().out)["layouts"][0]["ranks"][0]["sent"]["tensor"])
+
+    none, norm = sent("}"), sent(", gradient_clip_val: 1.0}")
+    assert norm == none + 2 * 4 * 3 / 4
+    assert sent(", gradient_clip_val: 1, gradient_clip_algorithm: value}") == none
+    assert sent(", gradient_clip_val: null, gradient_clip_algorithm: norm}") == none
+    assert sent(", gradient_clip_val: 1.0}", "--gradient-clip-val", "0") == none
+    assert sent("}", "--gradient-clip-val", "2") == norm
+    assert sent("}", "--gradient-clip-val", "2", "--gradient-clip-algorithm", "value") == none
+
+
 def test_classes_that_a_script_fixes_are_given_with_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
