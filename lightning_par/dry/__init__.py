@@ -38,7 +38,8 @@ def dry_run(
     Args:
         module: a LightningModule, its class, or a function that makes one; one that is there is copied, without its
             weights.
-        batch: one batch as a replica's `training_step` gets it, or a function that makes one.
+        batch: one batch as a replica's loader gives it, before `on_before_batch_transfer` and the like; a DataLoader, a
+            LightningDataModule, or a function that makes one.
         layout: `HybridParallelStrategy`'s arguments.
         devices: over all hosts.
         rank: which of them.

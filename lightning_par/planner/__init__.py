@@ -37,7 +37,8 @@ def plan(
 
     Args:
         module: a LightningModule, its class, or a function that makes one; built without memory for its weights.
-        batch: one batch as one replica's `training_step` gets it, or a function that makes one.
+        batch: one batch as a replica's loader gives it, before `on_before_batch_transfer` and the like; a DataLoader, a
+            LightningDataModule, or a function that makes one.
         machine: a preset such as ``"H100"``, with the devices of a host ``"8xH100"``, the path of a YAML, or
             ``"measure"``: a probe of this machine, in processes of its own.
         devices: over all hosts; by default one host's.

@@ -55,7 +55,7 @@ def show_plan(asked: Namespace) -> int:
     precision, devices, accumulated = asked.precision, asked.devices, None
     clip, algorithm = asked.gradient_clip_val, asked.gradient_clip_algorithm
     from lightning_par.planner import plan
-    from lightning_par.planner.make_plan import is_datamodule
+    from lightning_par.planner.given_batch import is_datamodule
 
     made: Any = load(asked.module) if asked.module else None
     batch = load(asked.batch) if asked.batch else None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.__main__ import main
 from lightning_par.planner.cli_config import read_config
-from lightning_par.planner.make_plan import made
+from lightning_par.planner.given_batch import read_batch
 
 
 class Layers(LightningModule):
@@ -56,7 +56,7 @@ def _file(folder: Path, *lines: str) -> str:
 def test_a_run_is_read_and_nothing_made_before_it_is_asked_for(tmp_path: Path) -> None:
     found = read_config(_file(tmp_path, MODEL, ADAM, DATA, TRAINER))
     assert (found.precision, found.devices) == ("bf16-mixed", 4)
-    assert found.module is not None and found.data is not None and made(found.data).shape == (4, 8)
+    assert found.module is not None and found.data is not None and read_batch(found.data).batch.shape == (4, 8)
     module = found.module()
     assert isinstance(module, Layers) and module.last.out_features == 16 and isinstance(module.layers, nn.Linear)
     assert isinstance(module.configure_optimizers(), torch.optim.AdamW)
@@ -126,7 +126,7 @@ def test_classes_of_the_script_that_ran_are_found_beside_the_model(
 
 
 def test_a_datamodule_needs_no_yaml(tmp_path: Path) -> None:
-    assert made(Rows).shape == made(Rows()).shape == (2, 8)
+    assert read_batch(Rows).batch.shape == read_batch(Rows()).batch.shape == (2, 8)
 
 
 @pytest.mark.parametrize(
