@@ -26,6 +26,7 @@ def dry_run(
     precision: str | int = "32-true",
     accumulate_grad_batches: int = 1,
     gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
     accelerator: str = "cpu",
 ) -> Counts:
     """What one rank of a run holds and sends in a step, found by running that rank alone. Nothing is computed.
@@ -37,7 +38,8 @@ def dry_run(
     Args:
         module: a LightningModule, its class, or a function that makes one; one that is there is copied, without its
             weights.
-        batch: one batch as a replica's `training_step` gets it, or a function that makes one.
+        batch: one batch as a replica's loader gives it, before `on_before_batch_transfer` and the like; a DataLoader, a
+            LightningDataModule, or a function that makes one.
         layout: `HybridParallelStrategy`'s arguments.
         devices: over all hosts.
         rank: which of them.
@@ -45,6 +47,7 @@ def dry_run(
         precision: as the Trainer's.
         accumulate_grad_batches: as the Trainer's.
         gradient_clip_val: as the Trainer's.
+        gradient_clip_algorithm: as the Trainer's.
         accelerator: "cpu", or "gpu" for tensors of a CUDA device, where there is one, which need not be this rank's.
 
     Returns:
@@ -67,7 +70,7 @@ def dry_run(
 
     asked = DryRank(
         rank, devices, devices_per_host, layout, precision, accumulate_grad_batches, gradient_clip_val,
-        accelerator,  # type: ignore[arg-type]
+        gradient_clip_algorithm, accelerator,  # type: ignore[arg-type]
     )  # fmt: skip
     try:
         return run_rank(module, batch, asked)

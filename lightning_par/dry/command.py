@@ -35,6 +35,7 @@ def add_dry_run(commands: Any) -> None:
     dry.add_argument("--precision", default="32-true", help="as the Trainer's (default: 32-true)")
     dry.add_argument("--accumulate-grad-batches", type=int, default=1, help="as the Trainer's (default: 1)")
     dry.add_argument("--gradient-clip-val", type=float, help="as the Trainer's (default: none)")
+    dry.add_argument("--gradient-clip-algorithm", choices=("norm", "value"), help="as the Trainer's (default: norm)")
     dry.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="whose tensors (default: cpu)")
     dry.add_argument("--json", action="store_true", help="print JSON")
     dry.set_defaults(run=_dry_run)
@@ -49,7 +50,7 @@ def _dry_run(asked: Namespace) -> int:
             partial(module, **asked.init) if asked.init else module, batch, asked.layout, devices=asked.devices,
             rank=asked.rank, devices_per_host=asked.devices_per_host, precision=asked.precision,
             accumulate_grad_batches=asked.accumulate_grad_batches, gradient_clip_val=asked.gradient_clip_val,
-            accelerator=asked.accelerator,
+            gradient_clip_algorithm=asked.gradient_clip_algorithm, accelerator=asked.accelerator,
         )  # fmt: skip
     print(found.json() if asked.json else found, flush=True)
     return 0

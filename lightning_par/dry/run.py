@@ -20,11 +20,12 @@ from lightning_par.dry.counts import CountMixin, Counts, StepEndedError
 from lightning_par.dry.strategy import dry
 from lightning_par.dry.weights import build_deferred
 from lightning_par.dry.world import make_environment, world_of
-from lightning_par.planner.make_plan import made
+from lightning_par.planner.given_batch import read_batch
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, copyable_fakes
 from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import last_of, line_of
 from lightning_par.strategies.namespace import namespace_of
+from lightning_par.trial.first_batch import TRANSFERS, is_users
 
 _NUMPY = "numpy() is not supported for tensor subclasses"  # as one without values
 _LOGGED = "trainer.connectors.logger_connector.result"
@@ -47,6 +48,7 @@ class DryRank:
     precision: str | int = "32-true"
     accumulated: int = 1
     clip: float | None = None
+    clip_algorithm: str | None = None
     accelerator: Kind = "cpu"
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
         batch: of a replica, or a function that makes one.
         asked: the rank.
     """
-    batch = made(batch)
+    given = read_batch(batch)
     with contextlib.ExitStack() as stack:
         stack.enter_context(generators.kept())
         stack.enter_context(warnings.catch_warnings())
@@ -109,14 +111,20 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
             accelerator=make_accelerator(namespace, asked.accelerator), devices=on_host, num_nodes=hosts,
             strategy=strategy,
             plugins=[make_environment(namespace, asked.rank, asked.devices, on_host)], max_epochs=1,
-            accumulate_grad_batches=asked.accumulated, gradient_clip_val=asked.clip, precision=asked.precision,
+            accumulate_grad_batches=asked.accumulated, gradient_clip_val=asked.clip,
+            gradient_clip_algorithm=asked.clip_algorithm, precision=asked.precision,
             callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, use_distributed_sampler=False,
         )  # fmt: skip
-        data: Any = _Again(batch, asked.accumulated * _STEPS + 1)
+        data: Any = _Again(given.batch, asked.accumulated * _STEPS + 1)
+        loader = DataLoader(data, batch_size=None)
         with _without_values(built):
             try:
-                trainer.fit(built, DataLoader(data, batch_size=None))
+                if given.data is None:
+                    trainer.fit(built, loader)
+                else:
+                    hooks = _hooks_of(given.data, loader, trainer, lightning.LightningDataModule)
+                    trainer.fit(built, datamodule=stack.enter_context(hooks))
             except StepEndedError:
                 count.found.title = _title(asked, strategy.layout, built)
                 return count.found
@@ -163,6 +171,24 @@ def _of_optimizer(optimizer: Optimizer, module: nn.Module) -> str:
 
 def _steps(frame: types.FrameType) -> bool:
     return frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer)
+
+
+@contextlib.contextmanager
+def _hooks_of(data: Any, loader: Any, trainer: Any, base: Any) -> Iterator[Any]:
+    """A datamodule that has ``loader`` for training and the hooks of ``data`` around a batch's transfer, no other."""
+
+    def train_dataloader(self: Any) -> Any:
+        return loader
+
+    def hook(name: str) -> Any:
+        return lambda self, *args: getattr(data, name)(*args)
+
+    hooks = {name: hook(name) for name in TRANSFERS if is_users(data, name)}
+    before, data.trainer = data.trainer, trainer
+    try:
+        yield type("Data", (base,), {**hooks, "train_dataloader": train_dataloader})()
+    finally:
+        data.trainer = before
 
 
 class _Again:

@@ -30,12 +30,15 @@ def plan(
     recompute: str = "none",
     eager: bool = False,
     accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
 ) -> Plan:
     """Which layouts of a module fit on a machine, and how fast they are predicted to be. Nothing is computed.
 
     Args:
         module: a LightningModule, its class, or a function that makes one; built without memory for its weights.
-        batch: one batch as one replica's `training_step` gets it, or a function that makes one.
+        batch: one batch as a replica's loader gives it, before `on_before_batch_transfer` and the like; a DataLoader, a
+            LightningDataModule, or a function that makes one.
         machine: a preset such as ``"H100"``, with the devices of a host ``"8xH100"``, the path of a YAML, or
             ``"measure"``: a probe of this machine, in processes of its own.
         devices: over all hosts; by default one host's.
@@ -47,6 +50,8 @@ def plan(
             but fused attention and every other product), ``"full"`` (each layer).
         eager: whether functions that walk over memory run one by one, as without ``torch.compile``.
         accumulate_grad_batches: as the Trainer's: what ``global_batch`` is by default is so many times as much.
+        gradient_clip_val: as the Trainer's.
+        gradient_clip_algorithm: as the Trainer's.
 
     Returns:
         The layouts, priced, and which one to take; printable as a table.
@@ -60,8 +65,10 @@ def plan(
         plan = lightning_par.plan(MyModule, batch, "8xH100", devices=1024, precision="bf16-mixed")
         print(plan)
     """
+    from lightning_par.planner.clipped import read_clip
     from lightning_par.planner.make_plan import make_plan
 
     return make_plan(
-        module, batch, machine, devices, layout, precision, global_batch, recompute, eager, accumulate_grad_batches
-    )
+        module, batch, machine, devices, layout, precision, global_batch, recompute, eager, accumulate_grad_batches,
+        read_clip(gradient_clip_val, gradient_clip_algorithm),
+    )  # fmt: skip

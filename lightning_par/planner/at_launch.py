@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.planner.clipped import Clip
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import PRESETS, Machine, read_machine
 from lightning_par.planner.prediction import Prediction
@@ -58,7 +59,7 @@ class Choice:
 
 def choose(
     module: Any, batch: Any, machine: Machine, devices: int, precision: str, accumulated: int,
-    global_batch: int | None, pipelines: bool,
+    global_batch: int | None, pipelines: bool, clip: Clip = "",
 ) -> Choice:  # fmt: skip
     """The fastest layout that fits, by prediction; the tensor axis takes all devices where none can be planned.
 
@@ -72,6 +73,7 @@ def choose(
         global_batch: samples of one step of the optimizer, to be shared by any number of replicas; None leaves each
             batch to one replica.
         pipelines: whether layers may run in stages.
+        clip: of gradients.
 
     Raises:
         ValueError: ``global_batch`` is no multiple of the batch's samples, or there is no batch.
@@ -83,7 +85,7 @@ def choose(
     if batch is None:
         return _fallback(devices, accumulated, global_batch, "there is no first batch to plan by")
     try:
-        planner = Planner(module, tree_map(_on_host, batch), machine, precision, fused=machine.gpu)
+        planner = Planner(module, tree_map(_on_host, batch), machine, precision, fused=machine.gpu, clip=clip)
         own = planner.step.samples
         launched = Launched(own, 1 if global_batch is None else None, pipelines)
         found = search(planner, devices, own * accumulated, launched)

@@ -21,6 +21,8 @@ class RunConfig:
         precision: the Trainer's.
         devices: of all hosts.
         accumulated: batches of one step of the optimizer on each replica.
+        clip: the Trainer's ``gradient_clip_val``.
+        clip_algorithm: its ``gradient_clip_algorithm``.
     """
 
     module: Callable[[], Any] | None
@@ -28,6 +30,8 @@ class RunConfig:
     precision: str | None
     devices: int | None
     accumulated: int | None = None
+    clip: float | None = None
+    clip_algorithm: str | None = None
 
 
 def read_config(path: str, kind: Any = None, data_kind: Any = None) -> RunConfig:
@@ -62,6 +66,7 @@ def read_config(path: str, kind: Any = None, data_kind: Any = None) -> RunConfig
         _module(given, kind, path), data, None if precision is None else str(precision),
         _devices(trainer.get("devices"), trainer.get("num_nodes", 1)),
         accumulated if isinstance(accumulated, int) and accumulated > 0 else None,
+        trainer.get("gradient_clip_val"), trainer.get("gradient_clip_algorithm"),
     )  # fmt: skip
 
 

@@ -37,13 +37,15 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--init", type=json_dict, default={}, help="keyword arguments of MODULE, a dict in JSON")
     plan.add_argument(
         "--config",
-        help="a LightningCLI's YAML: the model, its optimizer, the batch, the precision, devices, accumulation",
+        help="a LightningCLI's YAML: the model, its optimizer, the batch, precision, devices, accumulation, the clip",
     )
     plan.add_argument("--layout", type=json_dict, help="HybridParallelStrategy's arguments in JSON: that layout alone")
     plan.add_argument("--precision", help="as the Trainer's (default: 32-true)")
     plan.add_argument("--global-batch", type=int, help="samples of one step of the optimizer over all replicas")
     plan.add_argument("--recompute", default="none", help="none, selective or full (default: none)")
     plan.add_argument("--eager", action="store_true", help="functions run one by one, as without torch.compile")
+    plan.add_argument("--gradient-clip-val", type=float, help="as the Trainer's (default: none)")
+    plan.add_argument("--gradient-clip-algorithm", choices=("norm", "value"), help="as the Trainer's (default: norm)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=show_plan)
 
@@ -51,8 +53,9 @@ def add_plan(commands: Any) -> None:
 def show_plan(asked: Namespace) -> int:
     """Run the command; returns its exit code."""
     precision, devices, accumulated = asked.precision, asked.devices, None
+    clip, algorithm = asked.gradient_clip_val, asked.gradient_clip_algorithm
     from lightning_par.planner import plan
-    from lightning_par.planner.make_plan import is_datamodule
+    from lightning_par.planner.given_batch import is_datamodule
 
     made: Any = load(asked.module) if asked.module else None
     batch = load(asked.batch) if asked.batch else None
@@ -65,6 +68,8 @@ def show_plan(asked: Namespace) -> int:
             batch = config.data
         precision, devices = precision or config.precision, devices or config.devices
         accumulated = config.accumulated
+        clip = config.clip if clip is None else clip
+        algorithm = algorithm or config.clip_algorithm
     missing = [n for n, v in (("MODULE", made), ("--batch", batch), ("--machine", asked.machine)) if v is None]
     if missing:
         raise ValueError(f"plan needs {' and '.join(missing)}{_without(asked.config, missing)}")
@@ -76,7 +81,7 @@ def show_plan(asked: Namespace) -> int:
     found = plan(
         made, batch, machine, devices=devices, layout=asked.layout, precision=precision or "32-true",
         global_batch=asked.global_batch, recompute=asked.recompute, eager=asked.eager,
-        accumulate_grad_batches=accumulated or 1,
+        accumulate_grad_batches=accumulated or 1, gradient_clip_val=clip, gradient_clip_algorithm=algorithm,
     )  # fmt: skip
     print(found.json()) if asked.json else found.show()
     return FITS if found.chosen is not None else NOTHING_FITS

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.build import build_module, build_with_values
+from lightning_par.planner.clipped import Clip, clips_itself, refuse_clip
+from lightning_par.planner.given_batch import Given
 from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
@@ -38,14 +40,15 @@ class Planner:
 
     Args:
         module: a LightningModule, its class, or a function that makes one.
-        batch: one batch, as one replica's training step gets it.
+        batch: one batch, as one replica's training step gets it; or as a Trainer loads it.
         machine: that it is to run on.
         precision: as `read_precision` takes it.
         recompute: what backward computes again.
         fused: whether functions that walk over memory are fused, as by torch.compile.
+        clip: of gradients.
 
     Raises:
-        ValueError: the module can't be built, or its step can't be run without values.
+        ValueError: the module can't be built, its step can't be run without values, or it takes no such clip.
     """
 
     def __init__(
@@ -56,18 +59,31 @@ class Planner:
         precision: str | int = "32-true",
         recompute: Recompute = "none",
         fused: bool = True,
+        clip: Clip = "",
     ) -> None:
-        self.machine, self.precision = machine, read_precision(precision)
-        built: nn.Module = build_module(module, batch)
+        self.machine, self.precision, self.clip = machine, read_precision(precision), clip
+        given = batch if isinstance(batch, Given) else None
+        loaded = batch if given is None else given.batch
+        built: nn.Module = build_module(module, loaded)
+        refuse_clip(built, clip)
         self.name = type(built).__name__
         self.optimizer = optimizer_state(built)
         built = built.to(self.precision.dtype)
-        source, given = module, batch
-        batch = tree_map(self._cast, batch)
-        self.batch = batch
+        source, batch = module, tree_map(self._cast, loaded)
 
         def with_values() -> nn.Module:
-            return built if isinstance(source, nn.Module) else build_with_values(source, given).to(self.precision.dtype)
+            if isinstance(source, nn.Module):
+                return built
+            return build_with_values(source, loaded).to(self.precision.dtype)
+
+        self.untransferred = ""
+        hooks = [] if given is None else given.hooks(built)
+        if given is not None and hooks:
+            try:
+                batch = given.transferred(with_values, hooks, batch)
+            except ValueError as error:
+                self.untransferred = f"{' and '.join(hooks)} of the batch, which {error}"
+        self.batch = batch
 
         try:
             self.step = record(built, batch, self.precision.autocast, fused, machine.gpu)
@@ -94,6 +110,10 @@ class Planner:
                 "not known: which weights each backward of training_step leaves out (toggle_optimizer), or runs "
                 "through again (retain_graph): counted as if none"
             )
+        if self.untransferred:
+            found.append(f"not known: what comes of {self.untransferred}: planned for the batch as it is loaded")
+        if clips_itself(self.tree.module) and not self.by_hand:
+            found.append("not known: what configure_gradient_clipping of the module does; counted as Lightning's own")
         if self.step.reads:
             places = ", ".join(self.step.reads)
             found.append(
@@ -123,7 +143,7 @@ class Planner:
 
     def with_precision(self, precision: str) -> Planner:
         """As this one, but for the precision: the step is recorded anew."""
-        return Planner(self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused)
+        return Planner(self.tree.module, self.batch, self.machine, precision, self.recompute, self.fused, self.clip)
 
     def _weights(self, module: nn.Module) -> str:
         """What can be said without the step."""
@@ -277,7 +297,7 @@ class Planner:
     def _run(self, devices: int) -> PlannedRun:
         return PlannedRun(
             self.machine, devices, self.precision, self.optimizer, self.recompute, self.fused, self.tokens, self.tree,
-            self.step.casts_once,
+            self.step.casts_once, self.clip,
         )  # fmt: skip
 
     def _cast(self, x: Any) -> Any:

@@ -150,7 +150,8 @@ class LayoutWork:
         p, o = self.run.precision, self.run.optimizer
         states = o.most.by_element * p.weights / 4
         # Gradients are read for their norm, and scaled, before the optimizer reads and frees them.
-        moved = count * (2 * p.weights + 4 * p.gradients + 2 * states + p.copy)
+        gradients = 1 + {"norm": 3, "value": 2, "": 0}[self.run.clip]
+        moved = count * (2 * p.weights + gradients * p.gradients + 2 * states + p.copy)
         machine = self.run.machine
         return moved / (machine.bandwidth * (machine.update_share or machine.bandwidth_share))
 

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_par.planner.advice import advise, advise_one
+from lightning_par.planner.clipped import Clip
 from lightning_par.planner.evaluate import Planner
+from lightning_par.planner.given_batch import read_batch
 from lightning_par.planner.machines import read_machine
 from lightning_par.planner.replay import UntoldError
 from lightning_par.planner.report import Plan, named
 from lightning_par.planner.search import RuledOut, told
-from lightning_par.python_state.user_code import told_with_line
-from lightning_par.strategies.namespace import OTHER, namespace_of
 
-_LIGHTNINGS = tuple(f"{one.pytorch}." for one in OTHER)
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -29,6 +28,7 @@ def make_plan(
     recompute: str,
     eager: bool,
     accumulated: int = 1,
+    clip: Clip = "",
 ) -> Plan:
     """See `lightning_par.plan`."""
     if recompute not in RECOMPUTES:
@@ -37,7 +37,7 @@ def make_plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
-    planner = Planner(module, made(batch), hosts, precision, recompute, hosts.gpu and not eager)  # type: ignore[arg-type]
+    planner = Planner(module, read_batch(batch), hosts, precision, recompute, hosts.gpu and not eager, clip)  # type: ignore[arg-type]
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
         if global_batch is None and accumulated > 1:
@@ -58,35 +58,3 @@ def make_plan(
     if found.priced and not found.priced[0].fits:
         advice = advise(planner, found.priced[0], count, samples)
     return Plan(found.priced, found.ruled_out, title, count, hosts.devices, advice, tuple(planner.notes))
-
-
-def made(batch: Any) -> Any:
-    """A batch, of a function that makes one, or the first of a DataLoader or of a LightningDataModule.
-
-    Raises:
-        ValueError: it can't be made; the message says why and where.
-    """
-    from torch.utils.data import DataLoader
-
-    try:
-        given = batch() if callable(batch) else batch
-        if is_datamodule(type(given)):
-            return _first_of(given)
-        return next(iter(given)) if isinstance(given, DataLoader) else given
-    except Exception as error:  # the user's code
-        raise ValueError(f"The batch can't be made: {told_with_line(error)}.") from error
-
-
-def is_datamodule(kind: Any) -> bool:
-    """Whether it is the class of a LightningDataModule, of either Lightning."""
-    bases = kind.__mro__ if isinstance(kind, type) else ()
-    return any(base.__name__ == "LightningDataModule" and base.__module__.startswith(_LIGHTNINGS) for base in bases)
-
-
-def _first_of(data: Any) -> Any:
-    """The first batch for training, as a Trainer has it of its loaders."""
-    loader = namespace_of(type(data)).from_pytorch("utilities", "CombinedLoader")
-    data.prepare_data()
-    data.setup("fit")
-    batch, _, _ = next(iter(loader(data.train_dataloader(), "max_size_cycle")))
-    return batch

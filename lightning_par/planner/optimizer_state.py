@@ -36,12 +36,18 @@ class OptimizerState:
         most: of most trained parameters.
         others: of those of which other than that is kept, by their first names; nothing of one that no optimizer has.
         note: what is assumed, where the module does not say it.
+        left: the first names of parameters that no optimizer has.
     """
 
     name: str
     most: StateBytes
     others: Mapping[str, StateBytes] = field(default_factory=dict, hash=False)
     note: str = ""
+    left: frozenset[str] = frozenset()
+
+    def steps(self, name: str) -> bool:
+        """Whether an optimizer has the parameter of that first name, be it trained or not."""
+        return name not in self.left
 
 
 _NOTHING, _AS_ADAM = StateBytes(0, 0), StateBytes(8, 4)
@@ -86,7 +92,8 @@ def _of_each(module: nn.Module, found: list[torch.optim.Optimizer]) -> Optimizer
     note = "" if found else "configure_optimizers gives none"
     if unknown:
         note = f"the state of {' and '.join(sorted(unknown))} is taken to be as large as AdamW's"
-    return OptimizerState(names, most, others, note)
+    left = frozenset(name for name, p in module.named_parameters() if id(p) not in kept)
+    return OptimizerState(names, most, others, note, left)
 
 
 def _optimizers(given: Any) -> Iterator[torch.optim.Optimizer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
+from lightning_par.planner.clipped import norm_seconds
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.pipeline_time import PipelineTime, StageTime, pipeline_time, rough_time
@@ -40,8 +41,11 @@ def predict(profile: Profile, one: Candidate, run: PlannedRun, sent: Sender, rou
     sync = max(work.sync([u for s in own for u in stages.units[s]], backward) for own in ranks)
     update = max(work.optimizer_time([u for s in own for u in stages.units[s]]) for own in ranks)
     python = max(work.python(profile.held([u for s in own for u in stages.units[s]])[1]) for own in ranks)
-    seconds = pipeline.seconds * one.accumulated + sync + update + python
+    clip = norm_seconds(work)
+    seconds = pipeline.seconds * one.accumulated + sync + update + python + sum(clip.values())
     parts = _parts(work, ranks, pipeline, sync, update, sum(w for _, w in found))
+    parts["tensor"] += clip.get("tensor", 0.0)
+    parts["replicas"] += clip.get("data", 0.0)
     parts["python"] += python
     layout, each = one.layout, ByRank(work, sent)
     model = sum(profile.kinds[k].flops for k in profile.order) * 3 * one.samples / profile.samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import nn
 
@@ -139,6 +139,7 @@ class PlannedRun:
         tokens: in one sample.
         tree: the module and its uses.
         casts_once: whether no weight is taken twice in a step by what autocast runs in low precision.
+        clip: of gradients, by their joint norm or value by value; empty: there is none.
     """
 
     machine: Machine
@@ -150,3 +151,4 @@ class PlannedRun:
     tokens: float
     tree: ModuleUses
     casts_once: bool = True
+    clip: Literal["", "norm", "value"] = ""

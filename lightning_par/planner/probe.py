@@ -27,8 +27,8 @@ PATIENCE = 240.0
 """Seconds until a probe that is not done has failed: a busy machine may take its time."""
 
 
-UPDATE_BYTES = 40
-"""That `lightning_par.planner.layout_work` reckons for each element in single precision under AdamW."""
+UPDATE_BYTES = 28
+"""That `lightning_par.planner.layout_work` reckons for each element in single precision under AdamW, without a clip."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_par.planner.clipped import norm_sums
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.profile import Parameter
@@ -58,11 +59,14 @@ class ByRank:
         if key not in self._sent:
             own = self._own(pipeline)
             crosses = self.work.one.layout.pipeline > 1
-            self._sent[key] = {
+            found = {
                 "data": self._data(own, self._parts(*key)),
                 "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
                 **self._activations(own, tensor, replica),
             }
+            for x in norm_sums(self.work, pipeline):
+                found[x.axis] += x.sent
+            self._sent[key] = found
         return self._sent[key]
 
     def most_sent_outside(self) -> dict[str, float]:

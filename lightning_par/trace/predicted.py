@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_par.pipeline.part import StagesPart
+from lightning_par.planner.clipped import read_clip
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.python_state import generators
@@ -37,7 +38,9 @@ class Predictor:
         self.machine = machine
         hosts, self._devices = read_machine(machine, first.world.size)
         with generators.kept():
-            self._planner = Planner(first.module, first.batch, hosts, str(trainer.precision), "none", not eager)
+            clip = read_clip(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            precision = str(trainer.precision)
+            self._planner = Planner(first.module, first.batch, hosts, precision, "none", not eager, clip)
             for module in self._planner.tree.module.modules():
                 for name, x in module.named_buffers(recurse=False):
                     setattr(module, name, x.clone())  # it has the user's own, which are about to be laid out

@@ -27,7 +27,8 @@ from lightning_par.trial.loader_settings import read_by
 from lightning_par.trial.module_copy import copied
 
 _log = logging.getLogger(__name__)
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks around the transfer of a batch, in the order in which Lightning calls them."""
 
 
 def peek_batch(trainer: Any, module: Any, resuming: bool = False) -> Any:
@@ -66,7 +67,7 @@ def _prepared(trainer: Any, module: Any, batch: Any) -> Any:
     """``batch`` after the user's hooks around its transfer, of whose run nothing else is left."""
     strategy = trainer.strategy
     owners = (x for x in (trainer.datamodule, module) if x is not None)
-    theirs = [x for x in owners if any(_is_users(x, hook) for hook in _HOOKS)]
+    theirs = [x for x in owners if any(is_users(x, hook) for hook in TRANSFERS)]
     if not theirs:
         return strategy.batch_to_device(batch, dataloader_idx=0)
     weights = {id(p) for p in module.parameters()}  # too much to be copied for hooks that are about batches
@@ -75,7 +76,7 @@ def _prepared(trainer: Any, module: Any, batch: Any) -> Any:
         return strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def _is_users(owner: Any, hook: str) -> bool:
+def is_users(owner: Any, hook: str) -> bool:
     """Whether ``hook`` is other than Lightning's own: of the user's class, or put on the object."""
     method = getattr(owner, hook, None)
     return not is_library(getattr(getattr(method, "__func__", None), "__module__", None) or "")

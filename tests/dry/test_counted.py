@@ -14,7 +14,7 @@ from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import MODELS
 from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES, CASES, LAYOUTS, Counted, batch_of, differences, planned, ranks_of
-from tests.planner.test_counted import IMPOSSIBLE
+from tests.planner.test_counted import CLIPPED, IMPOSSIBLE
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
@@ -37,10 +37,13 @@ def test_each_rank_holds_and_sends_what_was_said(case: str, name: str) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
-def dried(case: str, layout: dict[str, Any], rank: int, precision: str = "32-true") -> Counted:
+def dried(
+    case: str, layout: dict[str, Any], rank: int, precision: str = "32-true", clip: float | None = None
+) -> Counted:
     torch.manual_seed(0)
     found = dry_run(
-        MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank, precision=precision
+        MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank, precision=precision,
+        gradient_clip_val=clip,
     )  # fmt: skip
     sent: dict[str, float] = defaultdict(float, dict.fromkeys(("data", "pipeline", "sequence", "tensor"), 0.0))
     for (axis, purpose), size in found.sent.items():
@@ -58,6 +61,15 @@ def test_autocast_moves_what_was_said(case: str, name: str) -> None:
     layout = LAYOUTS[name]
     counted = [dried(case, layout, rank, "bf16-mixed") for rank in range(ranks_of(layout))]
     lines = differences(counted, planned(case, layout, "bf16-mixed"))
+    assert not lines, "\n" + "\n".join(lines)
+
+
+@slow(but=["gpt-pipeline_tensor", "mlp_deep-fsdp_tensor"])
+@pytest.mark.parametrize(("case", "name"), CLIPPED, ids=[f"{case}-{name}" for case, name in CLIPPED])
+def test_the_clip_sends_what_was_said(case: str, name: str) -> None:
+    layout = LAYOUTS[name]
+    counted = [dried(case, layout, rank, clip=1.0) for rank in range(ranks_of(layout))]
+    lines = differences(counted, planned(case, layout, clip=1.0))
     assert not lines, "\n" + "\n".join(lines)
 
 

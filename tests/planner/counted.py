@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_par import HybridParallelStrategy
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.mesh.ledger import ledger
+from lightning_par.planner.clipped import read_clip
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.machines import read_machine
 from lightning_par.sharded.tensor import leaf
@@ -72,8 +73,6 @@ AXES = {
 APART = frozenset(
     {
         "batch",
-        "clip",
-        "norm",
         "log",
         "logged",
         "effects",
@@ -144,7 +143,7 @@ def _bytes(x: Tensor) -> int:
     return held.numel() * held.element_size()
 
 
-def run(case: str, layout: dict[str, Any], precision: Any = "32-true") -> Counted:
+def run(case: str, layout: dict[str, Any], precision: Any = "32-true", clip: float | None = None) -> Counted:
     """Train ``case`` two steps on this rank; what the second one had."""
     torch.manual_seed(0)
     model, count = MODELS[case], _Count()
@@ -154,7 +153,7 @@ def run(case: str, layout: dict[str, Any], precision: Any = "32-true") -> Counte
         trainer = Trainer(
             accelerator="cpu", devices=ranks, strategy=HybridParallelStrategy(**layout), max_steps=2,
             callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, precision=precision,
+            enable_model_summary=False, precision=precision, gradient_clip_val=clip,
         )  # fmt: skip
         trainer.fit(model.module(), DataLoader(model.data(0), batch_size=model.batch_size))  # type: ignore[arg-type]
     return count.found
@@ -166,10 +165,10 @@ def ranks_of(layout: dict[str, Any]) -> int:
 
 
 @lru_cache
-def planner(case: str, precision: str = "32-true") -> Planner:
+def planner(case: str, precision: str = "32-true", clip: float | None = None) -> Planner:
     """Of ``case``, on CPUs as the runs, else on a machine that does not matter here."""
     machine = replace(read_machine("8xH100")[0], gpu=False)
-    return Planner(MODELS[case].module, batch_of(case), machine, precision)
+    return Planner(MODELS[case].module, batch_of(case), machine, precision, clip=read_clip(clip))
 
 
 def batch_of(case: str) -> Any:
@@ -178,12 +177,12 @@ def batch_of(case: str) -> Any:
     return default_collate(model.data(0)[: model.batch_size])
 
 
-def planned(case: str, layout: dict[str, Any], precision: str = "32-true") -> list[Counted]:
+def planned(case: str, layout: dict[str, Any], precision: str = "32-true", clip: float | None = None) -> list[Counted]:
     """What the planner says of each rank."""
     from lightning_par.planner.report import layout_dict
 
     ranks = ranks_of(layout)
-    found = layout_dict(planner(case, precision).evaluate(layout, ranks))
+    found = layout_dict(planner(case, precision, clip).evaluate(layout, ranks))
     return [Counted(rank["parameters"], rank["gradients"], rank["optimizer"], rank["sent"]) for rank in found["ranks"]]
 
 

@@ -85,7 +85,7 @@ def _planner(text: str, fused: bool) -> Planner:
     batch = (torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
     machine, _ = read_machine(row["gpu"])
     recompute = _RECOMPUTE.get(row["recompute"], row["recompute"])
-    return Planner(module_of(row), batch, machine, row["precision"], recompute, fused)
+    return Planner(module_of(row), batch, machine, row["precision"], recompute, fused, "norm")  # as all of them clip
 
 
 def planner_of(row: dict[str, Any], fused: bool = True) -> Planner:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.__main__ import main
 from lightning_par.planner.cli_config import read_config
-from lightning_par.planner.make_plan import made
+from lightning_par.planner.given_batch import read_batch
 
 
 class Layers(LightningModule):
@@ -56,7 +56,7 @@ def _file(folder: Path, *lines: str) -> str:
 def test_a_run_is_read_and_nothing_made_before_it_is_asked_for(tmp_path: Path) -> None:
     found = read_config(_file(tmp_path, MODEL, ADAM, DATA, TRAINER))
     assert (found.precision, found.devices) == ("bf16-mixed", 4)
-    assert found.module is not None and found.data is not None and made(found.data).shape == (4, 8)
+    assert found.module is not None and found.data is not None and read_batch(found.data).batch.shape == (4, 8)
     module = found.module()
     assert isinstance(module, Layers) and module.last.out_features == 16 and isinstance(module.layers, nn.Linear)
     assert isinstance(module.configure_optimizers(), torch.optim.AdamW)
@@ -86,6 +86,26 @@ def test_a_step_is_on_as_many_batches_as_the_yaml_accumulates(
     assert one["global_batch"] == 48 and one["accumulate_grad_batches"] * one["micro_batch_size"] >= 12
 
 
+LAYOUT = ["--layout", '{"tensor_parallel_size": 4}']
+
+
+def test_the_clip_of_the_yaml_is_in_the_plan_and_the_command_counts_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sent(trainer: str, *more: str) -> float:
+        path = _file(tmp_path, MODEL, ADAM, DATA, TRAINER[:-1] + trainer)
+        assert main(["plan", "--config", path, "--machine", "4xH100", "--json", *LAYOUT, *more]) == 0
+        return float(json.loads(capsys.readouterr().out)["layouts"][0]["ranks"][0]["sent"]["tensor"])
+
+    none, norm = sent("}"), sent(", gradient_clip_val: 1.0}")
+    assert norm == none + 2 * 4 * 3 / 4
+    assert sent(", gradient_clip_val: 1, gradient_clip_algorithm: value}") == none
+    assert sent(", gradient_clip_val: null, gradient_clip_algorithm: norm}") == none
+    assert sent(", gradient_clip_val: 1.0}", "--gradient-clip-val", "0") == none
+    assert sent("}", "--gradient-clip-val", "2") == norm
+    assert sent("}", "--gradient-clip-val", "2", "--gradient-clip-algorithm", "value") == none
+
+
 def test_classes_that_a_script_fixes_are_given_with_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +126,7 @@ def test_classes_of_the_script_that_ran_are_found_beside_the_model(
 
 
 def test_a_datamodule_needs_no_yaml(tmp_path: Path) -> None:
-    assert made(Rows).shape == made(Rows()).shape == (2, 8)
+    assert read_batch(Rows).batch.shape == read_batch(Rows()).batch.shape == (2, 8)
 
 
 @pytest.mark.parametrize(

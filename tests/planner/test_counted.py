@@ -8,6 +8,9 @@ from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
 from tests.planner.counted import CASES, LAYOUTS, TWO, differences, planned, ranks_of, run
 
+UNSPREAD = {"data", "ring", "ulysses", "all_gather", "ring_4"}
+"""Layouts in which each rank has all gradients whole, and knows their norm by itself."""
+
 IMPOSSIBLE = {("gpt_5_heads", "ulysses"), ("lstm", "interleaved"), ("lstm", "zbv"), ("lstm", "pipeline_4")}
 """What the strategies refuse: heads that don't divide, more stages than modules."""
 
@@ -38,4 +41,18 @@ def test_what_autocast_makes_of_messages_was_said(case: str, name: str, pool: Po
     layout = LAYOUTS[name]
     found = pool.run(ranks_of(layout), run, case, layout, "bf16-mixed")
     lines = differences(found, planned(case, layout, "bf16-mixed"))
+    assert not lines, "\n" + "\n".join(lines)
+
+
+CLIPPED = [(case, name) for case in ("gpt", "gpt_tied", "mlp_deep", "lstm") for name in LAYOUTS
+           if (case, name) not in IMPOSSIBLE]  # fmt: skip
+
+
+@slow(but=["gpt-tensor", "gpt_tied-1f1b", "mlp_deep-fsdp"])
+@pytest.mark.parametrize(("case", "name"), CLIPPED, ids=[f"{case}-{name}" for case, name in CLIPPED])
+def test_what_the_clip_sends_was_said(case: str, name: str, pool: Pool) -> None:
+    layout = LAYOUTS[name]
+    found = pool.run(ranks_of(layout), run, case, layout, "32-true", 1.0)
+    assert any(purpose == "clip" for one in found for _, purpose in one.by_purpose) == (name not in UNSPREAD)
+    lines = differences(found, planned(case, layout, "32-true", 1.0))
     assert not lines, "\n" + "\n".join(lines)

@@ -192,6 +192,7 @@ class AutoParallelMixin(HybridParallelMixin):
     def _planned(self, batch: Any) -> Any:
         """A choice, or what is wrong."""
         from lightning_par.planner.at_launch import choose, machine_at_hand
+        from lightning_par.planner.clipped import read_clip
 
         trainer, module = self._trainer, self.lightning_module
         try:
@@ -204,7 +205,8 @@ class AutoParallelMixin(HybridParallelMixin):
             accumulate = trainer.accumulate_grad_batches
             asked = self.machine if world > 1 else "H100"  # nothing is planned for one
             machine = machine_at_hand(asked, self.root_device, self.num_processes)
-            return choose(module, batch, machine, world, precision, accumulate, self.global_batch, pipelines)
+            clip = read_clip(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            return choose(module, batch, machine, world, precision, accumulate, self.global_batch, pipelines, clip)
         except Exception as error:  # the others wait for an answer
             return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
