@@ -35,7 +35,6 @@ class UnitState:
         self._before = {path: [before.cells[name] for name in own if _is_in(path, name)] for path in self._units}
         self._last = self._before.copy()  # what each holds since its last call
         self._moved: dict[str, list[Cell]] = {}  # what code outside of a unit changed
-        self.set_around: set[str] = set()  # the units that were called while other code had changed what they hold
         self._assigned: set[str] = set()  # the units on whose modules it assigned anything, as `None` where that was
 
     @contextmanager
@@ -53,18 +52,16 @@ class UnitState:
     @contextmanager
     def call(self, path: str, keeping: Collection[str]) -> Iterator[None]:
         """The unit ``path`` runs inside, which is among ``keeping`` afterwards if it changes anything."""
-        if self._compare(path):
-            self.set_around.add(path)
+        self._compare(path)
         yield
         if path in keeping and path in self._units:
             now = Snapshot([], self._packages, code=False, hooks=False)
             self._last[path] = [now.cells[name] for name in now.add_units(self._units[path]) if _is_in(path, name)]
 
-    def _compare(self, path: str) -> bool:
-        """Whether the unit holds something else than before."""
+    def _compare(self, path: str) -> None:
+        """Note where the unit holds something else than before."""
         changed = [cell for cell in self._last.get(path, ()) if cell.change_unlent() is not None]
         self._moved.setdefault(path, []).extend(changed)
-        return bool(changed)
 
     def outer(self, run: Analysis) -> frozenset[str]:
         """The units that ``run``, which has ended, changed by other code than their own, or that it never called."""

@@ -145,7 +145,6 @@ class Program:
         casts_once: whether no parameter is taken twice by what autocast may run in low precision.
         keeping: the units that change Python state, by their own code or by hooks on them.
         outer: units whose state the step's own code changes, as far as known: those that it does not call.
-        set_around: units that it calls while their state is another, for a while.
         leaves: whether units change objects, which others were seen not to go by.
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
@@ -182,7 +181,6 @@ class Program:
     casts_once: bool = True
     keeping: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
-    set_around: frozenset[str] = frozenset()
     leaves: bool = False
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False

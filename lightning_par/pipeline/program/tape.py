@@ -192,8 +192,7 @@ class Tape:
     # ------------------------------------------------------------------------------------------------------- values
 
     def _check(self, record: StepEvent, func: Any, args: Any, kwargs: Any) -> None:
-        told = isinstance(func, str) and func in self.program.set_around  # by what the unit holds
-        if told or not record.may_be_told or not isinstance(func, str) and not _is_of_torch(func):
+        if not record.may_be_told or not isinstance(func, str) and not _is_of_torch(func):
             raise UnlikeError
         if "out" in kwargs or is_told_to(func, args, kwargs) or surroundings() != self.around:
             raise UnlikeError

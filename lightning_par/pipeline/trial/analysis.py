@@ -97,7 +97,6 @@ class Analysis(FakeRun):
         called: within units: by which event, the function, what it is told.
         constants: of those ``given``, what lies behind the first read.
         outer: units whose state the step's own code changes, or may.
-        set_around: units that it calls while it has changed their state.
         resets: those that keep something, whose state that changes, too.
         in_hooks: the names of objects that hooks on gradients reach.
         outputs: what units say.
@@ -141,7 +140,6 @@ class Analysis(FakeRun):
         self.called: list[tuple[int, Any, Any]] = []
         self.constants: list[tuple[int, Any]] = []
         self.outer: frozenset[str] = frozenset()
-        self.set_around: frozenset[str] = frozenset()
         self.resets: frozenset[str] = frozenset()
         self.in_hooks: frozenset[str] = frozenset()
         self.outputs = UnitLogs()

@@ -159,7 +159,6 @@ def _run(step: Step, asked: AnalysisRun, guesses: Guesses) -> tuple[Analysis, An
     run.returned = tensors_in(run.followed(result))
     run.effects += run.returned
     run.outer, run.resets = (asked.outer, frozenset[str]()) if units is None else (units.outer(run), units.resets(run))
-    run.set_around = frozenset[str]() if units is None else frozenset(units.set_around)
     run.effects += held(copy, homes.keys() - run.outer, batch, run)
     run.finish()
     return run, run.followed(result)

@@ -84,7 +84,6 @@ def study(
         patterns=run.guesses.patterns,
         keeping=frozenset(whole.changes.keeping),
         outer=whole.outer,
-        set_around=whole.set_around,
         leaves=bool(whole.changes.aftereffects),
         in_hooks=run.in_hooks,
         says=run.outputs.any or whole.outputs.any,
