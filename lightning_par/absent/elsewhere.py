@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_par.absent.base import AbsentTensor
 from lightning_par.mesh.axis import Axis
@@ -20,11 +20,9 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.operators import schema_of
-from lightning_par.private.tensors import mark_parameter
 from lightning_par.sharded.functions import COPY_OPERATORS, SAME_MEMORY_OPERATORS, operator_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.sharded.user_classes import KeepsClass, set_class, worn
 
 
 class ElsewhereError(RuntimeError):
@@ -55,7 +53,7 @@ class Origin:
         return replace(self)
 
 
-class Elsewhere(KeepsClass, AbsentTensor):
+class Elsewhere(AbsentTensor):
     """A tensor of ``shape`` whose values other ranks hold.
 
     Args:
@@ -93,10 +91,6 @@ class Elsewhere(KeepsClass, AbsentTensor):
     def origin(self) -> Origin:
         """Who holds it."""
         return self._facts
-
-    def _recast(self, kind: type) -> None:
-        set_class(self, worn(Elsewhere, kind))
-        mark_parameter(self, issubclass(kind, nn.Parameter))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

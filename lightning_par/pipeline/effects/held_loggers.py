@@ -33,7 +33,7 @@ def held_refused(loggers: Iterable[Any]) -> Iterator[None]:
     for x in found.values():
         with contextlib.suppress(TypeError, AttributeError):  # of a kind that can't be looked after
             kind = type(x)
-            x.__class__ = _guarded[kind]
+            object.__setattr__(x, "__class__", _guarded[kind])  # whatever its class does where it is set
             before.append((x, kind))
     try:
         yield
