@@ -83,13 +83,13 @@ class ForwardBackward:
             if isinstance(event, Settling):
                 self._effects = self._end_forwards()
                 continue
-            began = self.messenger.clock() - self.messenger.waited if traces else 0.0
+            began = self.messenger.clock() if traces else 0.0
             if event.op == "F":
                 self._forward(event.stage, event.microbatch)
             else:
                 self._backward(event)
             if traces:
-                start = began + self.messenger.waited  # what it waited for messages is no part of the span
+                start = max(began, self.messenger.arrived)  # it begins with what comes from other ranks
                 span = Span(self.engine.axis.rank, event, start, self.messenger.clock())
                 for trace in traces:
                     trace.append(span)

@@ -94,8 +94,8 @@ class Messenger:
         self._gloo = axis.size > 1 and has_gloo(axis.group, device.type)
         self._sending: _Departures | _Queue = _Departures() if self._gloo else _Queue()
         self._batches = 0
-        self.timed = False  # whether `waited` counts
-        self.waited = 0.0  # seconds, in receives
+        self.timed = False  # whether `arrived` is told
+        self.arrived = 0.0  # when the last message was there, by `clock`
 
     def exchange(self, sent: Sequence[Outgoing], received: Sequence[Incoming]) -> list[Callable[[], Tensor]]:
         """Begin to send and to receive, in one batch; a tensor with no elements stays where it is.
@@ -142,12 +142,9 @@ class Messenger:
         received, batch = _Received(work, x, one, self._device), self._batches - 1
 
         def wait() -> Tensor:
-            if not self.timed:
-                there = received()
-            else:
-                began = self.clock()
-                there = received()
-                self.waited += self.clock() - began
+            there = received()
+            if self.timed:
+                self.arrived = self.clock()
             if work is not None:  # one without elements tells nothing
                 self._sending.came(one.source, batch)
             return there
