@@ -29,7 +29,7 @@ _IN_VAIN = 6  # trials in a row that came to no more
 # Asked more often, with so many functions meanwhile and no parameter that was not met before, a question is one of an
 # endless loop. A turn of one that generates text is a run of the whole model: few tell.
 _ENDLESS = ((8, 2_000), (100, 1_000), (300, 0))
-_PATIENT = ((1_200, 0),)  # where no answers end the loop: it may be none
+_PATIENT = ((5_000, 0),)  # where no answers end the loop: it may be none
 _CALLERS = 12  # frames that tell one use of a helper from another
 
 Pattern = Literal["first", "other", "shuffled", "patient"]
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 _ALL: Key = ("all questions",)
 _TRUTHS = (False, True)
-_FLOATS = (1.0, 0.0, 1e9, -1e9)
+FLOATS = (1.0, 0.0, 1e9, -1e9)
 _INTS = (1, 0, 64, -1)
 _OF_TENSORS = Tensor.backward.__module__  # which has no public name
 _PLUMBING = ("lightning_par.", _OF_TENSORS, "torch.overrides", "torch.functional", "torch.nn.modules.module")
@@ -97,10 +97,10 @@ class Guesses:
             EndlessError: in a loop that would not end.
         """
         if name in TRUTHS:
-            return self._answer(_TRUTHS)
+            return self.choose(_TRUTHS)
         if name in WHOLE_NUMBERS:
-            return self._answer(_INTS)
-        value = self._answer(_of_dtype(x))
+            return self.choose(_INTS)
+        value = self.choose(_of_dtype(x))
         if name == "item":
             return guessed(value, self.compare)
         if name == "__format__":
@@ -113,7 +113,7 @@ class Guesses:
 
     def compare(self, natural: bool) -> bool:
         """A decision by a number that was read, which by its guessed value would come out ``natural``."""
-        return bool(self._answer((natural, not natural)))
+        return bool(self.choose((natural, not natural)))
 
     @property
     def loop(self) -> list[Key]:
@@ -147,7 +147,12 @@ class Guesses:
             for caller in reversed(callers) if len(callers) > 1 else ():  # a helper that several ask by
                 yield {**self.patterns, caller: "first" if self.patterns.get(place) == "other" else "other"}
 
-    def _answer(self, options: tuple[Any, ...]) -> Any:
+    def choose(self, options: tuple[Any, ...]) -> Any:
+        """One of ``options``, the first of which comes to mind, in answer to what the user's code asks here.
+
+        Raises:
+            EndlessError: in a loop that would not end.
+        """
         place, caller = _asking()
         count = self.asked.pop(place, 0)
         self.asked[place] = count + 1
@@ -210,7 +215,7 @@ class RepeatedGuesses(Guesses):
 def _of_dtype(x: Tensor) -> tuple[Any, ...]:
     if x.dtype is torch.bool:
         return _TRUTHS
-    return _FLOATS if x.dtype.is_floating_point or x.dtype.is_complex else _INTS
+    return FLOATS if x.dtype.is_floating_point or x.dtype.is_complex else _INTS
 
 
 def _asking() -> tuple[Key, Key]:

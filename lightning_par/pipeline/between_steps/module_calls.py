@@ -150,9 +150,13 @@ class Outside:
             RuntimeError: a rank did not come in time, came for something else, or the unit failed there.
             TypeError: an argument is an object that the unit may change, and into which can't be seen.
         """
-        if self._steps or len(self._holders[path]) == self.axis.size:
+        if self._steps or self.is_everywhere(path):
             return original(*args, **kwargs)
         return self._carry_out(path, unit, original, args, kwargs)
+
+    def is_everywhere(self, path: str) -> bool:
+        """Whether all ranks run the unit ``path``."""
+        return len(self._holders[path]) == self.axis.size
 
     def _carry_out(self, path: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         holders = self._holders[path]

@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from lightning_par.pipeline.effects.console import Hearing, Said, hearing_loggers
+from lightning_par.pipeline.effects.metrics import as_event, calling
 from lightning_par.pipeline.run.located import Run
 from lightning_par.private.compiler import as_compiled
 from lightning_par.private.lightning_modules import trainer_of
+from lightning_par.python_state.snapshot import Snapshot
+from lightning_par.python_state.user_code import packages_of
 from lightning_par.sharded.functions import READS
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.step import Step, call_step
 
-Carry = Callable[[str, nn.Module, Callable[..., Any], Any, Any], Any]
+
+class Carry(Protocol):
+    """Calls units; see `lightning_par.pipeline.between_steps.module_calls.Outside`."""
+
+    def __call__(self, path: str, unit: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def is_everywhere(self, path: str) -> bool: ...
 
 
 class UnitByUnit(Run):
     """A run of a step in which all ranks compute what lies outside of units.
 
     Args:
-        carry_out: calls a unit; see `lightning_par.pipeline.between_steps.module_calls.Outside.carry_out`.
+        carry_out: calls a unit.
 
     Attributes:
         reads_first: whether it called a unit after it had read a value that others may have made.
@@ -48,6 +58,13 @@ class UnitByUnit(Run):
         with as_compiled():
             return self.carry_out(path, module, original, args, kwargs)
 
+    def metric_within(self, metric: nn.Module) -> None:
+        if self.path is not None and not self.carry_out.is_everywhere(self.path):
+            raise NotImplementedError(
+                f"{user_line()}: a layer calls a {type(metric).__name__} here, in a step that goes by values of the "
+                "model. The other ranks of the pipeline would not have its state. Call it in the step."
+            )
+
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
@@ -60,7 +77,9 @@ def run_unit_by_unit(step: Step, run: UnitByUnit, shows: bool) -> Any:
         run: entered around it.
         shows: whether this rank prints.
     """
-    with contextlib.nullcontext() if shows else _silence(step.module), step.context(), run:
+    modules = [(f"self.{path}" if path else "self", m) for path, m in step.module.named_modules()]
+    measures = calling(Snapshot(modules, packages_of(step.module)).metrics, as_event, None)
+    with contextlib.nullcontext() if shows else _silence(step.module), step.context(), measures, run:
         return call_step(step.module, step)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.sharded.functions import ARRAYS, TRUTHS, WHOLE_NUMBERS
 from lightning_par.sharded.rules.lookup import user_line
-from lightning_par.trial.guesses import Guesses
+from lightning_par.trial.guesses import FLOATS, Guesses
 
 
 class AbsentNumber(float):
@@ -64,6 +64,8 @@ AbsentNumber.__hash__ = float.__hash__  # type: ignore[method-assign]
 DRAWS = 3
 """So many runs with other numbers tell where they lead; the first draw is the one that programs are made with."""
 _SCALES = (1.0, 1.0, -40.0)
+_FILLS = (0, 1)  # of arrays, whose numbers may be indices
+_TEXTS = (0.0, 1.0, 1e9, -1e9)
 
 
 @contextmanager
@@ -90,14 +92,14 @@ def _drawn(shape: tuple[int, ...] = ()) -> Any:
     return uniform * _SCALES[AbsentNumber.draw]
 
 
-def _number() -> float:
-    return float(_drawn()) if AbsentNumber.draw else 1.0
+def _number(guess: float) -> float:
+    return float(_drawn()) if AbsentNumber.draw else guess
 
 
-def _array(x: Tensor) -> Any:
+def _array(x: Tensor, guess: int) -> Any:
     dtype = torch.empty((), dtype=x.dtype if x.dtype != torch.bfloat16 else torch.float32).numpy().dtype
     if AbsentNumber.draw == 0:
-        return np.zeros(tuple(x.shape), dtype)
+        return np.full(tuple(x.shape), guess, dtype)
     drawn = np.asarray(_drawn(tuple(x.shape)))
     if dtype.kind in "iub":  # an index must stay one
         return (abs(drawn / _SCALES[AbsentNumber.draw]) > 1).astype(dtype)
@@ -107,17 +109,19 @@ def _array(x: Tensor) -> Any:
 def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
     """What the function ``name``, which reads ``x``, returns while ``x`` is absent.
 
-    Numbers that can't be followed by themselves, since C code or numpy takes them, differ from draw to draw.
+    Numbers that can't be followed by themselves, since C code or numpy takes them, differ from draw to draw. Each read
+    asks for a guess, in all draws: what is decided by such a number does not, and would let a loop run for ever.
     """
-    if name in ("item", "__float__", "__complex__"):
-        return AbsentNumber(_number())
+    guesses = AbsentNumber.guesses or Guesses()
+    if name in WHOLE_NUMBERS:
+        _refuse_cut()
     if name in TRUTHS or name in WHOLE_NUMBERS:
-        if name in WHOLE_NUMBERS:
-            _refuse_cut()
-        return (AbsentNumber.guesses or Guesses()).read(name, x, args)
+        return guesses.read(name, x, args)
+    if name in ("item", "__float__", "__complex__"):
+        return AbsentNumber(_number(guesses.choose(FLOATS)))
     if name in ARRAYS:
-        return _array(x)
+        return _array(x, guesses.choose(_FILLS))
     if name == "tolist":
-        return _array(x).tolist()
-    number = _number() if AbsentNumber.draw else 0.0
+        return _array(x, guesses.choose(_FILLS)).tolist()
+    number = _number(guesses.choose(_TEXTS))
     return format(number, args[1]) if len(args) > 1 and args[1] else f"{number}"

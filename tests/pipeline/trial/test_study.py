@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -142,3 +144,45 @@ def test_what_lies_before_and_behind_a_loop_over_samples_is_known_to_hold_them()
     cut = {program.events[index].place for index, _ in program.layouts if index >= 0}
     lines = [program.events[index].func.__name__ for index, _ in program.layouts if index >= 0]
     assert len(cut) >= 3 and {"add", "mean"} <= set(lines), (cut, lines)
+
+
+TOO_LARGE: dict[str, Callable[[Tensor], Any]] = {
+    "float": lambda x: float(x.detach().max()) > 0.1,
+    "item of a C function": lambda x: math.ceil(x.detach().max().item() - 0.1) > 0,
+    "numpy": lambda x: not (x.detach() < 0.1).numpy().all(),
+    "tolist": lambda x: not all((x.detach() < 0.1).all().reshape(1).tolist()),
+    "text": lambda x: f"{(x.detach() < 0.1).all().double():.1f}" == "0.0",
+    "another text": lambda x: f"{(x.detach() > 0.1).any().double():.1f}" != "1.0",
+}
+
+
+class Halves(Base):
+    """A loop that a value of the model ends."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, turns = super().forward(x), 0
+        while TOO_LARGE[self.how](h):
+            h, turns = h / 2, turns + 1
+            if turns > 20_000:
+                pytest.fail("the trial runs the loop for ever")
+        return h
+
+
+@pytest.mark.parametrize("how", TOO_LARGE)
+def test_a_loop_that_a_number_ends_which_is_not_followed_ends_in_the_trial(how: str) -> None:
+    assert _studied(Halves(how)).events
+
+
+class ReadsAll(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.seen = sum(float(row.detach()[0]) for row in [h[0, 0]] * 2_000)
+        return h
+
+
+def test_many_reads_at_one_place_are_no_endless_loop() -> None:
+    assert len(_studied(ReadsAll()).events) > 2_000
