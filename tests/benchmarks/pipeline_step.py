@@ -15,7 +15,8 @@ an idle machine with two cores; 15 pairs take about 3 minutes::
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 -m tests.benchmarks.pipeline_step --schedule interleaved_zero_bubble
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 -m tests.benchmarks.pipeline_step --schedule zbv
 
-``--small`` shows what is left where there is next to nothing to compute: the cost of a microbatch in Python.
+``--small`` shows what is left where there is next to nothing to compute: the cost of a step and of a microbatch in
+Python; ``--width 32 --microbatches 4`` with it, still less.
 ``--profile FILE`` writes which functions took the processor in the Trainer's steps, for ``pstats``, to ``FILE.0`` and
 ``FILE.1``.
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -178,12 +179,15 @@ def main() -> None:
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--microbatches", type=int)
     parser.add_argument("--profile")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sizes = SMALL if options.small else Sizes()
+    asked = {name: x for name in ("width", "microbatches") if (x := getattr(options, name)) is not None}
+    sizes = replace(SMALL if options.small else Sizes(), **asked)
     stages = 2 * stages_per_rank(options.schedule)
     cuts = [sizes.layers * stage // stages for stage in range(stages + 1)]
     ids = torch.randint(0, sizes.vocabulary, (sizes.microbatches, sizes.length))
