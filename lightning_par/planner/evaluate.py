@@ -15,6 +15,7 @@ from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.build import build_module, build_with_values
 from lightning_par.planner.clipped import Clip, clips_itself, refuse_clip
 from lightning_par.planner.given_batch import Given
+from lightning_par.planner.held_values import record_with_held
 from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
@@ -85,8 +86,11 @@ class Planner:
                 self.untransferred = f"{' and '.join(hooks)} of the batch, which {error}"
         self.batch = batch
 
+        def recorded(module: nn.Module) -> RecordedStep:
+            return record(module, batch, self.precision.autocast, fused, machine.gpu)
+
         try:
-            self.step = record(built, batch, self.precision.autocast, fused, machine.gpu)
+            built, self.step = record_with_held(built, with_values, recorded)
         except ValueError as error:
             raise ValueError(f"{error} {self._weights(built)}") from error
         seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way

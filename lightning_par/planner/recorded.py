@@ -106,10 +106,8 @@ class RecordedStep:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """The lines that read what comes of weights or of the batch and has no values: the step went on by guesses."""
-        known = self.of_model | self.of_batch | self.names.keys()
-        reading = (event for event in self.events if event.reads and any(id(x) in known for x in event.inputs))
-        return tuple(dict.fromkeys(event.place for event in reading))
+        """The lines that read what has no values: the step went on by guesses."""
+        return tuple(dict.fromkeys(event.place for event in self.events if event.reads))
 
     @cached_property
     def lives(self) -> tuple[tuple[Tensor, int, int], ...]:
