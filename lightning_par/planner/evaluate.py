@@ -97,7 +97,8 @@ class Planner:
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
-        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.uses)
+        calls = tuple(call.path for call in self.step.calls)
+        self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards)
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
@@ -109,10 +110,15 @@ class Planner:
     def notes(self) -> list[str]:
         """What is assumed."""
         found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
-        if self.by_hand:
+        if any(len(backwards) > 1 for backwards in self.step.backwards_to):
             found.append(
-                "not known: which weights each backward of training_step leaves out (toggle_optimizer), or runs "
-                "through again (retain_graph): counted as if none"
+                "not known: what a backward of training_step sends along tensor and sequence where it runs through a "
+                "graph again (retain_graph): counted as if it did not"
+            )
+        if self.step.leaves_out:
+            found.append(
+                "not known: what is gathered ahead for layers that no backward of training_step comes to: counted as "
+                "if nothing"
             )
         if self.untransferred:
             found.append(f"not known: what comes of {self.untransferred}: planned for the batch as it is loaded")
