@@ -15,6 +15,7 @@ from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.build import build_module, build_with_values
 from lightning_par.planner.clipped import Clip, clips_itself, refuse_clip
 from lightning_par.planner.given_batch import Given
+from lightning_par.planner.held_values import record_with_held
 from lightning_par.planner.layouts import Candidate, read_candidate
 from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
@@ -85,15 +86,19 @@ class Planner:
                 self.untransferred = f"{' and '.join(hooks)} of the batch, which {error}"
         self.batch = batch
 
+        def recorded(module: nn.Module) -> RecordedStep:
+            return record(module, batch, self.precision.autocast, fused, machine.gpu)
+
         try:
-            self.step = record(built, batch, self.precision.autocast, fused, machine.gpu)
+            built, self.step = record_with_held(built, with_values, recorded)
         except ValueError as error:
             raise ValueError(f"{error} {self._weights(built)}") from error
         seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
-        self.tree = ModuleUses(built, tuple(call.path for call in self.step.calls), self.step.uses)
+        calls = tuple(call.path for call in self.step.calls)
+        self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards)
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}
@@ -105,10 +110,15 @@ class Planner:
     def notes(self) -> list[str]:
         """What is assumed."""
         found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
-        if self.by_hand:
+        if any(len(backwards) > 1 for backwards in self.step.backwards_to):
             found.append(
-                "not known: which weights each backward of training_step leaves out (toggle_optimizer), or runs "
-                "through again (retain_graph): counted as if none"
+                "not known: what a backward of training_step sends along tensor and sequence where it runs through a "
+                "graph again (retain_graph): counted as if it did not"
+            )
+        if self.step.leaves_out:
+            found.append(
+                "not known: what is gathered ahead for layers that no backward of training_step comes to: counted as "
+                "if nothing"
             )
         if self.untransferred:
             found.append(f"not known: what comes of {self.untransferred}: planned for the batch as it is loaded")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.pipeline.trial.surveyor import Surveyor
@@ -45,10 +45,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class Note:
-    """Of one function: the call of a module that it ran in, by its number, and what autograd keeps of it."""
+    """Of one function.
+
+    Attributes:
+        call: of a module, by its number, in which it ran.
+        kept: what autograd keeps of it.
+        off: ids of the parameters that it takes, and that require no gradient as it runs.
+    """
 
     call: int
     kept: tuple[Kept, ...]
+    off: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -142,10 +149,12 @@ class StepNotes(Surveyor):
 
     def _note(self, args: Any, kwargs: Any, result: Any, of_model: bool) -> None:
         kept, self._pending = tuple(self._pending), []
+        weights = (x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter))
+        off = frozenset(id(x) for x in weights if not x.requires_grad)
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self._alive.append(x)
-                self.notes[id(x)].append(Note(self._running[-1], kept))
+                self.notes[id(x)].append(Note(self._running[-1], kept, off))
                 kept = ()
         if not of_model:
             self._note_values(tensors_in((args, kwargs)), tensors_in(result))

@@ -13,6 +13,7 @@ from lightning_par.planner.local_work import Recompute
 from lightning_par.planner.machines import Machine
 from lightning_par.planner.optimizer_state import OptimizerState
 from lightning_par.planner.precisions import Precision
+from lightning_par.planner.uses import Use
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,18 @@ class ModuleUses:
     Attributes:
         module: without memory.
         calls: the modules that the step calls, in order.
-        uses: of each parameter, the calls of modules that use it: whose, and whether backward needs it.
+        uses: of each parameter, the calls of modules that use it.
+        backwards: that the step runs itself: before each, how many calls had begun.
     """
 
     module: nn.Module
     calls: tuple[str, ...]
-    uses: Mapping[str, Sequence[tuple[str, bool]]]
+    uses: Mapping[str, Sequence[Use]]
+    backwards: tuple[int, ...] = ()
+
+    def after(self, call: int) -> int:
+        """How many backwards the step had run as a call began."""
+        return sum(begun <= call for begun in self.backwards)
 
     def last_call(self, path: str) -> int:
         """The number of the last call of a module; -1: there is none."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_par.planner.block_gathers import gatherings, in_vain
 from lightning_par.planner.clipped import norm_sums
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.profile import Parameter
 from lightning_par.planner.replay import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
+from lightning_par.planner.uses import Use
 
 LOSS_BYTES = 4
 
@@ -157,22 +159,24 @@ class ByRank:
         last = max(passing, key=lambda block: tree.last_call(block.paths[0]), default=None)
         known, sent = {part.parameter.name: part for part in parts}, 0.0
         for block in blocks:
-            uses = {name: tree.uses.get(name, ()) for name in block.names}
-            outside = {name: [use for use in found if not block.has(use[0])] for name, found in uses.items()}
-            sent += sum(self._by_use(known[name], found) for name, found in outside.items())
-            calls = sum(path == block.paths[0] for path in tree.calls) or not any(outside.values())
-            calls = min(calls, 1) if block.stays or not reshard else calls
-            needed = any(needed and block.has(path) for found in uses.values() for path, needed in found)
-            again = reshard and not block.stays and block is not last and needed
-            sent += calls * block.gathered(p.moved(), p.moved(False)) * (1 + again)
-            sent += calls * (block.trained + block.flags) * p.gradients
+            for name in block.names:
+                outside = [use for use in tree.uses.get(name, ()) if not block.has(use.path)]
+                sent += self._by_use(known[name], outside)
+            for one in gatherings(block, tree, reshard, block is last):
+                on = [known[x].message for x in block.names if known[x].parameter.trained and x not in one.off]
+                sent += one.gathers * block.gathered(p.moved(), p.moved(False))
+                sent += one.sums * (sum(on) + len(on) * (len(on) > 1)) * p.gradients
         for part in alone:
-            sent += self._by_use(part, tree.uses.get(part.parameter.name, (("", True),)))
-        return sent
+            sent += self._by_use(part, tree.uses.get(part.parameter.name, (Use(""),)))
+        return sent + sum(block.gathered(p.moved(), p.moved(False)) for block in in_vain(blocks, tree, reshard))
 
-    def _by_use(self, part: StoredPart, uses: Sequence[tuple[str, bool]]) -> float:
-        """Bytes to each of the other ranks of what is gathered for each of its ``uses``, or for all."""
-        uses = uses if self.work.one.reshard else [("", False)] * bool(uses)
-        p, again = self.work.run.precision, sum(needed for _, needed in uses)
-        moved = p.moved(part.parameter.low) * (len(uses) + again)
-        return part.message * (moved + len(uses) * p.gradients * part.parameter.trained)
+    def _by_use(self, part: StoredPart, uses: Sequence[Use]) -> float:
+        """Bytes to each of the other ranks of what is gathered for each of ``uses``, or all up to a backward."""
+        p, trained = self.work.run.precision, part.parameter.trained
+        if self.work.one.reshard:
+            gathers = sum(1 + len(use.needed) for use in uses)
+            sums = sum(len(use.summed) for use in uses)
+        else:
+            gathers = len({use.after for use in uses})
+            sums = len({(use.after, number) for use in uses for number in use.summed})
+        return part.message * (p.moved(part.parameter.low) * gathers + sums * p.gradients * trained)

@@ -18,6 +18,7 @@ from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
 from lightning_par.planner.gpu_kernels import GpuKernels
 from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
+from lightning_par.planner.uses import Use, backwards_to, uses_of
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
@@ -106,10 +107,8 @@ class RecordedStep:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """The lines that read what comes of weights or of the batch and has no values: the step went on by guesses."""
-        known = self.of_model | self.of_batch | self.names.keys()
-        reading = (event for event in self.events if event.reads and any(id(x) in known for x in event.inputs))
-        return tuple(dict.fromkeys(event.place for event in reading))
+        """The lines that read what has no values: the step went on by guesses."""
+        return tuple(dict.fromkeys(event.place for event in self.events if event.reads))
 
     @cached_property
     def lives(self) -> tuple[tuple[Tensor, int, int], ...]:
@@ -152,20 +151,26 @@ class RecordedStep:
         return all(found[id(x)] <= 1 for x in self.recording.parameters.values())
 
     @cached_property
-    def uses(self) -> dict[str, tuple[tuple[str, bool], ...]]:
-        """Of each parameter, by its first name, the calls of modules that use it: whose, and if backward needs it."""
-        used: dict[str, dict[int, bool]] = defaultdict(dict)
-        taken: set[str] = set()
-        for event, note in zip(self.events, self.notes):
-            taken |= {self.held[memory_of(x)] for x in event.inputs if memory_of(x) in self.held}  # views of it, too
-            if note is None:  # it is part of what is noted as a whole
-                continue
-            needed = {self.weight_of(event, kept) for kept in note.kept}
-            for name in taken:
-                used[name][note.call] = name in needed or used[name].get(note.call, False)
-            taken = set()
-        paths = [call.path for call in self.calls]
-        return {name: tuple((paths[n], needed) for n, needed in calls.items()) for name, calls in used.items()}
+    def uses(self) -> dict[str, tuple[Use, ...]]:
+        """Of each parameter, by its first name, the calls of modules that use it."""
+        return uses_of(self)
+
+    @cached_property
+    def backwards_to(self) -> tuple[frozenset[int], ...]:
+        """Of each event, the backwards that come to it."""
+        return backwards_to(self)
+
+    @cached_property
+    def leaves_out(self) -> bool:
+        """Whether weights are kept for a backward that none comes to."""
+        notes = (note for note, to in zip(self.notes, self.backwards_to) if note is not None and not to)
+        return any(kept.memory in self.held for note in notes for kept in note.kept)
+
+    @cached_property
+    def backwards(self) -> tuple[int, ...]:
+        """Of each backward that the step runs itself, how many calls had begun before."""
+        begun = [0 if note is None else note.call + 1 for note in self.notes]
+        return tuple(max(begun[: end.events], default=0) for end in self.recording.ends)
 
     def weight_of(self, event: Event, kept: Kept) -> str | None:
         """The first name of the parameter that ``kept`` is, or a copy of in the precision of products."""
@@ -298,7 +303,8 @@ def _notes(recording: Recording, heard: Heard) -> tuple[Note | None, ...]:
     for event in recording.events:
         mine = [left[id(x)].pop(0) for x in event.outputs if left.get(id(x))]
         kept = tuple(k for note in mine for k in note.kept)
-        found.append(Note(mine[0].call, kept) if mine else None)
+        off = frozenset(key for note in mine for key in note.off)
+        found.append(Note(mine[0].call, kept, off) if mine else None)
     return tuple(found)
 
 

@@ -169,7 +169,8 @@ class _Replay:
         self.mix = Mix(self.axes) if len(self.axes) > 1 else None
         self.values: dict[int, Any] = {}
         self.last: dict[int, list[int]] = defaultdict(list)
-        ends = {id(x) for x in tree_leaves((step.recording.result, step.recording.ends)) if isinstance(x, Tensor)}
+        ends = {id(x) for x in tree_leaves(step.recording.result) if isinstance(x, Tensor)}
+        ends |= {id(end.value) for end in step.recording.ends}
         held = step.held_until if holds else {}  # by variables of the user's code, which stages don't run as written
         for x, _, last in step.lives:
             if id(x) not in ends:
@@ -315,7 +316,8 @@ class _Replay:
         this one began with holds the whole graph."""
         outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
         recording = self.step.recording
-        loss = [x for x in tree_leaves((recording.result, recording.ends)) if isinstance(x, Tensor) and id(x) in made]
+        last = (*tree_leaves(recording.result), *(one.value for one in recording.ends))
+        loss = [x for x in last if isinstance(x, Tensor) and id(x) in made]
         ends: dict[int, Tensor] = {}
         for x in (*outs, *loss):
             inner = innermost(self.values[id(x)])

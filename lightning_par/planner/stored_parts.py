@@ -85,16 +85,12 @@ class BlockMessage:
         paths: of the block's modules.
         names: of its weights.
         numel: elements of a rank's part.
-        trained: of those with gradients.
-        flags: of several parameters with gradients, each an element of the sum's message.
         low: elements of those that nothing uses in single precision.
     """
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
     numel: int
-    trained: int
-    flags: int
     low: int
 
     def gathered(self, low: int, other: int) -> int:
@@ -139,8 +135,5 @@ def block_messages(
 
 def _message(block: Block, known: Mapping[str, StoredPart]) -> BlockMessage:
     parts = [known[name] for name in block.weights]
-    trained = [part for part in parts if part.parameter.trained]
-    return BlockMessage(
-        block.paths, block.weights, sum(p.message for p in parts), sum(p.message for p in trained),
-        len(trained) * (len(trained) > 1), sum(p.message for p in parts if p.parameter.low),
-    )  # fmt: skip
+    low = sum(p.message for p in parts if p.parameter.low)
+    return BlockMessage(block.paths, block.weights, sum(p.message for p in parts), low)

@@ -27,7 +27,7 @@ from lightning_par.trial.fake_functions import OnOnes, is_fake, is_sharded, run_
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 from lightning_par.trial.listener import Listener
-from lightning_par.trial.recording import Event, in_transform, metric_update
+from lightning_par.trial.recording import End, Event, in_transform, metric_update
 
 
 class Recorder(TorchFunctionMode):
@@ -50,7 +50,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.mode, self.guesses, self.listener = mode, guesses, listener
         self.events: list[Event] = []
-        self.ends: list[Tensor] = []
+        self.ends: list[End] = []
         self.within = 0  # how many functions are being written out, of which the listener hears as a whole
         self._fakes: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # of real tensors, by id
         self._written: dict[int, Any] = {}  # real memory that fakes were written into: it has no values any more
@@ -111,6 +111,10 @@ class Recorder(TorchFunctionMode):
         """``func`` reads a value of the model."""
         self.tell(func, args, kwargs, None)
         self.keep(func, args, kwargs, None)
+
+    def begin_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The step runs backward itself, of which a plan goes on without gradients."""
+        self.ends.append(End(loss, len(self.events)))
 
     def took(self, method: str, *args: Any, **kwargs: Any) -> None:
         """A call of a metric's ``method``: it is handed whole tensors."""

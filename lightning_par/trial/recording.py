@@ -44,6 +44,14 @@ class Event:
         return [x for x in tree_leaves(self.result) if isinstance(x, Tensor)]
 
 
+@dataclass(frozen=True, eq=False)
+class End:
+    """Where a step of a plan runs backward itself: from what, and after how many events."""
+
+    value: Tensor
+    events: int
+
+
 @dataclass(frozen=True)
 class Recording:
     """What one run of a step did.
@@ -69,7 +77,7 @@ class Recording:
     refused: str | None = None
     patterns: Patterns = field(default_factory=dict)
     heard: Any = None
-    ends: tuple[Tensor, ...] = ()
+    ends: tuple[End, ...] = ()
     plain: Recording | None = None
 
     @cached_property

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from lightning_par.absent.deferred.deferred_tensor import Deferred, fake_of
 from lightning_par.private.compiler import uncompiled
 from lightning_par.private.fake_tensors import FakeTensorMode, log
+from lightning_par.private.modes import no_modes
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.tensors import mark_parameter
 from lightning_par.python_state import generators
@@ -153,7 +155,9 @@ class _Run:
         if isinstance(recorder, TwinRecorder):
             recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
         if self.planned and hasattr(copy, "manual_backward"):
-            copy.manual_backward = lambda loss, *args, **kwargs: recorder.ends.append(loss)
+            copy.manual_backward = recorder.begin_backward
+            for name in ("toggle_optimizer", "untoggle_optimizer"):  # which gradients the copy's weights require
+                setattr(copy, name, no_modes()(MethodType(getattr(type(self.module), name), copy)))
         batch = copied(self.batch)
         if starts:
             with generators.kept(), quiet(), contextlib.suppress(Exception):  # of the user's hooks, on fakes

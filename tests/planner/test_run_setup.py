@@ -158,7 +158,7 @@ def test_what_backwards_send_that_the_step_runs_is_counted(layout: dict[str, Any
     found = plan(ByHandTwice, batch, "4xH100", devices=2, layout=layout)
     counted = sum(size for (axis, why), size in sent if axis == "tensor" and why not in APART)
     assert found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == counted > 0
-    assert "as if none" in found.notes[-1]
+    assert not found.notes
 
 
 class Routed(Module):
@@ -172,6 +172,55 @@ class Routed(Module):
 
 def test_lines_that_go_by_values_are_named() -> None:
     (note,) = plan(Routed, torch.ones(4, 8), "2xH100", devices=2, layout={"data_parallel_size": 2}).notes
+    assert note.startswith("not known: the values that the step reads at ") and "test_run_setup.py:" in note
+
+
+class Held(Module):
+    """Goes by values that it holds beside weights: whether there are any, how many, which, and one of no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.times = torch.tensor(2)
+
+    def training_step(self, batch: Tensor) -> Any:
+        x = batch
+        if self.mask.any():
+            x = self.last(self.first(x))
+        for _ in range(int(self.times.item())):
+            x = self.last(self.first(x))
+        return self.last(self.first(x[torch.arange(4)[self.mask]])).square().mean()
+
+
+class Required(Held):
+    """Raises where the values are others."""
+
+    def training_step(self, batch: Tensor) -> Any:
+        if self.times.tolist() != 2:
+            raise ValueError("not two")
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("kind", [Held, Required])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_module_holds_beside_weights_has_values(kind: Any, is_there: bool) -> None:
+    found = plan(kind() if is_there else kind, torch.ones(4, 8), "4xH100", devices=2, layout=TENSOR)
+    counted = sum(size for (axis, _), size in dry_run(kind, torch.ones(4, 8), TENSOR, devices=2).sent.items()
+                  if axis == "tensor")  # fmt: skip
+    assert not found.notes and found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"] == counted > 4 * 4 * 8 * 4
+
+
+class Written(Held):
+    """Goes by a value that it wrote in what it holds, which weights determine."""
+
+    def training_step(self, batch: Tensor) -> Any:
+        x = self.first(batch)
+        self.mask[0] = x.detach().sum() > 0
+        return self.last(x).square().mean() if self.mask.any() else x.mean()
+
+
+def test_a_line_that_goes_by_what_was_written_in_a_buffer_is_named() -> None:
+    (note,) = plan(Written, torch.ones(4, 8), "2xH100", devices=2, layout={"data_parallel_size": 2}).notes
     assert note.startswith("not known: the values that the step reads at ") and "test_run_setup.py:" in note
 
 
