@@ -76,7 +76,7 @@ class Replays:
             self.pause()
             return None
         first = run.stage not in self._looked
-        if first and self._looked:  # else nothing has run since the tape was made, which no draw is on
+        if first:
             stand_at(part.before)
         self._look()
         self._said.any = False
