@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lightning_par.mesh.axis import Axis
+from lightning_par.python_state.global_generators import NUMPY, PYTHON, are_same
 
 MAX_OBJECTS = 5000  # that are looked into; datasets can be large
 MAX_ITEMS = 100  # of one list, tuple, set or dict
@@ -69,23 +70,22 @@ def global_state() -> tuple[Any, ...]:
     """The state of every global generator."""
     # to ask for its state would start CUDA
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+    return torch.get_rng_state(), cuda, NUMPY.get(), PYTHON.get()
 
 
 def same_global_state(before: tuple[Any, ...]) -> bool:
     """Whether no global generator was drawn from since ``before``."""
     now = global_state()
     tensors = zip([before[0], *before[1]], [now[0], *now[1]])
-    numpy_equal = all(np.array_equal(a, b) for a, b in zip(before[2], now[2]))
-    return all(torch.equal(a, b) for a, b in tensors) and numpy_equal and before[3] == now[3]
+    return all(torch.equal(a, b) for a, b in tensors) and are_same(before[2:], now[2:])
 
 
 def set_global_state(state: tuple[Any, ...]) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
-    np.random.set_state(state[2])
-    random.setstate(state[3])
+    NUMPY.set(state[2])
+    PYTHON.set(state[3])
 
 
 def default(device: torch.device) -> torch.Generator | None:
@@ -111,7 +111,7 @@ def set_states(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
 def packed_state() -> bytes:
     """`global_state`, pickled; of the CUDA generators only the current device's."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return pickle.dumps((torch.get_rng_state().numpy(), cuda, np.random.get_state(), random.getstate()))
+    return pickle.dumps((torch.get_rng_state().numpy(), cuda, NUMPY.get(), PYTHON.get()))
 
 
 def unpack_state(packed: bytes) -> None:
@@ -120,15 +120,15 @@ def unpack_state(packed: bytes) -> None:
     torch.set_rng_state(torch.from_numpy(cpu))
     if cuda is not None:
         torch.cuda.set_rng_state(torch.from_numpy(cuda))
-    np.random.set_state(numpy)
-    random.setstate(python)
+    NUMPY.set(numpy)
+    PYTHON.set(python)
 
 
 def raw_state() -> tuple[Any, ...]:
     """The state of the global generators, of the CUDA ones only the current device's: as each keeps it, which takes
     no time to speak of."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+    return torch.get_rng_state(), cuda, NUMPY.get(), PYTHON.get()
 
 
 def saved_state(raw: tuple[Any, ...] | None = None) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def load_state(state: dict[str, Any]) -> None:
     kind, words, *numbers = state["numpy"]
     if not 0 <= numbers[0] <= words.numel():  # numpy would read the memory behind the words
         raise ValueError(f"The state of numpy's generator in the checkpoint is garbled: it stands at {numbers[0]}.")
-    np.random.set_state((kind, words.numpy().astype(np.uint32), *numbers))
+    NUMPY.set((kind, words.numpy().astype(np.uint32), *numbers))
     version, python, gauss = state["python"]
-    random.setstate((version, tuple(python.tolist()), gauss))
+    PYTHON.set((version, tuple(python.tolist()), gauss))
 
 
 def saved_states(found: Iterable[Any]) -> list[Any]:

@@ -10,17 +10,16 @@ as a whole runs on one rank alone, so it must not draw from them.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_par.pipeline.program import event_draws
 from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.private.fake_tensors import active_fakes
+from lightning_par.python_state.global_generators import NUMPY, PYTHON, are_same
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.sharded.random_streams import Mixed, mix
 from lightning_par.sharded.run_state import RunState
@@ -44,21 +43,18 @@ class GlobalDrawError(UnitError):
 
 def standing() -> tuple[Any, Any]:
     """Where the global generators of numpy and ``random`` stand."""
-    return np.random.get_state(), random.getstate()
+    return NUMPY.get(), PYTHON.get()
 
 
 def stand_at(state: tuple[Any, Any]) -> None:
     """Put the global generators of numpy and ``random`` there."""
-    np.random.set_state(state[0])
-    random.setstate(state[1])
+    NUMPY.set(state[0])
+    PYTHON.set(state[1])
 
 
 def is_standing(state: tuple[Any, Any], now: tuple[Any, Any] | None = None) -> bool:
-    """Whether the global generators of numpy and ``random`` stand there ``now``, if that is known: numpy takes a while
-    to tell."""
-    (kind, words, *place), python = now or standing()
-    of_numpy, of_python = state
-    return python == of_python and np.array_equal(words, of_numpy[1]) and (kind, *place) == (of_numpy[0], *of_numpy[2:])
+    """Whether the global generators of numpy and ``random`` stand there ``now``, if that is known."""
+    return are_same(state, now or standing())
 
 
 class StageDraws(Protocol):
