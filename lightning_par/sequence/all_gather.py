@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.sequence.blockwise import Meet, MeetBack
+from lightning_par.sequence.block_carrier import Meet, MeetBack
 from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
 from lightning_par.sequence.plain_kernel import wide
 from lightning_par.sequence.ring import PURPOSE

@@ -19,6 +19,8 @@ from lightning_par.private import attention_kernels
 from lightning_par.sequence import blockwise, scheme, ulysses
 from lightning_par.sequence.all_gather import Gathered
 from lightning_par.sequence.attention_arguments import Arguments, read
+from lightning_par.sequence.attention_task import Task
+from lightning_par.sequence.block_carrier import BlockCarrier, Whole
 from lightning_par.sequence.deep_masks import DeepMasks
 from lightning_par.sequence.ring import PURPOSE, Ring
 from lightning_par.sequence.scheme import AttentionSettings, Grid, Scheme
@@ -107,9 +109,7 @@ def _attend(
             out = func(q, k, v, mask, p, is_causal=is_causal, scale=scale, enable_gqa=gqa)
             out = out.squeeze(0) if out.ndim > 4 else out
     else:
-        task = blockwise.Task(
-            outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, fused=call.fused
-        )
+        task = Task(outer, keys or _everywhere(k.shape[2]), grid.ring.rank, is_causal, scale, p, fused=call.fused)
         out = _by_blocks(q, k, v, mask, asked, task, axis, grid, keys, chosen)
     if grid.ulysses is not None:
         (out,) = ulysses.to_tokens((out,), (inner,), grid.ulysses)  # [B, H / ranks, T, e] -> [B, H, own T, e]
@@ -123,7 +123,7 @@ def _by_blocks(
     v: Tensor,
     mask: Tensor | None,
     asked: Tensor | None,
-    task: blockwise.Task,
+    task: Task,
     axis: Axis,
     grid: Grid,
     keys: Positions | None,
@@ -152,7 +152,7 @@ def _drawn(axis: Axis, grid: Grid, q: Tensor) -> contextlib.AbstractContextManag
     return streams.drawn(-3, heads, inner.rank if streams.whole else axis.rank, q.device)
 
 
-def _kept(q: Tensor, task: blockwise.Task, axis: Axis, grid: Grid) -> Tensor:
+def _kept(q: Tensor, task: Task, axis: Axis, grid: Grid) -> Tensor:
     """What one device keeps of the weights: booleans (B, H, T, all keys), of this rank's heads and queries."""
     flash, efficient, _ = attention_kernels.allowed()
     if q.device.type == "cuda" and q.dtype != torch.float64 and (flash or efficient):
@@ -219,9 +219,9 @@ def _own_mask(call: Arguments, grid: Grid) -> Tensor | None:
     return ulysses.to_heads((mask,), (inner,), grid.ulysses)[0]  # [B|1, H, own T, S] -> [B|1, H / ranks, T, S]
 
 
-def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> blockwise.BlockCarrier:
+def _carrier(keys: Positions | None, ring: Axis, chosen: Scheme) -> BlockCarrier:
     if keys is None:
-        return blockwise.Whole()
+        return Whole()
     return Gathered(ring, keys) if chosen.kind == "all_gather" else Ring(ring, keys)
 
 

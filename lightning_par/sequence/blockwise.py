@@ -6,103 +6,23 @@ What is computed stands here; how the blocks come by, and how their gradients ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_par.mesh.host_values import on_device
-from lightning_par.mesh.positions import Positions
 from lightning_par.private.fake_tensors import FakeTensor
 from lightning_par.sequence import kernel
-from lightning_par.sequence.blocks import KernelCall, plan
+from lightning_par.sequence.attention_task import Step, Task
+from lightning_par.sequence.block_carrier import BlockCarrier
+from lightning_par.sequence.blocks import KernelCall
 from lightning_par.sequence.deep_masks import top
 from lightning_par.sequence.plain_kernel import Block, DrawnMask, DropoutMask, wide
 from lightning_par.sharded.random_streams import mix
-
-Meet = Callable[[int, Tensor, Tensor], None]
-MeetBack = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class BlockCarrier(Protocol):
-    """Brings every rank's keys and values to the queries, and the gradients back."""
-
-    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> Sequence[Tensor]:
-        """Call ``meet(source, k, v)`` once for each rank's keys and values; ``k`` and ``v`` are this rank's.
-
-        Returns:
-            What is to be kept of those of others for `backward`, if anything.
-        """
-
-    def backward(
-        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool], came: Sequence[Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The same, given what was kept; ``meet`` returns the gradients of the block that it is given.
-
-        Returns:
-            The gradients of this rank's ``k`` and ``v``, where they are ``needed``, summed over the ranks' queries.
-        """
-
-
-@dataclass(frozen=True)
-class Task:
-    """What holds for a whole attention call on one rank.
-
-    Args:
-        queries: who holds which queries.
-        keys: who holds which keys and values.
-        rank: this one.
-        causal: whether queries see keys up to their own position only.
-        scale: what the scores are multiplied with.
-        dropout: the probability to drop a weight.
-        key: of the stream that dropout masks come from.
-        kept: in place of that, what one device keeps of the weights of this rank's queries: booleans (B, H, T, all
-            keys).
-        fused: whether one device takes a fused kernel, which keeps log-sum-exps and not the weights for backward.
-        deep: whether all of a row of the mask may be huge; see `deep_masks`.
-    """
-
-    queries: Positions
-    keys: Positions
-    rank: int
-    causal: bool
-    scale: float
-    dropout: float = 0.0
-    key: int = 0
-    kept: Tensor | None = None
-    fused: bool = False
-    deep: bool = False
-
-    def steps(self, source: int) -> Steps:
-        """The kernel calls for the keys of ``source``, as far as they don't go by tensors."""
-        return _steps(self.queries, self.keys, self.rank, source, self.causal, self.scale)
-
-
-class Step(NamedTuple):
-    """One kernel call: its number among those of a block, where it is, and how it attends but for mask and dropout."""
-
-    number: int
-    call: KernelCall
-    block: Block
-
-
-class Steps(NamedTuple):
-    """Those of one block of keys; whether a kernel's own causal flag does for all of them."""
-
-    calls: tuple[Step, ...]
-    is_plain: bool
-
-
-@lru_cache(maxsize=4096)
-def _steps(queries: Positions, keys: Positions, rank: int, source: int, causal: bool, scale: float) -> Steps:
-    calls = plan(queries, keys, rank, source, causal)
-    steps = tuple(Step(number, call, Block(call.causal, scale)) for number, call in enumerate(calls))
-    return Steps(steps, all(call.seen is None for call in calls))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task, carrier: BlockCarrier) -> Tensor:
@@ -314,17 +234,3 @@ def _stairs(call: KernelCall, device: torch.device) -> Tensor:
     seen = on_device(call.seen, torch.int64, device)
     keys = torch.arange(call.keys.stop - call.keys.start, device=device)
     return (keys < seen.unsqueeze(1))[None, None]  # [S] < [T, 1] -> [1, 1, T, S]
-
-
-class Whole:
-    """The carrier of keys and values that every rank holds: nothing moves. Their gradients are this rank's share."""
-
-    def forward(self, k: Tensor, v: Tensor, meet: Meet) -> Sequence[Tensor]:
-        meet(0, k, v)
-        return ()
-
-    def backward(
-        self, k: Tensor, v: Tensor, meet: MeetBack, needed: tuple[bool, bool], came: Sequence[Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        grads = meet(0, k, v)
-        return grads[0].to(k.dtype) if needed[0] else None, grads[1].to(v.dtype) if needed[1] else None

@@ -17,7 +17,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.mesh.waits import wait_for
 from lightning_par.mesh.wire import Kind, PeerOp
-from lightning_par.sequence.blockwise import Meet, MeetBack
+from lightning_par.sequence.block_carrier import Meet, MeetBack
 from lightning_par.sequence.packed_tensors import Parcel, given_back, needed_of
 from lightning_par.sequence.plain_kernel import wide
 from lightning_par.sequence.scheme import stays
