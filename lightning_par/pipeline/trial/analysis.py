@@ -15,21 +15,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_par.mesh.positions import Positions
-from lightning_par.pipeline.effects.metrics import value_like
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of, words_of
 from lightning_par.pipeline.program.event_draws import PartDrawn
-from lightning_par.pipeline.program.event_functions import is_setting, most_casts, writes_into
+from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.program.microbatch_values import cut_to
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located, is_metric_call
 from lightning_par.pipeline.program.read_only_inputs import Lent
 from lightning_par.pipeline.program.routes import Use
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
+from lightning_par.pipeline.trial.batch_event import record_on_batch
 from lightning_par.pipeline.trial.fake_step import FakeRun
 from lightning_par.pipeline.trial.function_event import record_data, record_function
-from lightning_par.pipeline.trial.placeholders import read_placeholder
-from lightning_par.pipeline.trial.samples.sample_sums import Share, tag_of
+from lightning_par.pipeline.trial.metric_event import record_metric
+from lightning_par.pipeline.trial.read_event import record_read
 from lightning_par.pipeline.trial.side_inputs import Handed
 from lightning_par.pipeline.trial.step_values import StepValues
 from lightning_par.pipeline.trial.survey import Seen
@@ -37,7 +36,7 @@ from lightning_par.pipeline.trial.transformed import ClosesOverModelError, Trans
 from lightning_par.pipeline.trial.unit_changes import UnitChanges
 from lightning_par.pipeline.trial.unit_event import record_unit
 from lightning_par.pipeline.trial.unit_logs import UnitLogs
-from lightning_par.private.fake_tensors import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from lightning_par.private.fake_tensors import FakeTensorMode, unset_fake_temporarily
 from lightning_par.private.modes import is_any_autocast
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.private.transforms import in_functorch
@@ -45,9 +44,6 @@ from lightning_par.python_state.nested_tensors import map_tensors, tensors_in, t
 from lightning_par.sharded.functions import READS
 from lightning_par.sharded.patches.transforms import TRANSFORMS
 from lightning_par.sharded.rules.lookup import user_line
-from lightning_par.sharded.tensor import ShardedTensor
-from lightning_par.trial.fake_functions import linked, run_on_ones
-from lightning_par.trial.large_values import is_large, note_made
 
 Layouts = dict[Key, tuple[int, Positions]]
 
@@ -175,10 +171,10 @@ class Analysis(FakeRun):
         Raises:
             ReadFirstError: a step without a backward has read a value before.
         """
-        if self.read_first is not None and not self._is_within():
+        if self.read_first is not None and not self.is_within():
             raise ReadFirstError(self, self.read_first)
 
-    def _is_within(self) -> bool:
+    def is_within(self) -> bool:
         """Whether code of a module with parameters is running."""
         return any(frame.numel for frame in self.frames[1:])
 
@@ -213,9 +209,9 @@ class Analysis(FakeRun):
         inputs = tensors_in((args, kwargs))
         located = [x for x in inputs if is_located(x)]
         if not (located or self.transformed is not None and self.transformed.takes):
-            return self._on_batch(func, name, args, kwargs)
+            return record_on_batch(self, func, name, args, kwargs)
         if name in READS:
-            return self._read(func, name, args, kwargs, located)
+            return record_read(self, func, name, args, kwargs, located)
         if name == "grad" and (getattr(func, "__module__", "") or "").startswith("torch.autograd"):
             if not self.homes and any(frame.numel for frame in self.frames[1:]):
                 self.close_modules("it calls torch.autograd.grad", reads=True)
@@ -252,46 +248,6 @@ class Analysis(FakeRun):
                 if id(x) in self.values.names:
                     self.casts[self.values.names[id(x)]] += casts
 
-    def _on_batch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        self.lent.about_to_run(name, args, kwargs)
-        large = [x for x in tensors_in((args, kwargs)) if is_large(x)]
-        if large and name in READS:
-            result = self.read_large(func, large[0], args)
-        else:
-            result = self._computed(func, name, args, kwargs, large)
-        self.values.memory.forget()
-        index = len(self.events)
-        tensors = tensors_in(result)
-        if is_setting((args, kwargs), result):
-            return result
-        if touches_state(func, args, kwargs, result, self.values.is_state):
-            self.values.views.update(id(x) for x in tensors)
-            self.changes_state |= writes_into(name)
-        self.events.append(StepEvent(func, "batch", (), None, user_line()))
-        self.note_constants(index, (args, kwargs, result))
-        self.shapes[index] = [tuple(x.shape) for x in tensors]
-        self.values.made_of_batch(index, result)
-        return result
-
-    def _computed(self, func: Any, name: str, args: Any, kwargs: Any, large: list[Tensor]) -> Any:
-        """What ``func`` makes of the batch alone, and of ``large`` values."""
-        into = tensors_in((args[:1] if writes_into(name) else (), kwargs.get("out")))
-        if not all(map(is_large, into)):  # what has values is written into
-            self.note_large(large)
-        try:
-            with unset_fake_temporarily(), self.without_large():
-                result = func(*args, **kwargs)
-        except RuntimeError:
-            if not large:
-                raise
-            self.note_large(large)
-            result = run_on_ones(self.mode, func, args, kwargs)
-        if large or any(isinstance(x, FakeTensor) for x in tensors_in(result)):
-            with unset_fake_temporarily():
-                told = hash((str(func), constants_of((args, kwargs), is_located)))
-            note_made((result, into), (args, kwargs), told)
-        return result
-
     def uses(self) -> Iterable[Use]:
         """Every located value with each event that takes it; metrics, logs and what is returned take it at the end."""
         for index, event in enumerate(self.events):
@@ -303,21 +259,6 @@ class Analysis(FakeRun):
         written = [value for target, value in self.written.values() if self.values.is_state(target)]
         self.effects += written
         self.changes_state |= bool(written)
-
-    def _read(self, func: Any, name: str, args: Any, kwargs: Any, located: list[Tensor]) -> Any:
-        place = self.read_at = user_line()
-        self.close_modules(f"it reads a value at {place}", reads=True)
-        if any(tag_of(self.tags, x) for x in located) or any(isinstance(x, ShardedTensor) for x in located):
-            self.reads.append((len(self.events), place))
-        elif not all(map(self.values.is_parameter, located)):
-            self.reads.append((len(self.events), place))
-        self.has_read = True
-        if not self.training and not self._is_within():
-            self.read_first = self.read_first or place
-        result = read_placeholder(name, located[0], args)
-        self.events.append(StepEvent(func, "read", self.values.keys_of(located), result, place))
-        self.values.kept.append((args, kwargs))
-        return result
 
     def keep(self, func: Any, kind: Any, inputs: Iterable[Tensor], result: Any) -> StepEvent:
         """Note an event that took ``inputs`` and returned ``result``."""
@@ -378,12 +319,4 @@ class Analysis(FakeRun):
             self.changes.keeping.setdefault(path, f"a {type(metric).__name__}")
 
     def metric(self, metric: Any, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        located = [x for x in tensors_in((args, kwargs)) if is_located(x)]
-        # Of a part of the batch its value is of no use; whether it is the loss, its tag tells.
-        sources = [x.local if isinstance(x, ShardedTensor) else x for x in located]
-        value = value_like(metric, method, args, kwargs)
-        result = map_tensors(lambda x: linked(self.mode.from_tensor(x.detach()), sources * x.requires_grad), value)
-        self.keep(("metric", method), "located", tensors_in((args, kwargs)), result)
-        self.effects += [x for x in tensors_in((args, kwargs)) if is_located(x)]
-        self.tags.update((id(x), Share.MIXED) for x in tensors_in(result))
-        return result
+        return record_metric(self, metric, method, args, kwargs)
