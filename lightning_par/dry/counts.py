@@ -113,6 +113,9 @@ class CountMixin:
         self._open: Any = None
         self._begun = 0  # steps before it
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.found.parameters = sum(map(_bytes, _held(module)))
+
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if self._open is None and trainer.global_step:
             self._begun = trainer.global_step
@@ -122,7 +125,7 @@ class CountMixin:
             self.moved = self._open.__enter__()
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        held = [leaf(x) for x in module.parameters() if not is_elsewhere(x)]
+        held = _held(module)
         self.found.parameters = sum(map(_bytes, held))
         self.found.gradients = max(self.found.gradients, sum(_bytes(x.grad) for x in held if x.grad is not None))
 
@@ -157,6 +160,10 @@ class CountMixin:
 def _adds(x: Any) -> bool:
     """Whether ``x``, a module or a callback, has a hook of its own that may add to a checkpoint."""
     return sum("on_save_checkpoint" in vars(kind) for kind in type(x).__mro__) > 1  # one is Lightning's
+
+
+def _held(module: Any) -> list[Tensor]:
+    return [leaf(x) for x in module.parameters() if not is_elsewhere(x)]
 
 
 def _own(optimizer: Any) -> Any:

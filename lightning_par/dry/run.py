@@ -25,6 +25,7 @@ from lightning_par.private.fake_tensors import WITHOUT_VALUE, copyable_fakes
 from lightning_par.python_state import generators
 from lightning_par.python_state.user_code import last_of, line_of
 from lightning_par.strategies.namespace import namespace_of
+from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.trial.first_batch import TRANSFERS, is_users
 
 _NUMPY = "numpy() is not supported for tensor subclasses"  # as one without values
@@ -118,7 +119,7 @@ def run_rank(module: Any, batch: Any, asked: DryRank) -> Counts:
         )  # fmt: skip
         data: Any = _Again(given.batch, asked.accumulated * _STEPS + 1)
         loader = DataLoader(data, batch_size=None)
-        with _without_values(built):
+        with _without_values(built, count.found):
             try:
                 if given.data is None:
                     trainer.fit(built, loader)
@@ -137,10 +138,10 @@ def _title(asked: DryRank, layout: Any, module: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def _without_values(module: nn.Module) -> Iterator[None]:
+def _without_values(module: nn.Module, found: Counts) -> Iterator[None]:
     """
     Raises:
-        ValueError: what runs inside asks for the values of tensors that have none.
+        ValueError: what runs inside asks for the values of tensors that have none; says what was ``found`` before.
     """
     try:
         yield
@@ -149,14 +150,19 @@ def _without_values(module: nn.Module) -> Iterator[None]:
             raise
         stepping = last_of(error, _steps)
         raise ValueError(
-            _of_step(line_of(error), error) if stepping is None else _of_optimizer(stepping.f_locals["self"], module)
+            _of_step(line_of(error), error, found.parameters)
+            if stepping is None
+            else _of_optimizer(stepping.f_locals["self"], module)
         ) from error
 
 
-def _of_step(line: str | None, error: BaseException) -> str:
+def _of_step(line: str | None, error: BaseException, parameters: int) -> str:
+    held = f"this rank holds {bytes_text(parameters)} of weights; " if parameters else ""
     return (
         f"The step asks for the values of tensors at {line or 'an unknown line'} ({error}), and in a dry run these "
-        "have none. Keep what goes by values, as `if x.isnan().any():` or `x.item()`, out of the step."
+        "have none. Keep what goes by values, as `if x.isnan().any():` or `x.item()`, out of the step. What can still "
+        f"be said: {held}`python -m lightning_par plan` goes one of the ways that a step takes by such values, as "
+        "where a router chooses experts, and counts that, or says what weights and optimizer take."
     )
 
 

@@ -99,12 +99,13 @@ class Place:
 
     def written(self) -> Tensor | None:
         """What lies there, if user code has written to it since it was noted or put there; alike on all ranks."""
-        if self._known is None and self._writes == self._now():
+        known = None if self.weight._peers.dry else self._known  # in a dry run there are no values
+        if known is None and self._writes == self._now():
             return None
         whole = self._lying()
         if whole is None or whole.dtype is not self.weight._local.dtype:
             return None
-        if self._known is not None and _is_same(whole, self._known):
+        if known is not None and _is_same(whole, known):
             return None
         return whole
 

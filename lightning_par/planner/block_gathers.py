@@ -55,7 +55,8 @@ def _gathering(after: int, uses: Sequence[tuple[str, Use]], tree: ModuleUses, he
     summed = frozenset[int]().union(*(use.summed for _, use in uses)) if tree.backwards else LAST
     on = {name for name, use in uses if not use.off}
     off = frozenset(name for name, _ in uses) - on if tree.backwards else frozenset[str]()
-    return Gathering(1 + len(needed - {after} if held else needed), len(summed), off)
+    again = (needed - {after} if held else needed) if reshard else ()  # else the graph itself has the weights
+    return Gathering(1 + len(again), len(summed), off)
 
 
 def in_vain(blocks: Sequence[BlockMessage], tree: ModuleUses, reshard: bool) -> list[BlockMessage]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_par.mesh.layout import Layout
 from lightning_par.pipeline.plan.schedule import stages_per_rank
@@ -22,6 +22,9 @@ NEAR = 1.3
 
 OFF, MOST_OFF = 2.0, 4.0
 """By which factors a rough price of memory is at most too small, and too large."""
+
+MOST_TRIED = 4000
+"""Functions of the step that trials of stages run, beyond the first trial: some seconds."""
 
 _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 
@@ -57,6 +60,10 @@ class Launched:
     pipelines: bool = True
 
 
+Staging = tuple[int, str]
+"""Ranks along the pipeline, and the schedule."""
+
+
 @dataclass
 class Pipelines:
     """What is known of a module in stages, by trials.
@@ -64,26 +71,63 @@ class Pipelines:
     Attributes:
         whole: why a batch is left whole in a pipeline; empty where it may be cut.
         most: as many stages, and more, there can't be.
-        refused: why.
-        told: whether layouts that this leaves were found to be possible.
+        few: why.
+        refused: what else a run would refuse, and why.
+        asked: what trials were asked of, and whether the batch was left whole.
+        accepts: whether a run would take some of it.
+        unknown: whether trials can't tell.
     """
 
     whole: str = ""
     most: float = math.inf
-    refused: str = ""
-    told: bool = False
+    few: str = ""
+    refused: dict[Staging, str] = field(default_factory=dict)
+    asked: set[tuple[Staging, bool]] = field(default_factory=set)
+    accepts: bool = False
+    unknown: bool = False
 
-    def learn(self, planner: Planner, one: Candidate) -> bool:
-        """Ask how a run would cut the step by the layout ``one``; returns whether that rules out any."""
-        if self.told:
+    def learn(self, planner: Planner, listed: Sequence[Candidate]) -> bool:
+        """Ask how a run would cut the step by the layouts ``listed``, the best first.
+
+        Where trials would take long, all but the best are asked no more than whether there are layers for the stages.
+
+        Returns:
+            Whether that rules out any.
+        """
+        return any(self._rules_out(planner, one) for one in listed)
+
+    def _rules_out(self, planner: Planner, one: Candidate) -> bool:
+        staging = one.layout.pipeline, one.schedule
+        if self.unknown or (staging, bool(self.whole)) in self.asked:
             return False
+        is_long = (len(self.asked) + 1) * len(planner.step.events) > MOST_TRIED
+        if self.accepts:
+            self.few = planner.trial.unplaced(one)
+            if self.few:
+                self.most = one.stages
+            if self.few or is_long:
+                return bool(self.few)
+        self.asked.add((staging, bool(self.whole)))
         found = planner.ask(one)
-        if found.refused:
-            self.most, self.refused = one.stages, found.refused
-        elif found.whole:
+        self.unknown = bool(found.unknown)
+        if found.whole and not self.accepts:
             self.whole = found.whole
-        self.told = not found.refused and not found.whole
-        return not self.told
+        elif found.refused or found.whole:
+            self.refused[staging] = found.refused or found.whole
+            if is_long:  # as it is most likely for more stages, too
+                self.most, self.few = one.stages, found.refused or found.whole
+        else:
+            self.accepts = True
+        return bool(found.refused or found.whole)
+
+    def reason(self, one: Candidate) -> RuledOut | None:
+        """Why ``one`` can't be; None where nothing is known against it."""
+        staging = ranks, schedule = one.layout.pipeline, one.schedule
+        if ranks > 1 and one.stages >= self.most:
+            return RuledOut(f"pipeline in {self.most} stages and more", self.few)
+        if ranks > 1 and staging in self.refused:
+            return RuledOut(f"pipeline {ranks}, {schedule}", self.refused[staging])
+        return None
 
 
 def search(planner: Planner, devices: int, samples: int, launched: Launched | None = None) -> Found:
@@ -98,8 +142,7 @@ def search(planner: Planner, devices: int, samples: int, launched: Launched | No
     can = Pipelines()
     while True:
         found = _search(planner, devices, samples, launched, can)
-        first = next((one.candidate for one in found.priced if one.candidate.layout.pipeline > 1), None)
-        if first is None or not can.learn(planner, first):
+        if not can.learn(planner, [one.candidate for one in found.priced if one.candidate.layout.pipeline > 1]):
             return found
 
 
@@ -164,8 +207,9 @@ def _roughly(
         if layout.pipeline > 1 and can.whole:
             out.setdefault(can.whole, RuledOut("pipeline of more than 1 microbatch", can.whole))
         for one in _candidates(planner, layout, samples, launched, can.whole):
-            if one.layout.pipeline > 1 and one.stages >= can.most:
-                out.setdefault(can.refused, RuledOut(f"pipeline in {can.most} stages and more", can.refused))
+            reason = can.reason(one)
+            if reason is not None:
+                out.setdefault(reason.layout, reason)
                 continue
             try:
                 yield planner.price(one, devices, rough=True)

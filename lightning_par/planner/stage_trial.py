@@ -91,6 +91,19 @@ class StageTrial:
             self._known[key] = self._asked(settings, one.layout.pipeline)
         return self._known[key]
 
+    def unplaced(self, one: Candidate) -> str:
+        """Why the step has too few modules for the stages of ``one``, as a run says it, which no trial is needed for;
+        empty where it has enough, and where that is not known."""
+        if self._seen is None or one.schedule not in SCHEDULES or one.chunks != stages_per_rank(one.schedule):
+            return ""
+        settings = Settings(one.schedule, "auto", None, False, ASKER, one.microbatches)
+        groups, module = lone_groups(Layout(pipeline=one.layout.pipeline)), self._step.module
+        try:
+            RowSpread(groups, settings, _NEVER).plan(module, self._seen.root, ())
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def _asked(self, settings: Settings, ranks: int) -> Staged:
         spread = RowSpread(lone_groups(Layout(pipeline=ranks)), settings, _NEVER)
         try:

@@ -141,6 +141,25 @@ class Reads(Base):
         return loss
 
 
+class Routed(Base):
+    """Which rows go through a layer is decided by values of the model."""
+
+    def training_step(self, batch: Tensor) -> Any:
+        x = torch.relu(self.a(batch))
+        (rows,) = torch.where(x[:, 0] > 0)
+        return x.square().mean() + self.b(x[rows]).square().sum()
+
+
+def test_what_can_be_said_of_a_step_that_goes_by_values_is_said() -> None:
+    layout = LAYOUTS["tensor"]
+    told = r"values of tensors at .*test_odd_modules\.py:\d+ .*this rank holds 848 B of weights; `python -m .* plan`"
+    with pytest.raises(ValueError, match=told):
+        dry_run(Routed, BATCH, layout, devices=2)
+    found = plan(Routed, BATCH, "2xH100", devices=2, layout=layout)
+    assert "test_odd_modules.py" in found.notes[-1] and found.as_dict()["layouts"][0]["ranks"][0]["parameters"] == 848
+    _nothing_is_left()
+
+
 class BySearch(Base):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())

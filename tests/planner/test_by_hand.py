@@ -77,7 +77,7 @@ class Shared(Untoggled):
         second.step()
 
 
-ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp")]
+ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp"), (Shared, "kept")]
 
 
 @pytest.mark.parametrize(("kind", "name"), ROWS)

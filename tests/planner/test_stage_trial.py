@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
 from lightning_par.pipeline.trial.samples import by_sample
+from lightning_par.planner import search
 
 PIPE = {"pipeline_parallel_size": 2, "microbatches": 4}
 BATCH = torch.ones(8, 16)
@@ -113,6 +114,40 @@ def test_a_batch_of_one_sample_is_asked_with_one_more() -> None:
     asked: dict[str, Any] = {"devices": 2, "layout": PIPE, "global_batch": 4}
     assert "`matmul` needs the samples of a batch together" in refusal(plan, Pairs, BATCH[:1], "2xH100", **asked)
     assert plan(Plain, BATCH[:1], "2xH100", **asked).layouts[0].candidate.microbatches == 4
+
+
+class Tied(Plain):
+    """Writes into a weight that its first and its last layer have, which are on one rank under zbv alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.first, self.last = (nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.net[-1] = nn.Linear(32, 16)
+        self.last.weight = self.first.weight
+
+    def training_step(self, batch: Tensor) -> Any:
+        with torch.no_grad():
+            self.last.weight.mul_(0.5)
+        return self.last(self.net(self.first(batch))).square().mean()
+
+
+def test_each_schedule_is_asked_of_the_trial() -> None:
+    found = plan(Tied, BATCH, "2xH100", devices=2)
+    listed = {one.candidate.schedule for one in found.layouts if one.candidate.layout.pipeline > 1}
+    assert listed == {"zbv"}
+    asked = {"pipeline_parallel_size": 2, "microbatches": 1}
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        said = refusal(dry_run, Tied, BATCH, {**asked, "schedule": schedule}, devices=2)
+        assert said in {one.reason for one in found.ruled_out if one.layout == f"pipeline 2, {schedule}"}
+    assert dry_run(Tied, BATCH, {**asked, "schedule": "zbv"}, devices=2).parameters > 0
+
+
+def test_of_a_large_step_what_the_best_is_refused_for_holds_for_more_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MOST_TRIED", 0)
+    found = plan(Tied, BATCH, "2xH100", devices=2)
+    assert all(one.candidate.layout.pipeline == 1 for one in found.layouts)
+    (reason,) = (one.reason for one in found.ruled_out if one.layout == "pipeline in 2 stages and more")
+    assert "the step writes into 'first.weight'" in reason
 
 
 class OfOne(Plain):
