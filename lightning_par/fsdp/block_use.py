@@ -150,13 +150,21 @@ class Use:
             return
         self.has_begun = True
         self._land()  # at first, for the next one's memory
-        before = self.before
-        while before is not None and not before.is_needed and not before.has_begun:
-            before = before.before  # back to this one at the latest
+        before = self._needed_next()
         if before is not None and not before.has_begun and not before.has_ended:
             before.start()
             self.calls.hold(before)
         self.calls.hold(self)
+
+    def _needed_next(self) -> Use | None:
+        """The use that backward comes to next, of those that need their weights or have begun."""
+        passed, before = {self}, self.before
+        while before is not None and not before.is_needed and not before.has_begun:
+            if before in passed:  # calls that share one use close a ring, which this one need not be in
+                return None
+            passed.add(before)
+            before = before.before
+        return before
 
     def for_backward(self, kept: Kept, writes: int) -> Tensor:
         """What backward needs of the gathered weights, as it was after so many ``writes``; the last one lets it go."""
