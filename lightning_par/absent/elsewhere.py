@@ -7,6 +7,8 @@ its values raises.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -18,11 +20,15 @@ from lightning_par.absent.base import AbsentTensor
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.located import Run
+from lightning_par.private.graph import in_backward
 from lightning_par.private.modes import innermost_mode
 from lightning_par.private.operators import schema_of
 from lightning_par.sharded.functions import COPY_OPERATORS, SAME_MEMORY_OPERATORS, operator_of
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
+
+_GRAD: Any = torch.Tensor.grad
 
 
 class ElsewhereError(RuntimeError):
@@ -132,6 +138,21 @@ class Elsewhere(AbsentTensor):
         like = value if known else Elsewhere(value.shape, value.dtype, value.device, self.origin)
         torch.Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
 
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        grad: Tensor | None = _GRAD.__get__(self)
+        if grad is None and self.requires_grad and in_backward():
+            refuse_in_hooks(self, sys._getframe(1))
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
     def lend_data(self, x: Tensor) -> bool:
         """``x.data = self`` of a plain ``x``, which torch would let refer to no memory."""
         raise ElsewhereError(_message(self, "data"))
@@ -173,6 +194,17 @@ class Elsewhere(AbsentTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{super().__repr__()[:-1]}, {self.origin})"
+
+
+def refuse_in_hooks(x: Elsewhere, frame: types.FrameType) -> None:
+    """Raises NotImplementedError where a hook of the user's, in ``frame``, looks at the gradient of ``x``."""
+    module = frame.f_globals.get("__name__", "")
+    if module.startswith("torch.nn.utils") or not module.startswith(("lightning_par.", "torch.")):
+        raise NotImplementedError(
+            f"{user_line()}: a hook that runs within backward looks at the gradient of {x.origin.name!r}, which is on "
+            "another stage of the pipeline. Do it in on_after_backward or on_before_optimizer_step, or use "
+            "TensorParallelStrategy."
+        )
 
 
 def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:

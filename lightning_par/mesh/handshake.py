@@ -36,6 +36,7 @@ class Meeting:
         axis: the axis whose ranks must come together.
         timeout: the process group's; a rank waits for its peers no longer than that, nor than `PATIENCE`.
         name: of what meets; it goes into keys of the store.
+        shared: what of its ranks needs them all.
 
     Example::
 
@@ -43,8 +44,10 @@ class Meeting:
         meeting("saved a picture", "Do it on all ranks.")
     """
 
-    def __init__(self, axis: Axis, timeout: timedelta | None, name: str = "") -> None:
-        self.axis = axis
+    def __init__(
+        self, axis: Axis, timeout: timedelta | None, name: str = "", shared: str = "weights are split"
+    ) -> None:
+        self.axis, self.shared = axis, shared
         self.name = f"{name} {number_of(axis, name)}"  # what an earlier meeting left in the store is not mistaken
         self.timeout = timeout
         self._steps = 0  # steps that run, one within the other
@@ -98,11 +101,11 @@ class Meeting:
         if not self._steps:
             self.at_any_time(doing, advice, about)
 
-    def at_any_time(self, doing: str, advice: str, about: str = "") -> None:
+    def at_any_time(self, doing: str, advice: str, about: str = "", patience: timedelta = PATIENCE) -> None:
         """As a call, within a step, too: for what one rank alone may have met there."""
         if self.axis.size == 1:
             return
-        self._meet(self.axis, doing, advice, about, min(self.timeout or PATIENCE, PATIENCE))
+        self._meet(self.axis, doing, advice, about, min(self.timeout or patience, patience))
 
     def _meet(self, axis: Axis, doing: str, advice: str, about: str, patience: timedelta) -> None:
         if axis.dry:
@@ -138,12 +141,12 @@ class Meeting:
                 gone = RunState.current.whereabouts.passed_by(rank)
                 if gone is not None and not store.check([others[rank]]):
                     raise RuntimeError(
-                        f"{who}, and waits in vain for {named}: rank {rank} {gone}. Weights are split over ranks "
-                        f"{among}"
+                        f"{who}, and waits in vain for {named}: rank {rank} {gone}. {self.shared.capitalize()} over "
+                        f"ranks {among}"
                     )
             if missing and left <= 0:
                 raise RuntimeError(
-                    f"{who}, and waited {patience.total_seconds():.0f} s for {named}: its weights are split over "
+                    f"{who}, and waited {patience.total_seconds():.0f} s for {named}: its {self.shared} over "
                     f"ranks {among}"
                 )
 

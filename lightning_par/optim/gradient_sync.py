@@ -15,6 +15,7 @@ from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.optim.gradient_buckets import Bucket, Buckets
 from lightning_par.optim.gradients_ahead import Ahead
+from lightning_par.optim.trained_weights import TrainedWeights
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.modules import ModuleTree
 from lightning_par.sharded import patches
@@ -73,6 +74,7 @@ class GradientSync:
         if axis.size > 1:
             _refuse_sparse(module)
             self._find_leaves()
+            self._trained = TrainedWeights(self._tree.parameters, axis)
             patches.SHARES.hold(self)
             self._state.syncs.append(weakref.ref(self))
 
@@ -80,6 +82,7 @@ class GradientSync:
         """To be called before a backward whose end is announced by `after_backward`."""
         self._synced = False
         if self._axis.size > 1 and not self._delivers:
+            self._trained.agree()
             self._arm()
 
     def begin(self) -> None:
@@ -112,6 +115,8 @@ class GradientSync:
         None where there is nothing to send, or other gradients of the window wait to be sent with them.
         """
         self._delivers = False
+        if self._axis.size > 1:
+            self._trained.agree()
         if self._axis.size == 1 or self.blocked or self._begun:
             return None
         self._find_leaves()

@@ -154,6 +154,8 @@ class StagesPart(Part):
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def step(self, kind: str) -> AbstractContextManager[Any]:
+        if kind == "backward" and self.engine is not None:
+            return self.engine.in_backward.ended()
         in_step = kind in ("training_step", "evaluation")
         return self._outside.step() if in_step and self._outside is not None else nullcontext()
 

@@ -49,6 +49,7 @@ class RunState:
         gathers: how often a function without a rule gathered its arguments, by (function, file:line).
         reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
         files: where what becomes whole for good goes to; see `lightning_par.mesh.host_files`.
+        hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -76,6 +77,7 @@ class RunState:
         self.gathers: Counter[tuple[str, str]] = Counter()
         self.reads: WeightReads | None = None
         self.files: HostFiles | None = None
+        self.hooks_alone = False
         self.shows_memory = False
         self._outer: RunState | None = None
         self._ended = False

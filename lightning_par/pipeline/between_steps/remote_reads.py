@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_par.absent.elsewhere import is_elsewhere
+from lightning_par.absent.elsewhere import Elsewhere, is_elsewhere, refuse_in_hooks
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps import weight_functions
 from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
-from lightning_par.pipeline.between_steps.caller import INNER, is_inner, sees_gradients
+from lightning_par.pipeline.between_steps.caller import is_inner, sees_gradients
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
@@ -34,7 +34,6 @@ from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
-from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import set_class
 
@@ -197,13 +196,8 @@ class JointGradients:
             return held
         if sees_gradients(frame):
             return self.of(parameter, held)
-        own = frame.f_globals.get("__name__", "").startswith(INNER)
-        if not own and is_elsewhere(parameter) and parameter.requires_grad and in_backward():
-            raise NotImplementedError(
-                f"{user_line()}: a hook that runs within backward looks at the gradient of "
-                f"{self._names[id(parameter)]!r}, which is on another stage of the pipeline. Do it in "
-                "on_after_backward or on_before_optimizer_step, or use TensorParallelStrategy."
-            )
+        if isinstance(parameter, Elsewhere) and parameter.requires_grad and in_backward():
+            refuse_in_hooks(parameter, frame)
         return held
 
     def write(self, parameter: Tensor, value: Tensor | None, frame: types.FrameType) -> None:

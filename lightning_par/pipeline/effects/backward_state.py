@@ -9,13 +9,19 @@ until Lightning calls backward. There it is done again, before the hooks on para
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from lightning_par.mesh.broadcast import kinds_at, send_to_all, wanted_of
 from lightning_par.mesh.known_objects import Known
+from lightning_par.pipeline.effects.backward_outputs import hooks_heard
+from lightning_par.pipeline.effects.effects import log_and_say, packed_error
+from lightning_par.pipeline.effects.held_loggers import held_refused, loggers_of
+from lightning_par.pipeline.effects.logged_outputs import OutputRecorder, call_of
 from lightning_par.pipeline.effects.unit_python_state import Changed, InnerState, Told
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.delivery import Turn, called_before, deliver_in_turn
@@ -45,6 +51,8 @@ class InBackward:
         self.inner, self.watch, self.axis = inner, inner.watch, inner.axis
         self._active = False
         self._changed: dict[int, Changed] = {}
+        self._heard = contextlib.ExitStack()
+        self._own = False  # whether hooks on parameters of this rank's run, which count
 
     # ------------------------------------------------------------------------------------ the backwards of the stages
 
@@ -62,8 +70,23 @@ class InBackward:
     def stage(self) -> Iterator[None]:
         """The backward of a stage runs inside, on its rank."""
         before, own = self.watch.everything()
-        yield
-        self._mine = Changed.since(before, own), before
+        said = Changed("")
+        try:
+            with self._hearing(said, before):
+                yield
+        except Exception as error:
+            self._tell_raised(error)
+            raise
+        self._mine = replace(Changed.since(before, own), logs=said.logs, said=said.said), before
+
+    def _tell_raised(self, error: Exception) -> None:
+        """The others wait for what this rank's backward has changed: they raise the same."""
+        known = Known({}, {}, self.inner.module)
+        self.inner.sent(Told(raised=packed_error(error)), self.axis.rank, "state of hooks", known)
+
+    def _hearing(self, said: Changed, before: Snapshot) -> contextlib.AbstractContextManager[None]:
+        module = self.watch.lightning_module
+        return hooks_heard(module, OutputRecorder(module, said.logs, said.said, lambda: before.names))
 
     def tell(self) -> None:
         """The backward of the next stage has run. Its rank tells what it changed, and the others hear of it."""
@@ -86,13 +109,13 @@ class InBackward:
     def _refuse_other_order(self) -> None:
         """A hook on a value of an earlier stage runs before those of that stage and the ones between, on one device it
         may run after them."""
-        changed = {stage for stage, told in self._changed.items() if told.shared or told.own}
+        changed = {stage for stage, told in self._changed.items() if told.any}
         for made, here, place in self._program.hooked_later:
             if here in changed and any(made <= stage < here for stage in changed):
                 raise NotImplementedError(
                     f"{place}: a hook is put here on a value that was made on an earlier stage, and other hooks, from "
-                    "that stage on, keep something, too: they may run in another order than on one device. Register it "
-                    "right behind the line that makes the value, or use TensorParallelStrategy."
+                    "that stage on, keep or log something, too: they may run in another order than on one device. "
+                    "Register it right behind the line that makes the value, or use TensorParallelStrategy."
                 )
 
     def _told(self, mine: Changed, source: int, before: Snapshot) -> Changed:
@@ -100,6 +123,8 @@ class InBackward:
         if source == self.axis.rank:
             self.inner.leave_what_cannot_travel(told, known)
         told = self.inner.sent(told, source, "state of hooks", known)
+        if told.raised is not None:
+            raise pickle.loads(told.raised)
         if told.refused:
             raise TypeError(" ".join(told.refused))
         return mine if source == self.axis.rank else told.calls[0]
@@ -120,7 +145,15 @@ class InBackward:
         """What backward changed until it had gone through ``stage``."""
         while self._changed and self._due >= stage:
             self._do(self._changed[self._due])
+            self._say(self._changed[self._due])
             self._due -= 1
+
+    def _say(self, changed: Changed) -> None:
+        """Log and say for real what a backward did; all ranks log, as on one device."""
+        if changed.logs or changed.said:
+            cells = self.watch.everything()[0].cells
+            shown = changed.said if self.axis.rank == 0 else ()
+            log_and_say(changed.logs, shown, self.watch.lightning_module, cells)
 
     def in_turn(
         self,
@@ -167,14 +200,34 @@ class InBackward:
     def _look(self) -> None:
         self._before, self._own_cells = self.watch.everything(parameters=True)
         self._before.lend_iterators()
+        self._said = Changed("")
+        self._heard = contextlib.ExitStack()
+        self._heard.enter_context(held_refused(loggers_of(self.watch.lightning_module)))
+        self._heard.enter_context(self._hearing(self._said, self._before))
+
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """Whatever ends the backward that Lightning runs inside: what hooks log is heard no more."""
+        try:
+            yield
+        except Exception as error:
+            self._heard.close()
+            if self._own:  # a hook on a parameter raised it, in its rank's turn
+                self._own = False
+                self._tell_raised(error)
+            raise
+        finally:
+            self._heard.close()
 
     def _end_turn(self) -> None:
+        self._heard.close()
         if not self._own:
             self._before.restore()
             return
         self._before.settle_iterators()
-        self._spread_turn(Changed.since(self._before, self._own_cells))
         self._own = False
+        mine = Changed.since(self._before, self._own_cells)
+        self._spread_turn(replace(mine, logs=self._said.logs, said=self._said.said))
 
     def _end_turns(self) -> None:
         self._end_turn()
@@ -209,10 +262,11 @@ class InBackward:
             raise NotImplementedError(
                 f"Hooks on parameters and hooks on modules or activations both change {sorted(both)[0]}. On several "
                 "devices the ones run after the others, and what they keep would be in another order. Let each kind "
-                "keep its own, or use TensorParallelStrategy."
+                "keep and log its own, or use TensorParallelStrategy."
             )
         if source != self.axis.rank:
             self._do(told)
+        self._say(told)
         self._told_any |= bool(told.shared or told.own)
         self._turn -= 1
 
@@ -224,4 +278,5 @@ def _places(changed: Changed) -> set[str]:
             found |= {f"{name}.{key}" for key in (*change.entries, *change.inplace, *change.deleted)}
         else:
             found.add(name)
-    return found
+    found |= {f"what {call_of(record)} gets" for record in changed.logs}
+    return found | {"what is printed or given to loggers" for _ in changed.said}

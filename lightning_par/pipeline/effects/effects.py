@@ -120,7 +120,7 @@ class Effects:
                     known.add(place, value)
                 self.refused.extend(sent._unsendable(device, known))
         sent = Effects(refused=self.refused) if self.refused else sent
-        sent = Effects(raised=_packed(self.raised)) if isinstance(self.raised, Exception) else sent
+        sent = Effects(raised=packed_error(self.raised)) if isinstance(self.raised, Exception) else sent
         arrived: Effects = broadcast_batch(sent, axis, device, source, True, "effects", known, packed)
         return self._accepted(arrived)
 
@@ -188,7 +188,7 @@ def _zeros(x: Tensor) -> Tensor:
     return torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
 
 
-def _packed(error: Exception) -> bytes:
+def packed_error(error: Exception) -> bytes:
     """An exception as others can raise it, in other words where its class can't be sent."""
     try:
         packed = pickle.dumps(error)

@@ -18,8 +18,10 @@ from torch import nn
 
 from lightning_par.pipeline.effects.console import ATOMS, LoggerView
 from lightning_par.pipeline.run.located import Run
+from lightning_par.private.graph import in_backward
 from lightning_par.private.lightning_modules import trainer_of
 from lightning_par.sharded.rules.lookup import user_line
+from lightning_par.sharded.run_state import RunState
 from lightning_par.trial.memo import Memo
 
 _RUNS = "lightning_par.pipeline.run."
@@ -49,24 +51,30 @@ def loggers_of(module: nn.Module) -> list[Any]:
 
 
 def refuse_within_layer() -> None:
-    """Raises NotImplementedError where a layer runs."""
-    run = Run.current
-    if run is not None and run.path is not None and threading.current_thread() is threading.main_thread():
+    """Raises NotImplementedError where a layer runs, or a hook in backward."""
+    here = threading.current_thread() is threading.main_thread() or in_backward()  # which may have threads of its own
+    if here and _within_layer():
         refuse_held()
+
+
+def _within_layer() -> bool:
+    """Whether a layer runs, or a hook in backward."""
+    run = Run.current
+    return run is not None and run.path is not None or RunState.current.hooks_alone and in_backward()
 
 
 def refuse_held() -> None:
     raise NotImplementedError(
-        f"{user_line()}: a layer calls a logger, or an experiment of one, that it holds itself, which in a pipeline "
-        "its rank alone would do. Write `self.logger`, the LightningModule's, or `trainer.logger` there, at each call."
+        f"{user_line()}: a layer or a hook calls a logger, or an experiment of one, that it holds itself, which in "
+        "a pipeline its rank alone would do. Write `self.logger`, the LightningModule's, or `trainer.logger` there, "
+        "at each call."
     )
 
 
 def _guard(kind: type) -> type:
     def get(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
-        run = Run.current
-        if run is not None and run.path is not None and not name.startswith("__"):
+        if _within_layer() and not name.startswith("__"):
             frame = sys._getframe(1)
             if not _is_plain(value) or _is_method_of(frame, self):
                 if not _is_viewed(frame):
@@ -99,4 +107,4 @@ def _is_viewed(frame: types.FrameType | None) -> bool:
         if module.startswith(_RUNS):
             return False
         frame = frame.f_back
-    return True
+    return not RunState.current.hooks_alone

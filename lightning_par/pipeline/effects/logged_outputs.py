@@ -44,6 +44,13 @@ class LogRecord:
     at: int = field(default=0, compare=False)
 
 
+def call_of(record: LogRecord | Said) -> str:
+    """What was called, as users write it."""
+    if isinstance(record, LogRecord):
+        return f"self.log({record.name!r}, ...)"
+    return f"logger.{'.'.join(record.path)}(...)" if isinstance(record, SayingCall) else "self.print(...)"
+
+
 class Recorder(Protocol):
     """Takes what a run says."""
 

@@ -18,7 +18,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import refusal
 from lightning_par.pipeline.effects.console import Said, SayingCall
 from lightning_par.pipeline.effects.effects import Effects
-from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, Recorder
+from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, Recorder, call_of
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.microbatch_outputs import averaged, joined
 from lightning_par.pipeline.run.stage_run import StageRun
@@ -121,7 +121,7 @@ class UnitOutputs:
             why = refusal(x, torch.device("cpu"))
             if why is not None:
                 told.refused.append(
-                    f"What a layer gives to {_call(x)} can't be sent to the other ranks of the pipeline: {why}."
+                    f"What a layer gives to {call_of(x)} can't be sent to the other ranks of the pipeline: {why}."
                 )
         return _Told(refused=told.refused) if told.refused else told
 
@@ -168,19 +168,19 @@ def _whole(parts: Sequence[list[Record]], join: Callable[[list[Tensor]], Tensor]
     """What units say of a batch, made of what they said of each microbatch; ``join`` is given a tensor of each."""
     most = max(parts, key=len)
     if any(len(part) != len(most) for part in parts):
-        raise _UnlikeError(_call(most[-1]))
+        raise _UnlikeError(call_of(most[-1]))
     return [_joined(records, join) for records in zip(*parts, strict=True)]
 
 
 def _joined(records: tuple[Record, ...], join: Callable[[list[Tensor]], Tensor]) -> Record:
     first = records[0]
     if not all(_alike(first, x) for x in records[1:]):
-        raise _UnlikeError(_call(first))
+        raise _UnlikeError(call_of(first))
     tensors: Iterator[tuple[Tensor, ...]] = zip(*(tensors_in(vars(x)) for x in records), strict=True)
     try:
         return type(first)(**map_tensors(lambda _: join([*next(tensors)]), vars(first)))
     except _UnlikeError as error:
-        raise _UnlikeError(_call(first)) from error
+        raise _UnlikeError(call_of(first)) from error
 
 
 def _put_together(shares: Iterator[bool], values: list[Tensor]) -> Tensor:
@@ -204,12 +204,6 @@ def _alike(a: Record, b: Record) -> bool:
 
 def _at(record: LogRecord | Said) -> int:
     return record.at
-
-
-def _call(record: LogRecord | Said) -> str:
-    if isinstance(record, LogRecord):
-        return f"self.log({record.name!r}, ...)"
-    return f"logger.{'.'.join(record.path)}(...)" if isinstance(record, SayingCall) else "self.print(...)"
 
 
 class _ByDepth:
@@ -247,7 +241,7 @@ class _Unforeseen:
 
     def hear(self, said: Said) -> None:
         assert isinstance(said, SayingCall)
-        self._refuse(_call(said))
+        self._refuse(call_of(said))
 
     def _refuse(self, what: str) -> None:
         raise RuntimeError(

@@ -21,7 +21,9 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import broadcast_batch, refusal
 from lightning_par.mesh.handshake import Meeting
 from lightning_par.mesh.known_objects import Known
+from lightning_par.pipeline.effects.console import Said
 from lightning_par.pipeline.effects.local_objects import ByPlace, flat, place_of_made, stand_in_for
+from lightning_par.pipeline.effects.logged_outputs import LogRecord, call_of
 from lightning_par.pipeline.effects.unit_reach import may_say
 from lightning_par.pipeline.effects.watched_run import Watch
 from lightning_par.pipeline.program.program import Program
@@ -40,12 +42,16 @@ class Changed:
         shared: by name, of what is reached outside of the unit, too.
         own: by name, of what the unit alone holds.
         graphs: of ``shared`` the names of changes with tensors that have a graph, and which of their tensors.
+        logs: what a backward logged by the module.
+        said: what it printed by the module, and gave to loggers.
     """
 
     path: str
     shared: dict[str, Change] = field(default_factory=dict)
     own: dict[str, Change] = field(default_factory=dict)
     graphs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    logs: list[LogRecord] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
 
     @classmethod
     def since(cls, before: Snapshot, own: Collection[str], path: str = "") -> Changed:
@@ -68,16 +74,22 @@ class Changed:
                     tensors[n].requires_grad_().register_hook(partial(_lost, self.who, name))
 
     @property
+    def any(self) -> bool:
+        """Whether it is more than nothing."""
+        return bool(self.shared or self.own or self.logs or self.said)
+
+    @property
     def who(self) -> str:
         return f"a hook of {self.path!r} or its own code" if self.path else "a hook on a gradient"
 
 
 @dataclass
 class Told:
-    """What a rank tells of a stage: the calls of units by their events, or why it can't."""
+    """What a rank tells of a stage: the calls of units by their events, or why it can't, or what was raised there."""
 
     calls: dict[int, Changed] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    raised: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +278,13 @@ class InnerState:
             return
         self._leave_what_all_made(told, known)
         for index, changed in told.calls.items():
+            for record in (*changed.logs, *changed.said):
+                why = refusal(record, self.device, known)
+                if why is not None:
+                    told.refused.append(
+                        f"What {changed.who} gives to {call_of(record)} can't be sent to the other ranks of the "
+                        f"pipeline: {why}."
+                    )
             whys = {name: refusal(change, self.device, known) for name, change in changed.shared.items()}
             told.refused += [
                 f"What {changed.who} stores in {name} can't be sent to the other ranks of the pipeline: {why}. All of "

@@ -116,7 +116,8 @@ class Engine:
         schedule = self.order.training([part.program for part in ready.parts])
         expected = self._expected(ready, step)
         scale = scale / gradient_shares.ranks()  # each rank's share of the loss's gradient
-        gradients = StepGradients(self, ready, named, scale, ahead)
+        seen = self.inner_state.agree(ready.program) or self.programs.hooks.on_backwards
+        gradients = StepGradients(self, ready, named, scale, ahead, seen)
         settled: list[Any] = []
 
         def settle(effects: Effects) -> None:
@@ -150,9 +151,12 @@ class Engine:
         if told is not None:
             return told[0]
         generators.set_global_state(ready.before)  # what the step does may depend on what it draws
+        state = self.programs.watch.everything()[0].copy_tensors() if self.programs.hooks.known else None
         try:
             return expected_gradients(step)
         finally:
+            if state is not None:
+                state.restore()  # hooks may hold the module in place of its copy
             generators.set_global_state(ready.after)
 
     def microbatches_of(self, step: Step, microbatches: int) -> int:

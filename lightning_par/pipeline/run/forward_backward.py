@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_par.pipeline.effects.backward_outputs import Unforeseen, hooks_heard
 from lightning_par.pipeline.effects.effects import Effects, merged
+from lightning_par.pipeline.effects.logged_outputs import silent
 from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
@@ -63,6 +65,7 @@ class ForwardBackward:
         self.messenger, self.replays, self.tokens = engine.messenger, engine.replays, engine.tokens
         self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
         self._advise = partial(_alone, engine.axis.rank)
+        self._unforeseen = Unforeseen()
         self._effects: Effects | None = None  # what the step did, once all forwards have run
 
     def run(self) -> Effects:
@@ -175,8 +178,13 @@ class ForwardBackward:
             self.finals.end(action)
 
     def _keeping(self, action: Action) -> AbstractContextManager[None]:
-        """Around a backward, which may keep something."""
-        if not self.meets or self.rehearses or action.op == "W":  # of which the whole has run with the inputs' part
+        """Around a backward, which may keep or say something."""
+        module = self.engine.programs.watch.lightning_module
+        if self.rehearses:
+            return silent(module)
+        if not self.meets:
+            return hooks_heard(module, self._unforeseen)
+        if action.op == "W":  # of which the whole has run with the inputs' part
             return nullcontext()
         return self.in_backward.stage()
 

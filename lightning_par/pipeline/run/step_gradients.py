@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.pipeline.program.prepared_step import Prepared
-from lightning_par.pipeline.run.delivery import deliver, gradients_apart, note_last
+from lightning_par.pipeline.run.accumulated_gradients import AccumulatedGradients
+from lightning_par.pipeline.run.delivery import called_before, deliver, gradients_apart, note_last
 from lightning_par.pipeline.run.final_gradients import FinalGradients, stages_by_leaf
 from lightning_par.pipeline.trial.expected_gradients import refuse_others
 from lightning_par.sharded import gradient_shares
@@ -30,6 +31,7 @@ class StepGradients:
         named: the leaves that get gradients here, by name.
         scale: of the loss in the backwards.
         ahead: averages gradients over replicas while the backwards run, unless hooks must see them first.
+        seen: whether hooks run in the backwards.
 
     Example::
 
@@ -42,12 +44,19 @@ class StepGradients:
     """
 
     def __init__(
-        self, engine: Engine, ready: Prepared, named: Mapping[str, Tensor], scale: float, ahead: Ahead | None
+        self,
+        engine: Engine,
+        ready: Prepared,
+        named: Mapping[str, Tensor],
+        scale: float,
+        ahead: Ahead | None,
+        seen: bool = False,
     ) -> None:
         self._engine, self._ready, self._named, self._scale = engine, ready, named, scale
         hooked = engine.programs.hooks.on_parameters
         self._order: list[int] | None = [] if hooked else None  # in which backward came to the leaves, by id
-        self._ahead = None if hooked else ahead
+        self._ahead = None if hooked or seen else ahead
+        self._earlier = AccumulatedGradients(named) if seen else None
         self.finals = None if self._ahead is None else self._follow(self._ahead)
         self._found: dict[Tensor, Tensor | None] = {}
 
@@ -63,8 +72,13 @@ class StepGradients:
         if self._order is not None:
             note = partial(note_last, self._order)
         with gradients_apart([*self._named.values()], note), gradient_shares.unshared():
-            yield
-            self._found = {p: p.grad for p in self._named.values()}  # before what was there is put back
+            if self._earlier is None:
+                yield
+                self._found = {p: p.grad for p in self._named.values()}  # before what was there is put back
+            else:
+                self._earlier.show()
+                yield
+                self._found = self._earlier.of_step()
 
     def finish(self, expected: frozenset[str] | None) -> None:
         """Sum what several ranks have a part of, and send what is to be averaged. All ranks must call it.
@@ -94,8 +108,10 @@ class StepGradients:
         """``loss`` again, whose backward gives each leaf its gradient."""
         grads = [(p, g) for p, g in self._found.items() if g is not None]
         if self._order is None:
-            return self._engine.in_backward.delivered(deliver(loss, grads, self._scale))
-        return self._delivered_in_turn(loss, grads, self._order)
+            value = self._engine.in_backward.delivered(deliver(loss, grads, self._scale))
+        else:
+            value = self._delivered_in_turn(loss, grads, self._order)
+        return value if self._earlier is None else called_before(value, self._earlier.check)
 
     def _delivered_in_turn(self, loss: Tensor, grads: list[tuple[Tensor, Tensor]], order: list[int]) -> Tensor:
         """Each parameter in the order of backward, in which hooks on them run."""

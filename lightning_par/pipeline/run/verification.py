@@ -90,7 +90,8 @@ def verify(
 def _unlike(engine: Engine, step: Step, whole: Values, whole_batch: bool) -> str | None:
     """Whether other parameters have a gradient than on one device, where fakes don't tell which these are."""
     axis, before = engine.axis, generators.global_state()
-    told = expected_gradients(replace(step, batch=map_tensors(cloned, step.batch)))
+    with kept(engine.module, engine.overwritten, engine.programs.watch):  # of which hooks may hold something
+        told = expected_gradients(replace(step, batch=map_tensors(cloned, step.batch)))
     if whole_batch:
         engine.foretold = (told,)  # the same of the step itself, which comes next
     if not any(axis.all_gather_object(told is None and not engine.inner, "expected")):
@@ -129,14 +130,14 @@ def _rehearsed(engine: Engine, step: Step, count: int, named: Mapping[str, Tenso
     before = generators.global_state()
     batch = map_tensors(cloned, step.batch)
     try:
-        with _kept(engine.module, engine.overwritten, engine.programs.watch):
+        with kept(engine.module, engine.overwritten, engine.programs.watch):
             return engine.rehearse(replace(step, batch=batch), count, named, key, _drawing())
     finally:
         generators.set_global_state(before)
 
 
 @contextmanager
-def _kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iterator[None]:
+def kept(module: nn.Module, overwritten: Collection[str], watch: Watch) -> Iterator[None]:
     """What modules hold is afterwards what it was, within units, too; of parameters those that are ``overwritten``."""
     parameters = [leaf(p) for name, p in module.named_parameters() if name in overwritten]
     here = [x for x in (*module.buffers(), *parameters) if not (is_elsewhere(x) or x.is_meta)]

@@ -21,6 +21,7 @@ from lightning_par.absent.elsewhere import Elsewhere
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.broadcast import kind_of, send_to_all
 from lightning_par.pipeline.effects.console import hushed
+from lightning_par.pipeline.effects.logged_outputs import silent
 from lightning_par.pipeline.effects.random_draws import stand_at, standing
 from lightning_par.pipeline.trial.analysis_copy import Fakes, cloned
 from lightning_par.pipeline.trial.untraced import untraced
@@ -105,7 +106,8 @@ def _gradients_of(copy: Any, step: Step) -> frozenset[str] | None:
     loss = loss_in(getattr(copy, step.name)(map_tensors(cloned, step.batch), *step.rest))
     if loss is None or not loss.requires_grad:
         return None
-    loss.backward()
+    with silent(step.module):  # which hooks may hold, in place of the copy
+        loss.backward()
     return frozenset(name for name, p in copy.named_parameters() if p.grad is not None)
 
 
