@@ -21,8 +21,8 @@ from lightning_par import (
     TensorParallelStrategy,
     ledger,
 )
+from lightning_par.sharded.patches.float_casts import all_in_float64
 from lightning_par.sharded.tensor import leaf
-from tests.pretrained.in_float64 import in_float64
 
 BATCH, LENGTH, WORDS, STEPS = 4, 8, 96, 3
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -170,7 +170,7 @@ def trained(adapter: str, layout: str | None, asking: bool = False, replicas: in
         accumulate_grad_batches=1 if layout else replicas, gradient_clip_val=1.0, use_distributed_sampler=False,
         callbacks=[last],
     )  # fmt: skip
-    with in_float64(), ledger() as moved:
+    with all_in_float64(), ledger() as moved:
         trainer.fit(module, DataLoader(mine, batch_size=None))
     found = {
         "moved": moved.counts(),

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_par.checkpoint.export import export
+from lightning_par.sharded.patches.float_casts import all_in_float64
 from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.pretrained.in_float64 import in_float64
 from tests.pretrained.test_load import CASES, LAYOUTS, OPTIONS, Pretrained, fit, save
 
 SIZE = "20KB"  # of a file, of which there are several
@@ -32,7 +32,7 @@ class Saving(Callback):
         self.casts = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.casts.enter_context(in_float64())  # not while it loads: there values are computed in float32
+        self.casts.enter_context(all_in_float64())  # not while it loads: there values are computed in float32
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))

@@ -119,6 +119,13 @@ class Casts(Net):
         return F.mse_loss(F.linear(hidden, weight).to(batch[1].dtype), batch[1])
 
 
+class Rounds(Net):
+    """As attention in Hugging Face's "eager" does, where no cast is seen."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.softmax(x, -1, dtype=torch.float32).to(x.dtype)
+
+
 class OfTheOther(pytorch_lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -342,8 +349,14 @@ def test_a_rank_that_hangs_and_one_that_dies_unseen_are_named(pool: Pool, tmp_pa
     assert re.fullmatch(r"Rank [01] was not done after 0\.5 s\.", hangs) and dies == "Rank 1 died."
 
 
-def test_a_cast_to_float32_is_told_by_its_size(pool: Pool) -> None:
+def test_a_cast_to_float32_does_not_round(pool: Pool) -> None:
+    """As norms of Hugging Face's have it."""
     (verdict,) = pool.run(1, _check, "Casts", ["tensor_parallel"])
+    assert verdict, f"{verdict}"
+
+
+def test_what_rounds_to_float32_is_told_by_its_size(pool: Pool) -> None:
+    (verdict,) = pool.run(1, _check, "Rounds", ["tensor_parallel"])
     assert _states(verdict) == ["differs"]
     assert verdict.footer() == ["Differences are of the size of float32's rounding: does the module cast to float32?"]
 
