@@ -27,8 +27,14 @@ torch.set_num_threads(1)
 pytest_plugins = ["pytester", "tests.helpers.slow", "tests.gpu_rules.plugin"]
 
 
+def pytest_collection() -> None:
+    """What is made meanwhile stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays: looking it through again and again takes minutes in all."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -52,6 +58,7 @@ def _torch_as_it_was() -> Iterator[None]:
     yield
     if not _patched() <= before:
         gc.collect()
+        gc.freeze()  # what is left, as the compiler, is not looked through again after the next test
         # A test that failed lives on in its traceback.
         assert _patched() <= before or hasattr(sys, "last_value"), "torch is left patched"
 

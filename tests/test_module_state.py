@@ -115,16 +115,13 @@ class Sources:
 
     def _changed_in(self, path: str, tree: ast.Module) -> Iterator[str]:
         imported = dict(_imports(tree))
-        for function in ast.walk(tree):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                continue
-            for node in ast.walk(function):
-                if isinstance(node, ast.Global):
-                    yield from (f"{path} {name}" for name in node.names)
-                for target in _written(node):
-                    name = self._name_of(path, imported, target)
-                    if name is not None:
-                        yield name
+        for node in _in_functions(tree):
+            if isinstance(node, ast.Global):
+                yield from (f"{path} {name}" for name in node.names)
+            for target in _written(node):
+                name = self._name_of(path, imported, target)
+                if name is not None:
+                    yield name
 
     def _name_of(self, path: str, imported: dict[str, tuple[str, str]], target: ast.expr) -> str | None:
         """What of a module or class of the package ``target``, that is written to, is or lies in."""
@@ -143,6 +140,15 @@ class Sources:
             return f"{home} {name}.{way[0]}" if held else None
         known = name in self.held.get(home, {})
         return f"{home} {name}" if known and not self.is_memo(home, name) else None
+
+
+def _in_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """What lies in functions, each node once."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        yield from ast.walk(node)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _in_functions(child)
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -100,7 +100,7 @@ def _one_device(pool: Pool, case: str) -> dict[str, Tensor]:
     return pool.run(1, _start, case, None, False)[0][0]
 
 
-@slow("dp2-*", "*-vit", "*-gpt", "*-hf_t5", "*-hf_gpt2", "pp2-hf_bert", "pp2-hf_llama")
+@slow(but=["pp2-lstm", "tp2-hf_bert", "fsdp2-hf_llama", "fsdp2-mlp"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_those_of_one_device(pool: Pool, case: str, layout: str) -> None:
@@ -215,6 +215,7 @@ def _made_by(make: Any, layout: dict[str, Any] | None, seed: int = 7) -> Any:
     return _fit(module, _batches(), layout, seed)
 
 
+@slow("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_constructor_that_cannot_be_deferred_builds_whole_and_says_so(pool: Pool, layout: str) -> None:
     expected = pool.run(1, _made_by, _touches_memory, None)[0]
@@ -232,6 +233,7 @@ def test_large_weights_made_of_data_are_built_whole_and_said_so(pool: Pool) -> N
     assert all(torch.equal(x, first[0][name]) for name, x in expected[0].items())
 
 
+@slow("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_ranks_that_draw_otherwise_start_from_the_first_ones_weights(pool: Pool, layout: str) -> None:
     (initial, deferred, _, one), (*_, other) = pool.run(2, _made_by, _unseeded, LAYOUTS[layout])
@@ -260,6 +262,7 @@ def _fit_from(path: str, layout: dict[str, Any] | None) -> Any:
     return keep.initial, {name: x.clone() for name, x in module.state_dict().items()}
 
 
+@slow("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_checkpoint_takes_the_place_of_deferred_weights(pool: Pool, tmp_path: Path, layout: str) -> None:
     path = str(tmp_path / "one.ckpt")
@@ -311,6 +314,7 @@ def _fit_from_directory(path: str, layout: dict[str, Any]) -> Any:
     return reads.entries, reads.times, reads.kept, reads.own_entries, reads.own_times
 
 
+@slow("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_of_a_directory_each_rank_reads_its_part_once_and_keeps_nothing(
     pool: Pool, tmp_path: Path, layout: str
@@ -330,6 +334,7 @@ def _validated(layout: dict[str, Any] | None) -> Any:
     return first, trainer.validate(module, _batches(), verbose=False)
 
 
+@slow("tp2")
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_validation_alone_runs_a_deferred_module_and_again(pool: Pool, layout: str) -> None:
     expected = pool.run(1, _validated, None)[0]

@@ -18,13 +18,11 @@ from tests.planner.test_counted import CLIPPED, IMPOSSIBLE
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
-    "gpt-1f1b",
     "gpt-tensor",
-    "hf_llama-ring",
     "lstm-data",
     "mlp_deep-fsdp",
     "encoder_decoder-ring",
-    "hf_bert-1f1b",
+    "mlp_deep-1f1b",
 ]
 
 
@@ -64,7 +62,7 @@ def test_autocast_moves_what_was_said(case: str, name: str) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
-@slow(but=["gpt-pipeline_tensor", "mlp_deep-fsdp_tensor"])
+@slow(but=["mlp_deep-pipeline_tensor", "mlp_deep-fsdp"])
 @pytest.mark.parametrize(("case", "name"), CLIPPED, ids=[f"{case}-{name}" for case, name in CLIPPED])
 def test_the_clip_sends_what_was_said(case: str, name: str) -> None:
     layout = LAYOUTS[name]

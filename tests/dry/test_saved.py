@@ -176,7 +176,7 @@ def _in_file(path: Path) -> int:
     return sum(found.values())
 
 
-@slow(but=["gpt-tensor", "gpt_tied-fsdp x pipeline", "layers-data x placement", "configured-pipeline"])
+@slow(but=["gpt-tensor", "odd-fsdp x pipeline", "layers-placement", "configured-pipeline"])
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -352,7 +352,7 @@ def test_while_gradients_accumulate(pool: Pool, model: type[Model], kind: type[L
     _compare(pool, model, kind, True, 3)
 
 
-@slow(but=["WritesGradient", "Hooks"])
+@slow(but=["WritesGradient"])
 @pytest.mark.parametrize("kind", [WritesGradient, Hooks, KeepsAnew, Recursive], ids=_name)
 def test_where_weights_are_split_over_tensor_ranks_too(pool: Pool, kind: type[Layer]) -> None:
     _compare(pool, Model, kind, True, 3, ranks=4)

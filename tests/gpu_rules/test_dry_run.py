@@ -49,7 +49,7 @@ def _found(layout: str, **given: Any) -> tuple[Counts, Counts]:
     return cpu, gpu
 
 
-@slow("fsdp", "ring")
+@slow(but=["1f1b"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_and_sends_on_a_gpu_what_it_does_on_a_cpu(pool: StrictPool, layout: str) -> None:
     ((cpu, gpu),) = pool.run(1, _found, layout)

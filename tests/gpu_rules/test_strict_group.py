@@ -246,7 +246,7 @@ def _a_slow_rank() -> float:
     rank, _, device = _begin()
     x = torch.ones(1, device=device)
     if rank:
-        time.sleep(4)
+        time.sleep(1.5)
     dist.all_reduce(x)
     return x.item()
 

@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 LONGEST = """
-    sharded/patches/test_unchanged law/test_found law/test_equality strategies/test_compiled_blocks
-    fsdp/test_fully_sharded law/test_hybrid_equality sharded/rules/test_rules pretrained/test_generate
-    strategies/test_launch strategies/test_registry pipeline/test_surface verdict/test_check law/test_features
-    absent/test_deferred_fit pipeline/effects/test_backward_state pipeline/placement/test_equality
-    sequence/test_counts strategies/test_surface_training checkpoint/test_matrix optim/test_optimizers
-    pipeline/run/test_counts pipeline/test_checkpoints strategies/test_surface_random strategies/test_surface_weights
-    strategies/test_exits pipeline/test_surface_logging strategies/test_surface_logging
+    pipeline/run/test_replay law/test_found sharded/patches/test_unchanged pipeline/effects/test_unit_outputs
+    pipeline/test_surface law/test_equality fsdp/test_fully_sharded strategies/test_launch
+    pipeline/run/test_message_order verdict/test_check planner/test_counted strategies/test_preemption
+    dry/test_saved gpu_rules/test_layouts gpu_rules/test_strict_group planner/test_run_setup
+    planner/test_stage_trial planner/test_peaks dry/test_counted pipeline/test_surface_logging test_module_state
+    pipeline/run/test_counts sequence/test_input law/test_two_strategies law/test_draws tensor/test_plan
+    gpu_rules/test_fake_device mesh/test_rendezvous planner/test_counts pipeline/between_steps/test_module_calls
+    dry/test_dry_run fsdp/test_block_uses checkpoint/test_matrix law/test_fuzz strategies/test_compiled_blocks
+    strategies/test_registry trial/test_guesses private/test_strays gpu_rules/test_delivery
+    pretrained/test_generate sharded/test_compiled_graph pipeline/test_input optim/test_optimizers
+    planner/test_used_again strategies/test_surface_training checkpoint/test_checkpoints
+    planner/test_machine_at_hand sequence/test_counts fsdp/test_kept_views pretrained/test_save
+    absent/test_deferred_fit strategies/test_surface_random pipeline/trial/test_study
+    strategies/test_surface_runs gpu_rules/test_dry_run strategies/test_surface_weights
 """.split()
 
 

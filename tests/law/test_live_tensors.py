@@ -54,7 +54,8 @@ def _alive(layout: dict[str, Any], name: str) -> list[int]:
 ROWS = [*((layout, "gpt") for layout in LAYOUTS), ("tensor", "mlp_gradient_penalty")]
 
 
-@slow("tensor-gpt", "placement-gpt", "shard_residual-gpt")  # others have what they have
+@slow("tensor-gpt", "placement-gpt", "shard_residual-gpt", "fsdp-gpt")
+# others have what they have
 @pytest.mark.parametrize(("layout", "name"), ROWS)
 def test_no_step_leaves_a_tensor_behind(pool: Pool, layout: str, name: str) -> None:
     for counts in pool.run(2, _alive, LAYOUTS[layout], name):

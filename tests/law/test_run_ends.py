@@ -17,6 +17,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.sharded.run_state import RunState
 from tests.helpers.models import MODELS
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.law.test_two_strategies import LAYOUTS
 
 Known = dict[str, weakref.ref[Any]]
@@ -74,6 +75,7 @@ def _after(layout: dict[str, Any]) -> list[dict[str, list[str]]]:
     return [kept, _alive(known)]
 
 
+@slow("shard_residual", "placement")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ulysses"])
 def test_nothing_of_a_run_outlives_it(pool: Pool, layout: str) -> None:
     assert pool.run(2, _after, LAYOUTS[layout]) == [[{}, {}]] * 2

@@ -141,7 +141,6 @@ def test_fits_in_turn_are_each_one_devices(
 @slow(
     but=[
         "on_train_batch_end-shard_residual-tensor",
-        "on_train_batch_end-sequence-ulysses",
         "on_train_batch_end-placement-sequence",
         "on_after_backward-pipeline-fsdp",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -48,24 +48,27 @@ class State:
     drawn: set[int] = field(default_factory=set)
     asked: bool = False
 
+    def copy(self) -> State:
+        return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]  # far quicker than a deep copy
+
     def next(self) -> Iterator[State]:
         for i, rank in enumerate(self.ranks):
             if rank.moves() and not self._waits(i):
-                state = copy.deepcopy(self)
+                state = self.copy()
                 if state.ranks[i].move():
                     yield state
         for i in range(len(self.ranks)):
             if i not in self.told:
-                state = copy.deepcopy(self)
+                state = self.copy()
                 state.told[i] = state.ranks[i].line.tell()
                 yield state
                 if self.ranks[i].done == len(self.ranks[i].points):  # its run has ended: it is not told, nor asked
-                    state = copy.deepcopy(self)
+                    state = self.copy()
                     state.told[i] = ENDED
                     state.drawn.add(i)
                     yield state
             elif len(self.told) == len(self.ranks) and i not in self.drawn:
-                state = copy.deepcopy(self)
+                state = self.copy()
                 state.ranks[i].line.draw(max(self.told.values()))
                 state.drawn.add(i)
                 yield state
@@ -125,12 +128,12 @@ def test_replicas_of_more_or_fewer_batches_stop_before_the_next_point_of_all(mes
             assert stopped == [None, None], end
 
 
+class Early(StopLine):
+    def draw(self, line: Point) -> None:
+        super().draw((line[0] - 1, 0))
+
+
 def test_a_line_that_some_rank_passed_would_be_found() -> None:
     """The test can fail: a line one point too early leaves a rank behind it, with another before."""
-
-    class Early(StopLine):
-        def draw(self, line: Point) -> None:
-            super().draw((line[0] - 1, 0))
-
     ends = _ends(State([Rank(ALL, Early()), Rank(ALL, Early())], True))
     assert any(len({rank.stopped for rank in end.ranks}) > 1 or any(r.moves() for r in end.ranks) for end in ends)

@@ -152,7 +152,7 @@ def _callback(kind: str) -> Any:
         "finetuning": lambda: BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.2, verbose=False),
     }
     module = Finetuned() if kind == "finetuning" else Watched()
-    t = trainer([callbacks[kind]()], max_epochs=4)
+    t = trainer([callbacks[kind]()], max_epochs=2 if kind == "ema" else 4)
     t.fit(module, loader(18), loader(8, 1))
     return module.seen, metrics(t), weights(module), t.global_step
 
@@ -253,6 +253,7 @@ def _scaled(overflows: bool) -> Any:
     return scaler.get_scale(), t.global_step, weights(module)
 
 
+@slow("False")
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_gradient_scaler_skips_the_same_steps_on_all_stages(pool: Pool, overflows: bool) -> None:
     results = check(pool, _scaled, overflows, tolerance=1e-2)
@@ -290,7 +291,7 @@ class Frozen(Watched):
 
 def _frozen() -> Any:
     module = Frozen()
-    t = trainer(max_epochs=2)
+    t = trainer()
     t.fit(module, loader(18))
     return module.seen, weights(module)
 
@@ -616,7 +617,7 @@ class Twice(Watched):
 
 def _twice() -> Any:
     module = Twice()
-    t = trainer(max_epochs=2, schedule="zbv", microbatches=3)
+    t = trainer(schedule="zbv", microbatches=3)
     t.fit(module, loader(18), loader(8, 1))
     return module.seen, metrics(t), weights(module)
 
@@ -649,7 +650,7 @@ class SameSentences(Sentences):
 
 def _scalars() -> Any:
     module = Scalars()
-    t = trainer(max_epochs=3)
+    t = trainer(max_epochs=2)
     t.fit(module, DataLoader(SameSentences(), batch_size=None))
     return module.seen, metrics(t), weights(module)
 

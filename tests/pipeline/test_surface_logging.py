@@ -101,7 +101,7 @@ def _logged() -> Any:
     printed = io.StringIO()
     t = trainer(max_epochs=2, num_sanity_val_steps=1, enable_progress_bar=True, callbacks=[RichProgressBar()])
     with contextlib.redirect_stdout(printed):
-        t.fit(module, loader(18), [loader(8, 1), loader(6, 2)])
+        t.fit(module, loader(10), [loader(8, 1), loader(6, 2)])
     logged = {name: kept(value) for name, value in t.logged_metrics.items()}
     bar = {name: float(value) for name, value in t.progress_bar_metrics.items()}
     text = printed.getvalue()

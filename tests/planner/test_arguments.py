@@ -16,6 +16,7 @@ from lightning_par.planner.machines import PRESETS, read_machine
 from lightning_par.planner.precisions import read_precision
 from tests.helpers.differences import differences
 from tests.helpers.models import MODELS
+from tests.helpers.slow import slow
 
 
 @pytest.mark.parametrize("text", ["H100", "8xH100", "h100-80gb-sxm", "8x H100-SXM", "NVIDIA-H100"])
@@ -103,6 +104,7 @@ def test_fewer_samples_than_replicas() -> None:
         read_candidate({}, 8, 4, 4)
 
 
+@slow("hf_llama")
 @pytest.mark.parametrize("case", ["gpt_tied", "unet", "hf_llama"])
 def test_a_module_that_is_there_is_planned_as_its_class_and_left_as_it_is(case: str) -> None:
     made = MODELS[case]

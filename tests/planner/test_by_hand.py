@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES
 
 FSDP = {"data_parallel_size": 2, "data_parallel": "fsdp"}
@@ -80,6 +81,7 @@ class Shared(Untoggled):
 ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp"), (Shared, "kept")]
 
 
+@slow("Toggled-fsdp", "Frozen-kept")
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> None:
     batch = torch.ones(8, 12)

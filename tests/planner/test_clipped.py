@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from tests.helpers.slow import slow
 from tests.planner.counted import AXES
 
 BATCH = torch.ones(4, 8)
@@ -67,6 +68,7 @@ def _planned(module: Any, layout: Any, **clip: Any) -> dict[str, Any]:
     return plan(module, BATCH, "4xH100", devices=devices, layout=layout, **clip).as_dict()["layouts"][0]  # type: ignore[no-any-return]
 
 
+@slow(but=["64-true-fsdp_tensor-Module", "bf16-true-tensor-SomeFrozen", "32-true-fsdp-SomeLeftOut"])
 @pytest.mark.parametrize("module", [Module, SomeFrozen, SomeLeftOut])
 @pytest.mark.parametrize("layout", [TENSOR, FSDP, TENSOR | FSDP], ids=["tensor", "fsdp", "fsdp_tensor"])
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
@@ -75,6 +77,7 @@ def test_it_sends_what_a_dry_run_counts(module: Any, layout: dict[str, Any], pre
     assert _planned(module, layout, **clip)["ranks"][0]["sent"] == _dry(module, layout, **clip)
 
 
+@slow("tensor")
 @pytest.mark.parametrize(("layout", "part"), [(TENSOR, "tensor"), (TENSOR | FSDP, "replicas")], ids=["tensor", "fsdp"])
 def test_by_value_it_sends_nothing_and_takes_less_time(layout: dict[str, Any], part: str) -> None:
     none, value, norm = (

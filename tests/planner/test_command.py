@@ -17,11 +17,11 @@ MODULE = """
 import torch
 from tests.planner.models import GPT
 
-def big():
-    return GPT(layers=24, hidden=2048, heads=16, ffn=8192, vocab=50304, seq=1024)
+def gpt():
+    return GPT(layers=4, hidden=256, heads=4, ffn=1024, vocab=1024, seq=64)
 
 def batch():
-    x = torch.zeros(2, 1024, dtype=torch.long)
+    x = torch.zeros(8, 64, dtype=torch.long)
     return x, x
 
 def broken():
@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> str:
 
 def test_a_layout_alone_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     layout = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "microbatches": 2}'
-    asked = ["plan", f"{file}:big", "--batch", f"{file}:batch", "--machine", "8xH100", "--layout", layout, "--json"]
+    asked = ["plan", f"{file}:gpt", "--batch", f"{file}:batch", "--machine", "8xH100", "--layout", layout, "--json"]
     assert main(asked) == 0
     found = json.loads(capsys.readouterr().out)
     (one,) = found["layouts"]
@@ -70,7 +70,7 @@ def test_small_models_are_told_in_small_units() -> None:
 
 
 def test_a_table_and_what_to_write(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", f"{file}:big", "--batch", f"{file}:batch", "--machine", "8xH100", "--precision", "bf16-mixed"]
+    asked = ["plan", f"{file}:gpt", "--batch", f"{file}:batch", "--machine", "8xH100", "--precision", "bf16-mixed"]
     assert main(asked) == 0
     out = capsys.readouterr().out
     assert (
@@ -82,12 +82,12 @@ def test_a_table_and_what_to_write(file: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("module", "batch", "more", "said"),
     [
-        ("big", "batch", ["--machine", "H900"], "There is no machine 'H900'"),
+        ("gpt", "batch", ["--machine", "H900"], "There is no machine 'H900'"),
         ("broken", "batch", ["--machine", "H100"], "The module can't be built: KeyError: 'no width'"),
-        ("big", "wrong_batch", ["--machine", "H100"], "The batch can't be made: OSError: no file"),
-        ("big", "torn_batch", ["--machine", "H100"], "The step can't be run on this batch without values"),
-        ("big", "batch", [], "plan needs --machine"),
-        ("big", "batch", ["--machine", "H100", "--layout", '{"tensor": 2}'], "--layout has 'tensor'"),
+        ("gpt", "wrong_batch", ["--machine", "H100"], "The batch can't be made: OSError: no file"),
+        ("gpt", "torn_batch", ["--machine", "H100"], "The step can't be run on this batch without values"),
+        ("gpt", "batch", [], "plan needs --machine"),
+        ("gpt", "batch", ["--machine", "H100", "--layout", '{"tensor": 2}'], "--layout has 'tensor'"),
     ],
 )
 def test_what_is_wrong_is_one_line(

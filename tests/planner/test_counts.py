@@ -13,6 +13,7 @@ import torch
 
 from lightning_par.planner import plan
 from lightning_par.sequence import scheme
+from tests.helpers.slow import slow
 from tests.tensor.test_counts import FFN, KV, LAYERS, Counted, V, b, h, s
 
 BATCH = torch.zeros(b, s, dtype=torch.long)
@@ -24,6 +25,7 @@ def planned(layout: dict[str, Any], mlp: str = "swiglu", devices: int = 2) -> di
     return dict(one)
 
 
+@slow("False-gelu", "True-swiglu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_tensor_axis_sends_four_all_reduces_a_layer(mlp: str, sharded: bool) -> None:

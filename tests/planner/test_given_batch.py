@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import dry_run, plan
+from tests.helpers.slow import slow
 
 LAYOUT = {"tensor_parallel_size": 2}
 
@@ -53,6 +54,7 @@ def _sent(module: Any, batch: Any) -> float:
     return float(found.as_dict()["layouts"][0]["ranks"][0]["sent"]["tensor"])
 
 
+@slow("Doubled-*-True", "Twice-*-False")
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize(
     ("kind", "batch", "rows"), [(Doubled, {"rows": torch.ones(4, 8)}, 8), (Twice, torch.ones(4, 8), 8)]

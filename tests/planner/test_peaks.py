@@ -14,8 +14,7 @@ TRIES = 3  # a message that is late on a busy machine holds its memory for longe
 
 ROWS = [(case, name) for case in CASES for name in LAYOUTS if (case, name) not in IMPOSSIBLE]
 DEFAULT = [
-    "gqa_repeat-shard_residual", "gpt-ring", "gpt-fsdp", "lstm-fsdp", "mlp_deep-zbv", "unet-pipeline_4",
-    "hf_llama-interleaved", "hf_llama-zbv",
+    "gqa_repeat-shard_residual", "gpt-ring", "lstm-fsdp", "mlp_deep-zbv", "mlp_deep-pipeline_4", "gpt-interleaved"
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from lightning_par.planner.build import build_module
 from lightning_par.planner.report import Plan
 from lightning_par.private.fake_tensors import WITHOUT_VALUE
 from lightning_par.trial.fake_functions import run_on_fakes
+from tests.helpers.slow import slow
 from tests.planner.counted import APART
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -151,6 +152,7 @@ class ByHandTwice(Module):
         return [torch.optim.Adam(self.first.parameters()), torch.optim.Adam(self.last.parameters())]
 
 
+@slow("residual")
 @pytest.mark.parametrize("layout", [TENSOR, TENSOR | {"shard_residual": True}], ids=["tensor", "residual"])
 def test_what_backwards_send_that_the_step_runs_is_counted(layout: dict[str, Any]) -> None:
     batch = torch.ones(4, 8)
@@ -201,6 +203,7 @@ class Required(Held):
         return super().training_step(batch)
 
 
+@slow("False-Held", "True-Required")
 @pytest.mark.parametrize("kind", [Held, Required])
 @pytest.mark.parametrize("is_there", [False, True])
 def test_what_a_module_holds_beside_weights_has_values(kind: Any, is_there: bool) -> None:
@@ -239,6 +242,7 @@ class Broken(Module):
         raise KeyError("no width")
 
 
+@slow("module")
 @pytest.mark.parametrize("module", [Broken, Broken()], ids=["class", "module"])
 def test_what_adds_modules_and_fails_is_told(module: Any) -> None:
     with pytest.raises(ValueError, match="The module can't be built: KeyError: 'no width' at .*test_run_setup.py"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_par import dry_run, plan
 from lightning_par.pipeline.trial.samples import by_sample
 from lightning_par.planner import search
+from tests.helpers.slow import slow
 
 PIPE = {"pipeline_parallel_size": 2, "microbatches": 4}
 BATCH = torch.ones(8, 16)
@@ -80,12 +81,14 @@ def refusal(call: Any, *args: Any, **asked: Any) -> str:
     return str(caught.value)
 
 
+@slow("Pairs", "Spread")
 @pytest.mark.parametrize("kind", [*MIXES, ByIterator], ids=lambda kind: kind.__name__)
 def test_a_layout_that_a_run_refuses_is_refused_in_its_words(kind: type[Plain]) -> None:
     said = refusal(plan, kind, BATCH, "2xH100", devices=2, layout=PIPE)
     assert said == refusal(dry_run, kind, BATCH, PIPE, devices=2)
 
 
+@slow("ByNorm", "Pairs")
 @pytest.mark.parametrize("kind", MIXES, ids=lambda kind: kind.__name__)
 def test_left_to_itself_a_batch_stays_whole(kind: type[Plain]) -> None:
     found = plan(kind, BATCH, "2xH100", devices=2, layout={"pipeline_parallel_size": 2})
@@ -94,6 +97,7 @@ def test_left_to_itself_a_batch_stays_whole(kind: type[Plain]) -> None:
     assert "samples need one another: " in note
 
 
+@slow("Norm")
 @pytest.mark.parametrize("kind", [Norm, Pairs], ids=lambda kind: kind.__name__)
 def test_a_search_offers_no_microbatches_where_samples_mix(kind: type[Plain]) -> None:
     found = plan(kind, BATCH, "2xH100", devices=2)
@@ -102,6 +106,7 @@ def test_a_search_offers_no_microbatches_where_samples_mix(kind: type[Plain]) ->
     assert any("samples need one another: " in one.reason for one in found.ruled_out)
 
 
+@slow("Plain")
 @pytest.mark.parametrize("kind", [Plain, Masked], ids=lambda kind: kind.__name__)
 def test_microbatches_of_samples_that_do_not_mix_are_offered(kind: type[Plain]) -> None:
     found = plan(kind, BATCH, "2xH100", devices=2, global_batch=8)
@@ -181,6 +186,7 @@ class Sorted(Plain):
         self.net = nn.Sequential(nn.Linear(16, 16), Sorts(), nn.Linear(16, 8))
 
 
+@slow("asked")
 @pytest.mark.parametrize("layout", [PIPE, {"pipeline_parallel_size": 2}], ids=["asked", "auto"])
 def test_what_takes_too_much_memory_to_find_out_is_said(
     layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -191,6 +197,7 @@ def test_what_takes_too_much_memory_to_find_out_is_said(
     assert note.startswith("not known: ") and "whether a Sorts of 272 weights acts on each sample by itself" in note
 
 
+@slow("bf16-true")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_in_half_precision_as_well(precision: str) -> None:
     asked: dict[str, Any] = {"devices": 2, "layout": PIPE, "precision": precision}

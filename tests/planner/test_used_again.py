@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
+from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES
 
 FSDP = {"data_parallel_size": 2, "data_parallel": "fsdp"}
@@ -69,6 +70,7 @@ class Attends(Twice):
         return super().training_step(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
+@slow(but=["Twice-kept", "Penalized-fsdp", "Before-fsdp_tensor", "Transposed-fsdp", "Attends-kept"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", [Twice, Penalized, Before, Transposed, Attends])
 def test_a_plan_counts_each_use(kind: type[Twice], name: str) -> None:

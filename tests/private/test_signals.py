@@ -138,7 +138,7 @@ class Run:
         return module.layer.weight.tolist(), rate, steps, module.seen
 
 
-@slow(but=["often-lightning.pytorch", "windows-lightning.pytorch", "plateau-pytorch_lightning"])
+@slow(but=["often-lightning.pytorch", "plateau-pytorch_lightning"])
 @both
 @pytest.mark.parametrize("name", [*RUNS])
 def test_a_run_resumes_from_between_any_two_batches(
@@ -154,7 +154,7 @@ def test_a_run_resumes_from_between_any_two_batches(
     assert stops > 7
 
 
-@slow(but=["often-pytorch_lightning", "epochs-lightning.pytorch"])
+@slow(but=["epochs-lightning.pytorch"])
 @both
 @pytest.mark.parametrize("name", ["epochs", "steps", "often", "always", "windows", "plateau"])
 def test_a_run_resumes_from_within_validation(name: str, namespace: Namespace, group: None, tmp_path: Path) -> None:

@@ -172,7 +172,17 @@ def _goes_on_between_epochs(folder: Path, kind: str, accumulate: int, sizes: dic
     assert all(torch.equal(a, b) for a, b in zip(weights, trained))
 
 
-@slow("augmented-*1-*", "generator-*2-*", "*stateful-*2-*", "half*", "two-*", "stream-*", "*-3")
+@slow(
+    "augmented-*1-*",
+    "augmented-on_train_epoch_start-*",
+    "generator-*2-*",
+    "generator-end-*",
+    "*stateful-*2-*",
+    "half*",
+    "two-*",
+    "stream-*",
+    "*-3",
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "end"])

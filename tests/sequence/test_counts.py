@@ -132,7 +132,7 @@ def count(kv: int, window: int = 1, small: int = FEW, **options: Any) -> Books:
 SCHEMES = [("ring", 2), ("all_gather", 2), ("ulysses", 2), ("ring", 4), ("all_gather", 4), (PRODUCT, 4)]
 
 
-@slow(but=["*-4-as many key heads"])
+@slow(but=["{'ulysses': 2, 'ring': 2}-4-as many key heads", "all_gather-2-fewer key heads"])
 @pytest.mark.parametrize("kv", [h, KV], ids=["as many key heads", "fewer key heads"])
 @pytest.mark.parametrize(("attention", "c"), SCHEMES, ids=str)
 def test_attention_sends_the_fewest_bytes(attention: Any, c: int, kv: int, pool: Pool) -> None:
@@ -149,6 +149,7 @@ def test_the_worked_example(pool: Pool) -> None:
         assert {books.sent("attention") for books in answers} == {elements * 4}
 
 
+@slow("4")
 @pytest.mark.parametrize("c", [2, 4])
 def test_a_causal_ring_gives_all_ranks_as_many_pairs_and_moves_nothing_for_it(c: int, pool: Pool) -> None:
     hops = 2 * (c - 1) * LAYERS  # keys and values there, where so few stay, and their gradients back
@@ -169,6 +170,7 @@ def train(case: str, **options: Any) -> Books:
     return fit(model.module(), model.data(0), batch_size=model.batch_size, attention="ring", **options)
 
 
+@slow("gpt", "gpt_tied", "gqa_sdpa")
 @pytest.mark.parametrize("case", ["gpt", "gpt_tied", "gqa_sdpa", "gqa_repeat", "hf_llama"])
 def test_nothing_gathers_in_a_language_model(case: str, pool: Pool) -> None:
     for books in pool.run(2, train, case):

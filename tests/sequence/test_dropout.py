@@ -79,7 +79,7 @@ def _flat(seen: Seen) -> list[Tensor]:
     return [*seen.losses, *seen.masks, *seen.attended, *seen.states, *seen.weights.values()]
 
 
-@slow("ulysses")
+@slow("ulysses", "all_gather")
 @pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
 def test_dropout_repeats_and_differs_between_shards(attention: str, pool: Pool) -> None:
     ranks = pool.run(2, _runs, attention)

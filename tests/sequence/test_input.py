@@ -416,22 +416,29 @@ ALLOWED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
 }
 
 
-def _all(refused: bool) -> dict[str, Answer]:
+Asked = Callable[[str], list[dict[str, Any]]]
+
+
+def _all(names: list[str]) -> dict[str, Answer]:
     known = {name: (partial(Net, make), {}) for name, (make, _) in GATHERED.items()}
-    cases: dict[str, Any] = dict(REFUSED) if refused else {**known, **ALLOWED}
-    return {name: run(module, **options) for name, (module, options, *_) in cases.items()}
+    cases: dict[str, Any] = {**REFUSED, **known, **ALLOWED}
+    return {name: run(module, **options) for name, (module, options, *_) in cases.items() if name in names}
 
 
 @pytest.fixture(scope="module")
-def refusals(pool: Pool) -> list[dict[str, Answer]]:
+def refusals(pool: Pool, asked: Asked) -> list[dict[str, Answer]]:
     """Of both ranks, one case after another: a run that was refused leaves the next one as it was."""
-    return pool.run(2, _all, True)
+    rows = asked(test_what_cant_be_is_refused_alike_on_all_ranks_before_training.__name__)
+    return pool.run(2, _all, [row["name"] for row in rows])
 
 
 @pytest.fixture(scope="module")
-def trained(pool: Pool) -> tuple[dict[str, Answer], list[dict[str, Answer]]]:
+def trained(pool: Pool, asked: Asked) -> tuple[dict[str, Answer], list[dict[str, Answer]]]:
     """On one device, and on both ranks."""
-    return pool.run(1, _all, False)[0], pool.run(2, _all, False)
+    tests = (test_what_may_be_trains_as_on_one_device, test_what_gathers_says_so_on_the_first_rank,
+             test_the_table_names_what_the_batch_holds)  # fmt: skip
+    names = [row["name"] for test in tests for row in asked(test.__name__)]
+    return pool.run(1, _all, names)[0], pool.run(2, _all, names)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -443,7 +450,13 @@ def test_what_cant_be_is_refused_alike_on_all_ranks_before_training(name: str, r
     assert not first.losses and not second.losses
 
 
-@slow("flex attention")
+OFTEN = ("flex attention", "scripted module", "autograd function")
+"""Slow, or much like others."""
+
+
+@slow(
+    *OFTEN, "lengths, gather", "one token from the start", "compiled", "a dim of no use", "an encoding", "a dataclass"
+)
 @pytest.mark.parametrize("name", [*GATHERED, *ALLOWED])
 def test_what_may_be_trains_as_on_one_device(name: str, trained: Any) -> None:
     expected, *ranks = (answers[name] for answers in (trained[0], *trained[1]))
@@ -457,6 +470,7 @@ def test_what_may_be_trains_as_on_one_device(name: str, trained: Any) -> None:
             assert (answer.weights[key].double() - weight.double()).abs().max() <= 1e-9, key
 
 
+@slow(*OFTEN)
 @pytest.mark.parametrize("name", GATHERED)
 def test_what_gathers_says_so_on_the_first_rank(name: str, trained: Any) -> None:
     first, second = (answers[name].said for answers in trained[1])
@@ -473,6 +487,7 @@ FIELDS = {
 }
 
 
+@slow("an encoding", "a dataclass")
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_table_names_what_the_batch_holds(name: str, trained: Any) -> None:
     assert [row.split(":")[0] for row in trained[1][0][name].rows] == FIELDS[name]

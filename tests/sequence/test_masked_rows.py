@@ -43,7 +43,7 @@ def _masks(heads: int) -> dict[str, Tensor]:
     return masks | {"both": some, "a row for all": keys}
 
 
-@slow(but=["*-ring-2", "*-ring-4", "*-ulysses-4", "*-ulysses-2", "*-all_gather-3"])
+@slow(but=["False-ring-4", "True-ring-2", "False-ulysses-2", "True-all_gather-3"])
 @schemes
 @pytest.mark.parametrize("grouped", [False, True])
 def test_rows_that_see_nothing(asked: Any, ranks: int, grouped: bool) -> None:

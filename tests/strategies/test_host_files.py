@@ -96,7 +96,7 @@ def _is_full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@slow(but=["tensor", "tensor x pipeline"])
+@slow(but=["tensor"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_share_files_and_write_each_for_themselves(name: str, pool: Pool, tmp_path: Path) -> None:
     ranks = 4 if "x" in name else 2

@@ -125,7 +125,7 @@ def _scheduled(kind: str) -> Any:
     return module.seen, weights(module)
 
 
-@slow(but=["step", "two"])
+@slow(but=["two"])
 @pytest.mark.parametrize("kind", ["step", "epoch", "two", "swap", "val", "train"])
 def test_schedulers(pool: Pool, kind: str) -> None:
     check(pool, _scheduled, kind)

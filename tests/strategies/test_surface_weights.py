@@ -51,7 +51,7 @@ def _frozen(*names: str) -> Any:
     return _fit(Frozen(*names), gradient_clip_val=0.1)
 
 
-@slow("names1", "names3")
+@slow("names0", "names1", "names3")
 @pytest.mark.parametrize("names", [("net.0",), ("net.2", "net.3"), ("net",), ("head",)])
 def test_frozen_layers(pool: Pool, names: tuple[str, ...]) -> None:
     check(pool, _frozen, *names)
@@ -345,7 +345,7 @@ def _parametrized(kind: str) -> Any:
     return module.seen, state, metrics(t), t.predict(module, loader(8, 1))
 
 
-@slow(but=["old weight norm", "own", "random pruned", "weight norm"])
+@slow(but=["own", "random pruned"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parametrizations(pool: Pool, kind: str) -> None:
     check(pool, _parametrized, kind)

@@ -18,6 +18,7 @@ from lightning_par import TensorParallelStrategy, ledger
 from lightning_par.sharded.tensor import leaf
 from lightning_par.tensor.part import TensorPart
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 
 b, s, h, KV, LAYERS, FFN, V = 2, 32, 64, 16, 4, 172, 96  # a small worked example; 4 query heads share one key head
 
@@ -106,6 +107,7 @@ def count(mlp: str, clip: float | None = None, shard_residual: bool = False) -> 
     return books.moved, books.held, books.states, books.plan
 
 
+@slow("swiglu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_four_all_reduces_a_layer_and_their_bytes(pool: Pool, mlp: str) -> None:
     moved = pool.run(2, count, mlp)[0][0]
@@ -119,6 +121,7 @@ def test_four_all_reduces_a_layer_and_their_bytes(pool: Pool, mlp: str) -> None:
     assert moved.sent(axis="tensor", purpose="loss") == 192 * 4
 
 
+@slow("gelu")
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_a_sharded_residual_stream_moves_as_many_bytes_in_gathers_and_scatters(pool: Pool, mlp: str) -> None:
     moved = pool.run(2, count, mlp, None, True)[0][0]

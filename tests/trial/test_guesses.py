@@ -285,6 +285,7 @@ def test_a_pipeline_leaves_a_module_whole_that_decides_by_values(ask: Callable[[
 
 def test_a_loop_that_no_answer_ends_stops_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guesses, "_ENDLESS", ((30, 0),))
+    monkeypatch.setattr(guesses, "_PATIENT", ((300, 0),))
 
     def forever(m: Model, x: Tensor) -> Tensor:
         h = m.a(x)

@@ -104,7 +104,7 @@ def test_a_split_run_tells_what_a_whole_one_would(kind: Any) -> None:
     _assert_alike(kind(), _ids())
 
 
-@slow(but=["hf_whisper", "hf_mixtral"])
+@slow(but=["hf_whisper"])
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_users_model_too(name: str) -> None:
     case = MODELS[name]

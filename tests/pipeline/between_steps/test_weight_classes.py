@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_par import HybridParallelStrategy
 from tests.helpers import surface
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, check, loader
 
@@ -100,6 +101,7 @@ def _stored(strategy: dict[str, Any]) -> Any:
     return {"classes": _left(module)["classes"]}
 
 
+@slow("pipeline and tensor")
 @pytest.mark.parametrize(
     "strategy",
     [

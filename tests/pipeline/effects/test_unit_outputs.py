@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from tests.helpers.pool import Pool
+from tests.helpers.slow import slow
 from tests.helpers.stages import trainer
 from tests.helpers.surface import Net, compare, kept, loader, metrics, weights
 
@@ -232,49 +233,51 @@ class HeldLateElsewhere(HeldExperiment):
             super().heard(name, layer, x, output)
 
 
-def _fit(kind: type[Hooked], microbatches: Any, schedule: str = "1f1b") -> Any:
+def _fit(kind: type[Hooked], microbatches: Any, all_stages: bool = False) -> Any:
     printed, board = io.StringIO(), kind.board()
     t = trainer(
         microbatches=microbatches,
-        schedule=schedule,
         logger=board,
-        max_epochs=2,
+        max_epochs=2 if all_stages else 1,
         num_sanity_val_steps=1,
         log_every_n_steps=1,
     )
     module = kind()
     with contextlib.redirect_stdout(printed):
         t.fit(module, loader(18), loader(7, 1))
-        validated = t.validate(module, loader(7, 2), verbose=False)
-        t.test(module, loader(5, 2), verbose=False)
+        validated = t.validate(module, loader(7, 2), verbose=False) if all_stages else None
+        if all_stages:
+            t.test(module, loader(5, 2), verbose=False)
     lines = [line for line in printed.getvalue().splitlines() if line.startswith("layer")]
     bar = {name: float(x) for name, x in t.progress_bar_metrics.items()}
     return {"metrics": metrics(t), "bar": bar, "validated": validated, "weights": weights(module)}, board.given, lines
 
 
-def _compared(pool: Pool, kind: type[Hooked], microbatches: Any, schedule: str = "1f1b", world: int = 2) -> None:
-    ((found, given, lines),) = pool.run(1, _fit, kind, microbatches)
-    ranks = pool.run(world, _fit, kind, microbatches, schedule)
+def _compared(pool: Pool, kind: type[Hooked], microbatches: Any, all_stages: bool) -> None:
+    ((found, given, lines),) = pool.run(1, _fit, kind, microbatches, all_stages)
+    ranks = pool.run(2, _fit, kind, microbatches, all_stages)
     for seen, _, _ in ranks:
         assert not compare(found, seen, 1e-7)  # Lightning keeps means in float32
     assert given and not compare(given, ranks[0][1], 1e-9)
     assert lines == ranks[0][2] and not any(said or text for _, said, text in ranks[1:])
 
 
+@slow("1-Sums", "1-Alike", "1-Twice")
 @pytest.mark.parametrize("kind", [Sums, Alike, Given, Twice], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_what_layers_log_is_one_devices(pool: Pool, kind: type[Hooked], microbatches: int) -> None:
-    _compared(pool, kind, microbatches)
+    _compared(pool, kind, microbatches, kind is Sums)
 
 
+@slow("1")
 @pytest.mark.parametrize("microbatches", ["auto", 1])
 def test_what_needs_the_batch_whole_has_it_whole(pool: Pool, microbatches: Any) -> None:
-    _compared(pool, Whole, microbatches)
+    _compared(pool, Whole, microbatches, False)
 
 
 @pytest.mark.parametrize("kind", [Third, Later, Texts, Writes, Tries], ids=lambda x: x.__name__)
 def test_what_layers_say_at_some_steps_or_write_is_one_devices(pool: Pool, kind: type[Hooked]) -> None:
-    _compared(pool, kind, "auto")
+    _compared(pool, kind, "auto", kind is Third)  # in each epoch it is another step
 
 
 def _refused(kind: type[Hooked]) -> str:

@@ -53,9 +53,9 @@ class Layer(nn.Module):
 class Net(L.LightningModule):
     """A stack with a skip connection; ``keeps`` has layers and their backwards change a list that all share."""
 
-    def __init__(self, keeps: bool = False) -> None:
+    def __init__(self, keeps: bool = False, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
         self.seen: list[int] = []
         if keeps:
             for n, layer in enumerate(self.layers):
@@ -75,10 +75,10 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _fit(ranks: int, keeps: bool, **options: Any) -> list[int]:
+def _fit(ranks: int, keeps: bool, layers: int, **options: Any) -> list[int]:
     L.seed_everything(0, verbose=False)
     strategy: Any = LayerPlacementStrategy if "placement" in options else PipelineParallelStrategy
-    module = Net(keeps)
+    module = Net(keeps, layers)
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy(**options), max_steps=2, logger=False,
         num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -95,9 +95,11 @@ def strict() -> Iterator[StrictPool]:
     started.close()
 
 
-def _run(pool: StrictPool, queue: Any, ranks: int, keeps: bool = False, **options: Any) -> list[list[int]]:
+def _run(
+    pool: StrictPool, queue: Any, ranks: int, keeps: bool = False, layers: int = LAYERS, **options: Any
+) -> list[list[int]]:
     pool.rules = Rules(queue=queue)
-    seen = pool.run(ranks, _fit, ranks, keeps, **options)
+    seen = pool.run(ranks, _fit, ranks, keeps, layers, **options)
     assert pool.broken() == []
     return seen
 
@@ -116,7 +118,7 @@ def test_schedules_run_where_layers_wait_for_the_device(strict: StrictPool, sche
 @slow("communicator")
 @both
 def test_placements_to_and_fro_run_where_layers_wait_for_the_device(strict: StrictPool, queue: str) -> None:
-    _run(strict, queue, 2, placement={f"layers.{n}": n // 2 % 2 for n in range(LAYERS)}, microbatches=4)
+    _run(strict, queue, 2, layers=4, placement={f"layers.{n}": n % 2 for n in range(4)}, microbatches=2)
 
 
 @slow("1f1b-rank", "zbv-communicator")

@@ -171,7 +171,7 @@ def _cases(kinds: Sequence[str], ranks: int, counts: Sequence[int] = COUNTS) -> 
             yield from (_traffic(schedule, kind) for kind in kinds)
 
 
-@slow("5", "6", "7", "8")
+@slow("4", "5", "6", "7", "8")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks):
@@ -179,7 +179,7 @@ def test_no_step_hangs_whatever_waits_for_what(ranks: int) -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
-@slow("8-*", "5-0")
+@slow("5-*", "8-*", "3-0", "2-8")
 @pytest.mark.parametrize("latency", [0, 8])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:
@@ -194,7 +194,7 @@ def test_an_action_waits_for_its_inputs_alone(ranks: int, latency: int) -> None:
         assert took <= ideal(traffic, latency) * (1.05 if traffic.schedule.name == "1f1b" else 1.002)
 
 
-@slow("*-7", "*-8")
+@slow("*-5", "*-6", "*-7", "*-8")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("told", [(True, False), (False, True), (True, True)])
 def test_what_is_told_between_stages_stands_in_the_same_line(ranks: int, told: tuple[bool, bool]) -> None:
@@ -207,7 +207,7 @@ def test_what_is_told_between_stages_stands_in_the_same_line(ranks: int, told: t
             assert len(rows[0]) == traffic.schedule.stages * sum(told) + told[1]
 
 
-@slow("7", "8")
+@slow("5", "6", "7", "8")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_each_message_goes_once_and_two_ranks_have_one_order(ranks: int) -> None:
     for traffic in _cases(KINDS, ranks, counts=(1, 3)):
@@ -241,7 +241,7 @@ def test_orders_of_each_ranks_own_would_hang() -> None:
         times(timetable, waits(traffic, timetable, strict=True))
 
 
-@slow("16")
+@slow("8", "16")
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_a_rank_has_room_for_few_messages_at_once(ranks: int) -> None:
     """What has come and is not needed yet, its maker would hold else; it does not grow with the microbatches."""
