@@ -175,6 +175,12 @@ CASES += [
         )
         for name in ("addcmul", "addcdiv")
     ],
+    *[
+        Case(f"prelu {w.numel()}", F.prelu, [normal(4, 6, 3), w], [(0, None), (1, None), (2, None), *also])
+        for w, also in ((unit(1), []), (unit(6), [(1, 0)]))
+    ],
+    Case("prelu rows", F.prelu, [normal(4, 6), unit(6)], [(0, None), (1, None), (1, 0)]),
+    Case("prelu method", lambda x, w: x.prelu(w), [normal(4, 6), unit(1)], [(0, None), (1, None)]),
     Case("threshold", lambda x: F.threshold(x, 0.5, 0.1), [x], _ONE),
     Case("torch.threshold", lambda x: torch.threshold(x, 0.5, 0.1), [x], _ONE),
     Case("threshold_", _in_place(lambda x: F.threshold_(x, 0.5, 0.1)), [x], _ONE),

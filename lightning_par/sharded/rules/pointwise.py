@@ -51,6 +51,17 @@ def _lead(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     return max(views, key=lambda x: (moves(x), x.ndim))
 
 
+@rule("prelu")
+def prelu(func: Any, x: Tensor, weight: Tensor) -> Any:
+    """There is one weight for all elements, or one for each index of dim 1 of ``x``."""
+    if not isinstance(x, ShardedTensor):
+        return NotImplemented
+    dim = x._dim - x.ndim
+    each = weight.numel() > 1 and x.ndim > 1
+    own = aligned(weight.view(-1, *[1] * (x.ndim - 2)) if each else weight, dim, x._positions, x._axis)
+    return NotImplemented if own is None else view(func(x._local, own.view(-1)), dim, x._positions, x._axis)
+
+
 @rule("to", "type")
 def to(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     local_args = [arg._local if isinstance(arg, ShardedTensor) else arg for arg in args]
