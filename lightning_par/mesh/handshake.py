@@ -146,8 +146,8 @@ class Meeting:
                     )
             if missing and left <= 0:
                 raise RuntimeError(
-                    f"{who}, and waited {patience.total_seconds():.0f} s for {named}: its {self.shared} over "
-                    f"ranks {among}"
+                    f"{who}, and waited {patience.total_seconds():.0f} s for {named}, which it can't do "
+                    f"without: its {self.shared} over ranks {among}"
                 )
 
     def _key(self, ranks: tuple[int, ...], rank: int, before: int = 0) -> str:

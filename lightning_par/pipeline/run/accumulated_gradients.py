@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_par.private.tensors import write_count
+
 
 class AccumulatedGradients:
     """Shows in ``.grad`` what is there on one device, and finds the gradient of one step again.
@@ -33,7 +35,7 @@ class AccumulatedGradients:
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self._named = named
         self._earlier = {name: p.grad for name, p in named.items() if p.grad is not None}
-        self._versions = {name: x._version for name, x in self._earlier.items()}
+        self._versions = {name: write_count(x) for name, x in self._earlier.items()}
         self._added: dict[str, Tensor] = {}
 
     def show(self) -> None:
@@ -79,7 +81,7 @@ class AccumulatedGradients:
         """
         for name, p in self._named.items():
             earlier = self._earlier.get(name)
-            if p.grad is not earlier or earlier is not None and earlier._version != self._versions[name]:
+            if p.grad is not earlier or earlier is not None and write_count(earlier) != self._versions[name]:
                 raise NotImplementedError(
                     f"The gradient of {name!r} was changed between the step and its backward, as by "
                     "`optimizer_zero_grad` or in `on_before_backward`. Hooks on layers, which the ranks of a pipeline "
