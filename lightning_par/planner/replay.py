@@ -279,7 +279,7 @@ class _Replay:
             if asked is not None:
                 self.asked.append(asks_in_parts(self._value(asked)))
             with contextlib.ExitStack() as stack:
-                if not any(x.requires_grad for x in event.outputs):
+                if not event.graph or not any(x.requires_grad for x in event.outputs):
                     stack.enter_context(torch.no_grad())
                 try:
                     result = self._run(event, args, kwargs)

@@ -181,7 +181,7 @@ class Recorder(TorchFunctionMode):
             result = tree_map(self.fake, result)
         elif not all(map(is_fake, tensors)):
             args, kwargs, result = tree_map(self.fake, (args, kwargs, result))
-        self.events.append(Event(func, args, kwargs, result, user_line()))
+        self.events.append(Event(func, args, kwargs, result, user_line(), torch.is_grad_enabled()))
 
 
 def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:

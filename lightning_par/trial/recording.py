@@ -23,6 +23,7 @@ class Event:
     kwargs: dict[str, Any]
     result: Any
     place: str  # file:line of the user's code
+    graph: bool = True  # whether autograd was on; a view of a weight says that it requires gradients either way
 
     @property
     def name(self) -> str:
