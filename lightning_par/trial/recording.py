@@ -47,10 +47,17 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class End:
-    """Where a step of a plan runs backward itself: from what, and after how many events."""
+    """Where a step of a plan runs backward itself.
+
+    Attributes:
+        value: from what.
+        events: after how many.
+        trained: ids of the parameters that require a gradient as it begins.
+    """
 
     value: Tensor
     events: int
+    trained: frozenset[int]
 
 
 @dataclass(frozen=True)
