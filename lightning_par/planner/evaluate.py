@@ -98,7 +98,7 @@ class Planner:
         tokens = _tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
-        self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards)
+        self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards, self.step.trained)
         self._profiles: dict[Any, Profile] = {}
         self._dealt: dict[int, Dealt] = {}
         self._cuts: dict[Any, StageCut] = {}

@@ -128,6 +128,14 @@ class LayoutWork:
         near = self.one.layout.sequence * self.one.layout.tensor * 2 <= self.run.machine.devices
         return message_time("send", size, Group(2, 2 if near else 1), self.run.machine)
 
+    @cached_property
+    def averaged(self) -> list[tuple[int, int]]:
+        """Of each backward that the step runs itself, elements and number of the gradients that are averaged then."""
+        stages = self.profile.stages
+        held = stages.held(range(len(stages.units))) if self.run.tree.trained else ()
+        sizes = [[x.local for x in held if x.name in trained] for trained in self.run.tree.trained]
+        return [(sum(found), len(found)) for found in sizes]
+
     def sync(self, units: Sequence[int], backward: float) -> float:
         """Seconds after backward in which replicas still average gradients."""
         if self.replicas.size == 1:
@@ -138,8 +146,8 @@ class LayoutWork:
             moved = sum(self.gather(u) + self.scatter(u) for u in units)
             # Processors that compute copy, too.
             return moved + self.copies(units) * (self.run.machine.contention >= 1)
-        size = self.profile.held(units)[0] * self.run.precision.gradients
-        moved = message_time("all_reduce", size, self.replicas, self.run.machine)
+        p, sizes = self.run.precision, [numel for numel, _ in self.averaged] or [self.profile.held(units)[0]]
+        moved = sum(message_time("all_reduce", n * p.gradients, self.replicas, self.run.machine) for n in sizes)
         # Nothing is hidden where the same processors do both.
         hides = self.one.layout.pipeline == 1 and self.run.machine.contention < 1
         hidden = 0.8 * backward if hides else 0.0
@@ -162,7 +170,8 @@ class LayoutWork:
         step += overheads.pipeline.step * (one.layout.pipeline > 1) + overheads.stored.step * one.stored
         found = step * one.accumulated + overheads.update.step + overheads.update.each * parameters
         if self.replicas.size > 1 and not one.stored:
-            found += overheads.replicas.step + overheads.replicas.each * parameters
+            counts = [count for _, count in self.averaged] or [parameters]
+            found += sum(overheads.replicas.step + overheads.replicas.each * count for count in counts)
         return found
 
 

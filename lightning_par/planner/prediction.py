@@ -116,12 +116,14 @@ class ModuleUses:
         calls: the modules that the step calls, in order.
         uses: of each parameter, the calls of modules that use it.
         backwards: that the step runs itself: before each, how many calls had begun.
+        trained: of each of these, the parameters that require a gradient as it begins; replicas average them all then.
     """
 
     module: nn.Module
     calls: tuple[str, ...]
     uses: Mapping[str, Sequence[Use]]
     backwards: tuple[int, ...] = ()
+    trained: tuple[frozenset[str], ...] = ()
 
     def after(self, call: int) -> int:
         """How many backwards the step had run as a call began."""

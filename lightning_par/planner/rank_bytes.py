@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_par.planner.averages import averages
 from lightning_par.planner.block_gathers import gatherings, in_vain
 from lightning_par.planner.clipped import norm_sums
 from lightning_par.planner.layout_work import LayoutWork
@@ -62,10 +63,12 @@ class ByRank:
             own = self._own(pipeline)
             crosses = self.work.one.layout.pipeline > 1
             found = {
-                "data": self._data(own, self._parts(*key)),
+                "data": self._gathered(self._parts(*key)),
                 "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
                 **self._activations(own, tensor, replica),
             }
+            for axis, size in averages(self.work, self._parts(*key)).items():
+                found[axis] += size
             for x in norm_sums(self.work, pipeline):
                 found[x.axis] += x.sent
             self._sent[key] = found
@@ -128,28 +131,18 @@ class ByRank:
         counted = ((x, sum(x.name in names for names in held)) for x in stages.held(own) if x.trained)
         return [(x, holders) for x, holders in counted if holders > 1]
 
-    def _data(self, own: Sequence[int], parts: Sequence[StoredPart]) -> float:
-        work, one, p = self.work, self.work.one, self.work.run.precision
-        size = work.replicas.size
+    def _gathered(self, parts: Sequence[StoredPart]) -> float:
+        """Of weights that are stored in parts, and of their gradients."""
+        one, p, others = self.work.one, self.work.run.precision, self.work.replicas.size - 1
         stored = [part for part in parts if part.message]
-        sums: dict[int, list[int]] = {}  # elements of what is summed over so many ranks
-        for part in parts:
-            ranks = size * (one.layout.tensor if one.shard_residual and part.parameter.dim is None else 1)
-            if part.parameter.trained and not part.message and ranks > 1:
-                sums.setdefault(ranks, []).append(part.numel)
-        # Which gradients there are goes with them, if all go to the same ranks.
-        flags = len(sums) == 1 and not (stored and one.shard_residual)
-        sent = 0.0
-        for ranks, numels in sums.items():
-            sent += 2 * (sum(numels) + len(numels) * flags) * p.gradients * (ranks - 1) / ranks
         if not stored:
-            return sent
+            return 0.0
         if one.layout.pipeline > 1 and not one.reshard:
             moved = sum(
                 x.message * (p.moved(x.parameter.low) + p.gradients * x.parameter.trained) for x in stored
             )  # fmt: skip
-            return sent + moved * (size - 1) * one.accumulated
-        return sent + self._by_blocks(parts) * (size - 1) * one.microbatches * one.accumulated
+            return moved * others * one.accumulated
+        return self._by_blocks(parts) * others * one.microbatches * one.accumulated
 
     def _by_blocks(self, parts: Sequence[StoredPart]) -> float:
         """Bytes to each of the other ranks in one forward and backward."""

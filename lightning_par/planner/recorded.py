@@ -172,6 +172,11 @@ class RecordedStep:
         begun = [0 if note is None else note.call + 1 for note in self.notes]
         return tuple(max(begun[: end.events], default=0) for end in self.recording.ends)
 
+    @cached_property
+    def trained(self) -> tuple[frozenset[str], ...]:
+        """Of each backward that the step runs itself, the first names of parameters that require a gradient then."""
+        return tuple(frozenset(self.names[key][0] for key in end.trained) for end in self.recording.ends)
+
     def weight_of(self, event: Event, kept: Kept) -> str | None:
         """The first name of the parameter that ``kept`` is, or a copy of in the precision of products."""
         if kept.memory in self.held:

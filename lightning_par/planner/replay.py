@@ -30,6 +30,7 @@ from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
 from lightning_par.planner.stages import StageCut
 from lightning_par.planner.storage import Storage, store
 from lightning_par.private.fake_tensors import WITHOUT_VALUE, unset_fake_temporarily
+from lightning_par.private.graph import made_by
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.private.tensors import mark_parameter
@@ -222,7 +223,7 @@ class _Replay:
         taken = [x for x, begin, last in self.step.lives if begin < first <= last]
         here = [innermost(self.values.get(id(x), x)) for x in taken]
         arrived = [inner for x, inner in zip(taken, here)
-                   if id(x) in self.values and inner.requires_grad and inner.is_leaf]  # fmt: skip
+                   if id(x) in self.values and inner.requires_grad and made_by(inner) is None]  # fmt: skip
         came = {id(x): self.values[id(x)] for x in taken if id(x) in self.values}
         self.values |= {key: received(x) for key, x in came.items()}
         recorder = TraceRecorder(leaves) if self.place.live else None
@@ -278,7 +279,7 @@ class _Replay:
             if asked is not None:
                 self.asked.append(asks_in_parts(self._value(asked)))
             with contextlib.ExitStack() as stack:
-                if not any(x.requires_grad for x in event.outputs):
+                if not event.graph or not any(x.requires_grad for x in event.outputs):
                     stack.enter_context(torch.no_grad())
                 try:
                     result = self._run(event, args, kwargs)
@@ -321,7 +322,7 @@ class _Replay:
         ends: dict[int, Tensor] = {}
         for x in (*outs, *loss):
             inner = innermost(self.values[id(x)])
-            if inner.requires_grad and not inner.is_leaf:
+            if inner.requires_grad and made_by(inner) is not None:
                 ends[id(inner)] = inner
         roots = [*ends.values()]
         after = {id(x): handed_on(self.values[id(x)]) for x in (*outs, *loss)}

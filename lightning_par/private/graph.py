@@ -45,6 +45,18 @@ def node_of(x: Tensor) -> Any:
     return attribute.__get__(x)
 
 
+def made_by(x: Tensor) -> Any:
+    """The node of autograd's graph that made ``x``; None where it is in no graph.
+
+    Of a view that was made without gradients torch refuses to say so once its memory has been written into, as by
+    ``weight[0].zero_()`` within ``no_grad``: code that uses it with gradients is then refused by torch itself.
+    """
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
+
+
 def can_order_nodes() -> bool:
     """Whether `set_order` does anything."""
     return hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -112,9 +112,9 @@ class Recorder(TorchFunctionMode):
         self.tell(func, args, kwargs, None)
         self.keep(func, args, kwargs, None)
 
-    def begin_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The step runs backward itself, of which a plan goes on without gradients."""
-        self.ends.append(End(loss, len(self.events)))
+    def begin_backward(self, weights: Iterable[Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The step runs backward itself for ``weights``, of which a plan goes on without gradients."""
+        self.ends.append(End(loss, len(self.events), frozenset(id(x) for x in weights if x.requires_grad)))
 
     def took(self, method: str, *args: Any, **kwargs: Any) -> None:
         """A call of a metric's ``method``: it is handed whole tensors."""
@@ -181,7 +181,7 @@ class Recorder(TorchFunctionMode):
             result = tree_map(self.fake, result)
         elif not all(map(is_fake, tensors)):
             args, kwargs, result = tree_map(self.fake, (args, kwargs, result))
-        self.events.append(Event(func, args, kwargs, result, user_line()))
+        self.events.append(Event(func, args, kwargs, result, user_line(), torch.is_grad_enabled()))
 
 
 def _copied(x: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -23,6 +23,7 @@ class Event:
     kwargs: dict[str, Any]
     result: Any
     place: str  # file:line of the user's code
+    graph: bool = True  # whether autograd was on; a view of a weight says that it requires gradients either way
 
     @property
     def name(self) -> str:
@@ -46,10 +47,17 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class End:
-    """Where a step of a plan runs backward itself: from what, and after how many events."""
+    """Where a step of a plan runs backward itself.
+
+    Attributes:
+        value: from what.
+        events: after how many.
+        trained: ids of the parameters that require a gradient as it begins.
+    """
 
     value: Tensor
     events: int
+    trained: frozenset[int]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_par.private.graph import made_by
 from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.sharded.functions import CONVOLUTIONS, MATRIX_PRODUCTS, RECURRENT, TRANSPOSED_CONVOLUTIONS
 from lightning_par.trial.fake_functions import OnOnes
@@ -42,7 +43,7 @@ def step_flops(recording: Recording) -> int | None:
     for event in recording.events:
         if not event.inputs or not event.outputs:
             continue
-        backward = any(x.requires_grad and (reached is None or x.grad_fn in reached) for x in event.outputs)
+        backward = any(x.requires_grad and (reached is None or made_by(x) in reached) for x in event.outputs)
         key = f"{event.name} {backward} {tree_map(_outline, (event.args, event.kwargs))}"
         if key not in known:
             try:

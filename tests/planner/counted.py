@@ -146,16 +146,24 @@ def _bytes(x: Tensor) -> int:
 def run(case: str, layout: dict[str, Any], precision: Any = "32-true", clip: float | None = None) -> Counted:
     """Train ``case`` two steps on this rank; what the second one had."""
     torch.manual_seed(0)
-    model, count = MODELS[case], _Count()
-    ranks = ranks_of(layout)
+    model = MODELS[case]
+    loader = DataLoader(model.data(0), batch_size=model.batch_size)  # type: ignore[arg-type]
+    return trained(model.module(), loader, layout, precision, clip)
+
+
+def trained(
+    module: Any, loader: Any, layout: dict[str, Any], precision: Any = "32-true", clip: float | None = None
+) -> Counted:
+    """Train ``module`` on two batches on this rank; what the second one had."""
+    count, ranks = _Count(), ranks_of(layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
-            accelerator="cpu", devices=ranks, strategy=HybridParallelStrategy(**layout), max_steps=2,
-            callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            accelerator="cpu", devices=ranks, strategy=HybridParallelStrategy(**layout), limit_train_batches=2,
+            max_epochs=1, callbacks=[count], logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, precision=precision, gradient_clip_val=clip,
         )  # fmt: skip
-        trainer.fit(model.module(), DataLoader(model.data(0), batch_size=model.batch_size))  # type: ignore[arg-type]
+        trainer.fit(module, loader)
     return count.found
 
 

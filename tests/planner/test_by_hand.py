@@ -1,4 +1,4 @@
-"""What a plan says is sent of weights, stored in parts, by steps that run backward themselves, against a dry run."""
+"""What a plan says steps that run backward themselves send of weights and gradients, against dry and real runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_par import dry_run, plan
+from tests.helpers.pool import Pool
 from tests.helpers.slow import slow
-from tests.planner.counted import APART, AXES
+from tests.planner.counted import APART, AXES, ranks_of, trained
 
-FSDP = {"data_parallel_size": 2, "data_parallel": "fsdp"}
-LAYOUTS = {"fsdp": FSDP, "kept": FSDP | {"reshard_after_forward": False}}
+FSDP: dict[str, Any] = {"data_parallel_size": 2, "data_parallel": "fsdp"}
+DATA: dict[str, Any] = {"data_parallel_size": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": DATA,
+    "data tensor": DATA | TENSOR,
+    "residual": DATA | TENSOR | {"shard_residual": True},
+    "stored residual": FSDP | TENSOR | {"shard_residual": True},
+    "fsdp": FSDP,
+    "kept": FSDP | {"reshard_after_forward": False},
+}
+BATCH = torch.ones(8, 12)
 
 
 class Toggled(L.LightningModule):
@@ -78,20 +90,72 @@ class Shared(Untoggled):
         second.step()
 
 
+class Odd(Toggled):
+    """Has weights of one element, without a use, and frozen; a turn ends before backward, and another never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3))
+        self.still = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def training_step(self, batch: Tensor) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.judges.requires_grad_(False)
+        found = self.judges(self.makes(batch[:, :6])) * self.scale
+        self.judges[0].requires_grad_(True)
+        self.manual_backward(found.square().mean())
+        first.step()
+        self.scale.requires_grad_(False)
+        self.manual_backward((self.judges(batch) + self.still.sum()).mean())
+        self.scale.requires_grad_(True)
+        self.judges.requires_grad_(True)
+        second.step()
+
+
 ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp"), (Shared, "kept")]
 
 
 @slow("Toggled-fsdp", "Frozen-kept")
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> None:
-    batch = torch.ones(8, 12)
-    found = plan(kind, batch, "4xH100", devices=2, layout=LAYOUTS[name])
-    sent = dry_run(kind, batch, LAYOUTS[name], devices=2).sent.items()
-    counted = sum(size for (axis, why), size in sent if AXES.get(axis) == "data" and why not in APART)
-    assert found.as_dict()["layouts"][0]["ranks"][0]["sent"]["data"] == round(counted)
+    found = plan(kind, BATCH, "4xH100", devices=2, layout=LAYOUTS[name])
+    assert said(found) == dried(kind, name)
     assert [note.split(": ")[0] for note in found.notes] == ["not known"] * (kind is Shared)
 
 
+@pytest.mark.parametrize("kind", [Toggled, Untoggled, Frozen, Shared, Odd])
+def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: type[Toggled], pool: Pool) -> None:
+    real = pool.run(2, counted, kind, DATA)
+    found = plan(kind, BATCH, "4xH100", devices=2, layout=DATA)
+    assert said(found) == dried(kind, "data") == real[0] == real[1]
+
+
+@pytest.mark.parametrize("kind", [Untoggled, Odd])
+@pytest.mark.parametrize("name", ["data tensor", "residual"])
+def test_so_do_ranks_of_a_tensor_axis(kind: type[Toggled], name: str) -> None:
+    assert said(plan(kind, BATCH, "4xH100", devices=4, layout=LAYOUTS[name])) == dried(kind, name)
+
+
+def test_shares_of_gradients_that_are_stored_in_parts_are_summed_along_tensor() -> None:
+    found = plan(Toggled, BATCH, "4xH100", devices=4, layout=LAYOUTS["stored residual"])
+    assert said(found, "tensor") == dried(Toggled, "stored residual", "tensor")
+
+
+def said(found: Any, axis: str = "data") -> int:
+    return int(found.as_dict()["layouts"][0]["ranks"][0]["sent"][axis])
+
+
+def dried(kind: type[Toggled], name: str, along: str = "data") -> int:
+    layout = LAYOUTS[name]
+    sent = dry_run(kind, BATCH, layout, devices=ranks_of(layout)).sent.items()
+    return round(sum(size for (axis, why), size in sent if AXES.get(axis) == along and why not in APART))
+
+
+def counted(kind: type[Toggled], layout: dict[str, Any]) -> int:
+    torch.manual_seed(0)
+    return round(trained(kind(), DataLoader(torch.ones(32, 12), batch_size=8), layout).sent["data"])  # type: ignore[arg-type]
+
+
 def test_what_is_not_counted_of_backwards_is_told() -> None:
-    (note,) = plan(Untoggled, torch.ones(8, 12), "4xH100", devices=2, layout=FSDP).notes
+    (note,) = plan(Untoggled, BATCH, "4xH100", devices=2, layout=FSDP).notes
     assert "layers that no backward of training_step comes to" in note

@@ -17,6 +17,7 @@ from lightning_par.private.graph import (
     function_of,
     gathered_by,
     in_backward,
+    made_by,
     node_of,
     order_of,
     saves_for_python,
@@ -58,6 +59,15 @@ def test_the_node_that_made_a_tensor_is_told_whatever_its_class_says() -> None:
     made = (torch.ones(2, requires_grad=True) * 2).as_subclass(Silent)  # type: ignore[arg-type]
     assert made.grad_fn is None
     assert node_of(made) is not None
+
+
+def test_a_view_made_without_gradients_that_was_written_into_is_in_no_graph() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.no_grad():
+        row = weight[0].zero_()
+    with pytest.raises(RuntimeError, match="created in no_grad mode"):
+        assert row.grad_fn
+    assert made_by(row) is None and made_by(made := weight * 2) is made.grad_fn is not None
     assert node_of(torch.ones(2)) is None
 
 

@@ -41,6 +41,15 @@ class Partly(Net):
         return self.body[1](self.body[0](batch).detach()).sum()
 
 
+class WritesIntoARow(Net):
+    body: nn.Sequential
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.body[0].weight[0].zero_()  # type: ignore[operator, index]
+        return super().training_step(batch, batch_idx)
+
+
 def _layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
 
@@ -65,8 +74,9 @@ def _frozen(layers: nn.Sequential) -> nn.Sequential:
         (Net(_frozen(_layers())), 2 * FIRST + 2 * SECOND),
         (Checkpointed(_layers()), 2 * FIRST + 3 * SECOND),
         (Partly(_layers()), 3 * FIRST + 2 * SECOND),
+        (WritesIntoARow(_layers()), 2 * FIRST + 3 * SECOND),
     ],
-    ids=["all", "frozen", "checkpointed", "partly"],
+    ids=["all", "frozen", "checkpointed", "partly", "writes into a row"],
 )
 def test_flops_by_hand(net: Net, flops: int) -> None:
     assert _counted(net, torch.ones(5, 8)) == flops

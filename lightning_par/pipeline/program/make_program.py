@@ -16,6 +16,7 @@ from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, Layouts
 from lightning_par.pipeline.trial.samples.sample_sums import Share, tag_of
 from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.private.graph import made_by
 from lightning_par.python_state.nested_tensors import returned_tensors
 from lightning_par.sharded.functions import HOOKS
 from lightning_par.sharded.tensor import ShardedTensor
@@ -265,4 +266,4 @@ def _wanted(run: Analysis, values: Mapping[Key, Tensor], loss: Tensor | None) ->
         if node not in reached:
             reached.add(node)
             waiting += [following for following, _ in node.next_functions if following is not None]
-    return frozenset(key for key, x in values.items() if not reached.isdisjoint((run.values.nodes[key], x.grad_fn)))
+    return frozenset(key for key, x in values.items() if not reached.isdisjoint((run.values.nodes[key], made_by(x))))

@@ -20,6 +20,7 @@ from lightning_par.pipeline.program.program import Key, StepEvent
 from lightning_par.pipeline.program.tape import Absent, Call
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis
 from lightning_par.pipeline.run.stage_run import StageRun
+from lightning_par.private.graph import made_by
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.sharded.local_calls.program import program
 from lightning_par.sharded.local_calls.tape import Tape, UnclearError
@@ -80,7 +81,7 @@ def given_to(record: StepEvent, call: Call, memo: BatchValues) -> Given | None:
 
 def facts_of(x: Tensor) -> tuple[Any, ...]:
     """What a rule may go by of a plain tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_leaf
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, made_by(x) is None
 
 
 def noted(run: StageRun, index: int, record: StepEvent, call: Callable[[], Any], given: list[Tensor]) -> Any:

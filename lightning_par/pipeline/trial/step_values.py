@@ -11,6 +11,7 @@ from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
 from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
+from lightning_par.private.graph import made_by
 from lightning_par.private.storage import memory_of
 from lightning_par.python_state.nested_tensors import returned_tensors, tensors_in
 from lightning_par.sharded.rules.lookup import user_line
@@ -63,7 +64,7 @@ class StepValues:
                 self.batch_keys[id(x)] = (event, n)
             elif id(x) not in self.names:
                 self.keys[id(x)] = (event, n)
-                self.nodes[event, n] = x.grad_fn
+                self.nodes[event, n] = made_by(x)
                 self.memory.made((event, n), x)
         self.kept.append((inputs, result))
 

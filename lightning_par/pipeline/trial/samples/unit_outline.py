@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.private.fake_tensors import FakeTensor
+from lightning_par.private.graph import made_by
 from lightning_par.private.modes import no_modes, surroundings
 from lightning_par.private.module_calls import CALL
 from lightning_par.private.storage import memory_of
@@ -117,7 +118,7 @@ class UnitOutline:
             raise _UnclearError
         place = self._memories.setdefault(memory_of(x), len(self._memories))
         self._words += (type(x), place, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device)
-        self._words += (x.requires_grad, x.is_leaf)
+        self._words += (x.requires_grad, made_by(x) is None)
         if not isinstance(x, FakeTensor):
             if x.numel() > _LARGE or x.is_meta:
                 raise _UnclearError
