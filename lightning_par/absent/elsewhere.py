@@ -141,8 +141,11 @@ class Elsewhere(AbsentTensor):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         grad: Tensor | None = _GRAD.__get__(self)
-        if grad is None and self.requires_grad and in_backward():
-            refuse_in_hooks(self, sys._getframe(1))
+        if grad is None and self.requires_grad:
+            if in_backward():
+                refuse_in_hooks(self, sys._getframe(1))
+            elif Run.current is not None and RunState.current.any_gradient():
+                _refuse_in_step(self, sys._getframe(1))
         return grad
 
     @grad.setter
@@ -198,13 +201,26 @@ class Elsewhere(AbsentTensor):
 
 def refuse_in_hooks(x: Elsewhere, frame: types.FrameType) -> None:
     """Raises NotImplementedError where a hook of the user's, in ``frame``, looks at the gradient of ``x``."""
-    module = frame.f_globals.get("__name__", "")
-    if module.startswith("torch.nn.utils") or not module.startswith(("lightning_par.", "torch.")):
+    if _is_users(frame):
         raise NotImplementedError(
             f"{user_line()}: a hook that runs within backward looks at the gradient of {x.origin.name!r}, which is on "
             "another stage of the pipeline. Do it in on_after_backward or on_before_optimizer_step, or use "
             "TensorParallelStrategy."
         )
+
+
+def _refuse_in_step(x: Elsewhere, frame: types.FrameType) -> None:
+    if _is_users(frame):
+        raise NotImplementedError(
+            f"{user_line()}: a step looks at the gradient of {x.origin.name!r}, which is on another stage of the "
+            "pipeline, where earlier batches may have left one. Do it between steps, as in on_train_batch_start, or "
+            "use TensorParallelStrategy."
+        )
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith("torch.nn.utils") or not module.startswith(("lightning_par.", "torch."))
 
 
 def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:

@@ -192,7 +192,8 @@ class StagesPart(Part):
             own = self.storage.prefetch.use_throughout([*held.values()])
         else:
             own = [*map(leaf, held.values())]
-        set_each(spent_gradients(module, optimizers), "grad", repeat(None))
+        if not engine.programs.reads_gradients:
+            set_each(spent_gradients(module, optimizers), "grad", repeat(None))
         named = dict(zip(held, own))
         if self._unverified:
             self._unverified = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -50,6 +50,7 @@ class RunState:
         reads: brings weights that user code reads between steps; see `lightning_par.checkpoint.weight_reads`.
         files: where what becomes whole for good goes to; see `lightning_par.mesh.host_files`.
         hooks_alone: whether a backward runs whose hooks this rank of a pipeline alone runs.
+        any_gradient: whether this rank of a pipeline holds a gradient of any weight.
         shows_memory: whether user code was told since the last step where whole tensors lie of which ranks have parts.
 
     Example::
@@ -78,6 +79,7 @@ class RunState:
         self.reads: WeightReads | None = None
         self.files: HostFiles | None = None
         self.hooks_alone = False
+        self.any_gradient: Callable[[], bool] = bool
         self.shows_memory = False
         self._outer: RunState | None = None
         self._ended = False

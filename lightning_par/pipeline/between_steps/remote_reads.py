@@ -34,6 +34,7 @@ from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
+from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import set_class
 
@@ -80,7 +81,11 @@ class JointGradients:
         told = axis.all_gather_object(mine, "names of weights in parts")
         self.in_parts = {name: over for theirs in told for name, over in theirs}
         self._optimizers = AdoptedOptimizers(self)
+        RunState.current.any_gradient = self._holds_any
         self._show()
+
+    def _holds_any(self) -> bool:
+        return any(held_here(p) is not None for p in self._parameters.values())
 
     def close(self) -> None:
         """Let every parameter and optimizer be what it was. No communication."""

@@ -149,6 +149,7 @@ class Program:
         in_hooks: the names of objects that hooks on gradients reach, which meet them as they were before the step.
         hooked: whether code runs in its backward that may keep something: hooks on gradients, what is computed again.
         says: whether units log something, print it by the module or give it to loggers.
+        reads_gradients: whether its code looks at gradients, which earlier steps may have left.
         hooked_later: hooks on values of earlier stages: whose, in whose backward they run, and where they are put.
         made: what they stored when the step was recorded, by the id of the object that holds it and where in it, with
             that object.
@@ -185,6 +186,7 @@ class Program:
     in_hooks: frozenset[str] = frozenset()
     hooked: bool = False
     says: bool = False
+    reads_gradients: bool = False
     hooked_later: tuple[tuple[int, int, str], ...] = ()
     made: Mapping[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     patterns: Patterns = field(default_factory=dict)

@@ -67,6 +67,11 @@ class Programs:
         self.tree = ModuleTree(self.module)
         self._matching = Matching(self.module, self.watch, self.hooks, self.attributes, self._refuse)
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether the code of a step looks at gradients, as far as known."""
+        return any(program.reads_gradients for known in self.made.values() for program in known)
+
     def prepare(self, step: Step, microbatches: int) -> Prepared:
         """Find the program of ``step``, made before or made now, and compute what depends on the batch alone."""
         samples = step.samples

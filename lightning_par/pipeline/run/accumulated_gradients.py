@@ -7,7 +7,7 @@ copy; what the step adds is noted as it comes, and what hooks have written is to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,22 +24,21 @@ class AccumulatedGradients:
 
     Example::
 
-        earlier = AccumulatedGradients(named)  # looks at what is there
-        with gradients_apart([*named.values()]):
-            earlier.show()
-            ...  # the backwards
+        earlier = AccumulatedGradients(named)
+        with GradientsApart([*named.values()], began=earlier.show):
+            ...  # the forwards and backwards
             found = earlier.of_step()
         earlier.check()  # where the backward begins that delivers them
     """
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self._named = named
-        self._earlier = {name: p.grad for name, p in named.items() if p.grad is not None}
-        self._versions = {name: write_count(x) for name, x in self._earlier.items()}
         self._added: dict[str, Tensor] = {}
 
-    def show(self) -> None:
-        """The backwards begin; the leaves have no gradient."""
+    def show(self, earlier: Sequence[Tensor | None]) -> None:
+        """The backwards begin; the leaves have no gradient, and had the ``earlier`` ones."""
+        self._earlier = {name: x for name, x in zip(self._named, earlier, strict=True) if x is not None}
+        self._versions = {name: write_count(x) for name, x in self._earlier.items()}
         self._handles = []
         for name, x in self._earlier.items():
             p = self._named[name]

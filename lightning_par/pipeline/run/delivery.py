@@ -7,16 +7,12 @@ behind it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_par.private.leaf_hooks import hooked, put_hooks, take_hooks
-from lightning_par.python_state.set_each import set_each
 from lightning_par.trial.fake_functions import is_fake
 
 
@@ -107,25 +103,3 @@ def deliver_in_turn(loss: Tensor, turns: Sequence[Turn], scale: float) -> Tensor
             value = _Deliver.apply(value, scale, _Grads([g]), value, p)
         value = called_before(value, turn)
     return value
-
-
-@contextlib.contextmanager
-def gradients_apart(parameters: Sequence[Tensor], note: Callable[[Tensor], None] | None = None) -> Iterator[None]:
-    """Inside, the parameters have no gradients and no hooks: what backward leaves in ``.grad`` is the schedule's.
-
-    Args:
-        parameters: leaves.
-        note: called with each parameter whenever a backward has added to its gradient.
-    """
-    # hooks run at delivery, once a step, not for each microbatch
-    hooks = [held for _, p in hooked(enumerate(parameters)) for held in take_hooks(p)]
-    noted = [] if note is None else [p.register_post_accumulate_grad_hook(note) for p in parameters]
-    kept = [p.grad for p in parameters]
-    set_each(parameters, "grad", repeat(None))
-    try:
-        yield
-    finally:
-        for handle in noted:
-            handle.remove()
-        set_each(parameters, "grad", kept)
-        put_hooks(hooks)

@@ -20,8 +20,8 @@ from lightning_par.pipeline.plan.stage_order import Order
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.program.programs import Programs
-from lightning_par.pipeline.run.delivery import gradients_apart
 from lightning_par.pipeline.run.forward_backward import ForwardBackward
+from lightning_par.pipeline.run.gradients_apart import GradientsApart
 from lightning_par.pipeline.run.messages import Messenger
 from lightning_par.pipeline.run.microbatch import whole_batches_advised
 from lightning_par.pipeline.run.replay import Replays
@@ -125,8 +125,8 @@ class Engine:
 
         once = all(part.program.casts_once for part in ready.parts)
         shares = casts.lowers and once and schedule.under_way[self.axis.rank] > 1
-        with gradients.collected(), casts.kept(named) if shares else nullcontext():
-            effects = ForwardBackward(self, ready, schedule, scale, key, settle, gradients.finals).run()
+        with gradients.collected() as apart, casts.kept(named) if shares else nullcontext():
+            effects = ForwardBackward(self, ready, schedule, scale, key, apart, settle, gradients.finals).run()
         gradients.finish(expected)
         self.messenger.finish()
         gradients.land()
@@ -183,10 +183,11 @@ class Engine:
         ready = self.programs.prepare(step, microbatches)
         schedule = self.order.training([part.program for part in ready.parts])
         store = partial(self._store, ready)
-        with gradients_apart([*named.values()]), gradient_shares.unshared(), around():
+        cut = len(ready.parts) > 1
+        with GradientsApart([*named.values()], cut=cut) as apart, gradient_shares.unshared(), around():
             scale = 1.0 / gradient_shares.ranks()
-            effects = ForwardBackward(self, ready, schedule, scale, key, store, rehearses=True).run()
-            found = {name: p.grad for name, p in named.items() if p.grad is not None}
+            effects = ForwardBackward(self, ready, schedule, scale, key, apart, store, rehearses=True).run()
+            found = {name: grad for name, grad in zip(named, apart.found(), strict=True) if grad is not None}
         self.messenger.finish()
         loss = loss_in(effects.result)
         return found if loss is None else {"the loss": full(loss.detach()), **found}

@@ -16,6 +16,7 @@ from lightning_par.pipeline.plan.schedules import Action
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.boundary import Crossing
 from lightning_par.pipeline.run.final_gradients import FinalGradients
+from lightning_par.pipeline.run.gradients_apart import GradientsApart
 from lightning_par.pipeline.run.microbatch import whole_batches_advised
 from lightning_par.pipeline.run.microbatch_outputs import without_graphs
 from lightning_par.pipeline.run.stage_run import StageRun
@@ -40,6 +41,7 @@ class ForwardBackward:
         schedule: of it.
         scale: of the loss.
         key: of its draws.
+        apart: keeps what its backwards add apart from what its forwards meet; None where it has no backwards.
         settle: called before the backwards, if these may meet what the step did.
         finals: told of its events.
         rehearses: whether nothing of the step is kept.
@@ -56,12 +58,13 @@ class ForwardBackward:
         schedule: Schedule,
         scale: float,
         key: Sequence[int],
+        apart: GradientsApart | None = None,
         settle: Callable[[Effects], None] | None = None,
         finals: FinalGradients | None = None,
         rehearses: bool = False,
     ) -> None:
         self.engine, self.ready, self.schedule, self.scale, self.key = engine, ready, schedule, scale, key
-        self.settle, self.finals, self.rehearses = settle, finals, rehearses
+        self.apart, self.settle, self.finals, self.rehearses = apart, settle, finals, rehearses
         self.messenger, self.replays, self.tokens = engine.messenger, engine.replays, engine.tokens
         self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
         self._advise = partial(_alone, engine.axis.rank)
@@ -88,6 +91,8 @@ class ForwardBackward:
                 continue
             began = self.messenger.clock() if traces else 0.0
             if event.op == "F":
+                if self.apart is not None:
+                    self.apart.in_forward()
                 self._forward(event.stage, event.microbatch)
             else:
                 self._backward(event)
@@ -170,6 +175,8 @@ class ForwardBackward:
             self.crossing.held[stage, microbatch].outputs = [loss if factor == 1.0 else loss * factor]
 
     def _backward(self, action: Action) -> None:
+        assert self.apart is not None
+        self.apart.in_backward()
         if self.finals is not None:
             self.finals.begin(action)
         with self._keeping(action), Stopping(self._advise):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,12 @@ from torch import Tensor
 from lightning_par.optim.gradients_ahead import Ahead
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.accumulated_gradients import AccumulatedGradients
-from lightning_par.pipeline.run.delivery import called_before, deliver, gradients_apart, note_last
+from lightning_par.pipeline.run.delivery import called_before, deliver, note_last
 from lightning_par.pipeline.run.final_gradients import FinalGradients, stages_by_leaf
+from lightning_par.pipeline.run.gradients_apart import GradientsApart
+from lightning_par.pipeline.run.unfinished_gradients import UnfinishedGradients
 from lightning_par.pipeline.trial.expected_gradients import refuse_others
+from lightning_par.private.leaf_hooks import hooked, number_of_leaf_hooks
 from lightning_par.sharded import gradient_shares
 from lightning_par.sharded.tensor import leaf
 
@@ -36,8 +39,8 @@ class StepGradients:
     Example::
 
         gradients = StepGradients(engine, ready, named, scale, ahead)
-        with gradients.collected():
-            ...  # the backwards
+        with gradients.collected() as apart:
+            ...  # the forwards and backwards
         gradients.finish(expected)
         gradients.land()
         loss = gradients.delivered(loss)
@@ -53,32 +56,49 @@ class StepGradients:
         seen: bool = False,
     ) -> None:
         self._engine, self._ready, self._named, self._scale = engine, ready, named, scale
-        hooked = engine.programs.hooks.on_parameters
-        self._order: list[int] | None = [] if hooked else None  # in which backward came to the leaves, by id
-        self._ahead = None if hooked or seen else ahead
+        turns = engine.programs.hooks.on_parameters
+        self._order: list[int] | None = [] if turns else None  # in which backward came to the leaves, by id
+        self._ahead = None if turns or seen else ahead
         self._earlier = AccumulatedGradients(named) if seen else None
+        self._unfinished = self._found_later() if seen else None
         self.finals = None if self._ahead is None else self._follow(self._ahead)
         self._found: dict[Tensor, Tensor | None] = {}
+
+    def _found_later(self) -> UnfinishedGradients:
+        programs, named = self._engine.programs, self._named
+        tied = {name for name in named if len(programs.holds(name)) > 1}
+        own = {name for name, p in hooked(named.items()) if number_of_leaf_hooks(p)}
+        weights = {name: p for name, p in self._engine.module.named_parameters() if name in tied | own}
+        return UnfinishedGradients({name: p for name, p in weights.items() if p.requires_grad}, tied)
 
     def _follow(self, ahead: Ahead) -> FinalGradients:
         programs, rank = [part.program for part in self._ready.parts], self._engine.axis.rank
         stages = stages_by_leaf(programs, rank, self._named, self._engine.programs.holds)
         return FinalGradients(stages, ahead.final, ahead.refuse_late)
 
-    @contextmanager
-    def collected(self) -> Iterator[None]:
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[GradientsApart]:
         """The backwards run inside; what earlier batches of the window left in ``.grad`` is put back behind it."""
         note: Callable[[Tensor], None] | None = None if self.finals is None else self.finals.note
         if self._order is not None:
             note = partial(note_last, self._order)
-        with gradients_apart([*self._named.values()], note), gradient_shares.unshared():
-            if self._earlier is None:
-                yield
-                self._found = {p: p.grad for p in self._named.values()}  # before what was there is put back
-            else:
-                self._earlier.show()
-                yield
-                self._found = self._earlier.of_step()
+        parameters, began = [*self._named.values()], None if self._earlier is None else self._begun
+        cut = len(self._ready.parts) > 1
+        with (
+            GradientsApart(parameters, note, began, cut) as apart,
+            gradient_shares.unshared(),
+            contextlib.ExitStack() as self._watched,
+        ):
+            yield apart
+            found = apart.found()  # before what was there is put back
+            earlier = self._earlier
+            self._found = dict(zip(parameters, found, strict=True)) if earlier is None else earlier.of_step()
+
+    def _begun(self, earlier: Sequence[Tensor | None]) -> None:
+        """The first backward is about to run, in which hooks see what the ``earlier`` ones left."""
+        assert self._earlier is not None and self._unfinished is not None
+        self._earlier.show(earlier)
+        self._watched.enter_context(self._unfinished.watched())
 
     def finish(self, expected: frozenset[str] | None) -> None:
         """Sum what several ranks have a part of, and send what is to be averaged. All ranks must call it.

@@ -28,6 +28,9 @@ from lightning_par.trial.fake_functions import UNRUN, all_fake, is_fake, run_on_
 from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.large_values import LargeAsFakes, is_large, note_made
 
+_GRAD: Any = torch.Tensor.grad
+_READS_GRADIENT = _GRAD.__get__
+
 
 def sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether ``func`` lets a parameter require a gradient that did not, or the other way round."""
@@ -63,6 +66,7 @@ class FakeRun(CallTree, Run):
         self.read_at: str | None = None  # where a value was last asked for
         self.values_read = 0  # values that were asked for within units
         self.hooked = False  # whether a hook was put on a gradient
+        self.reads_gradients = False  # whether something looked at the ``.grad`` of a tensor
         self.users: frozenset[str] = frozenset()  # the packages that count as the user's
         self.met_by_hooks: set[int] = set()  # ids of the objects that these reach
         self.unsized = 0  # functions so far whose result's shape depends on values
@@ -76,6 +80,8 @@ class FakeRun(CallTree, Run):
                 "pipeline runs another part: they would wait for one another. Use `self.all_gather` or "
                 "`self.trainer.strategy.reduce`, which go over the copies of the model, or TensorParallelStrategy."
             )
+        if func == _READS_GRADIENT:
+            self.reads_gradients = True
         if self.depth:
             kwargs = kwargs or {}
             self.draws.about_to_run(func, args)

@@ -87,6 +87,7 @@ def study(
         leaves=bool(whole.changes.aftereffects),
         in_hooks=run.in_hooks,
         says=run.outputs.any or whole.outputs.any,
+        reads_gradients=run.reads_gradients or whole.reads_gradients,
         made=whole.changes.made,
     )
     _follow_numbers(step, stages, axis, run)
@@ -111,6 +112,7 @@ def _study_whole(step: Step, stages: Stages) -> Program:
         leaves=bool(run.changes.aftereffects),
         hooked=hooked,
         says=run.outputs.any,
+        reads_gradients=run.reads_gradients,
         made=run.changes.made,
     )
 
