@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_par.private.fake_tensors import active_fakes
+from lightning_par.private.transforms import unwrapped
 
 
 def memory_of(x: Tensor) -> int:
-    """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0."""
-    return x.untyped_storage()._cdata
+    """A number for the memory that ``x`` and its views share; on ``meta``, too, where all addresses are 0.
+
+    Of a transform's own tensor it is that of what it stands for.
+    """
+    return unwrapped(x).untyped_storage()._cdata
 
 
 def lies_as(x: Tensor, other: Tensor) -> bool:

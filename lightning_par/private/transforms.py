@@ -22,6 +22,13 @@ def is_wrapped(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """What a transform's own tensor stands for, or ``x``."""
+    while is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
     """Inside, what is saved for backward passes no hook: the transforms that differentiate refuse to run under one."""
 

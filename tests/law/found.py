@@ -1864,6 +1864,66 @@ UNITS = (Scaled, SpectralNorm, CountsRows, LossOfRows, Numbered, CountsCalls, Ca
 FOUND |= {kind.__name__: of_units(kind) for kind in UNITS} | {"SaysSizes": SaysSizes}
 
 
+class AverageOfParts(Base):
+    """An average of the weights whose layers evaluation calls one by one, or gives to another layer for a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.c = nn.BatchNorm1d(6), nn.Linear(C, C)
+        self.average = nn.ModuleList(copy.deepcopy([self.a, self.norm, self.b])).requires_grad_(False)
+        self.whole = AveragedModel(self.c, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.norm(self.a(x).tanh())))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        layers = nn.ModuleList([self.a, self.norm, self.b])
+        with torch.no_grad():
+            torch._foreach_lerp_([*self.average.parameters()], [*layers.parameters()], 0.5)
+            for mine, theirs in zip(self.average.buffers(), layers.buffers(), strict=True):
+                mine.copy_(theirs)
+        self.whole.update_parameters(self.c)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        a, norm, b = self.average
+        y = self.whole.module(b(norm(a(batch[0]).tanh())))
+        self.log("average", F.mse_loss(y, batch[0].flip(1)))
+
+
+class CountsKinds(Base):
+    """Counts which entries of a codebook were taken, between two layers, and how often."""
+
+    kinds = C
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0])
+        counts = torch.bincount(h.argmax(-1).flatten(), minlength=self.kinds)
+        share = counts / counts.sum()
+        self.log("perplexity", torch.exp(-(share * (share + 1e-10).log()).sum()))
+        return F.mse_loss(self.b(h * share.max()), batch[0].flip(1))
+
+
+class RenewsCodebook(Base):
+    """A buffer of the step's own is looked at through a view, and written anew of a layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("book", torch.eye(C)[:4])
+        self.register_buffer("sums", torch.ones(4, C))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.a(batch[0]).flatten(0, 1)
+        taken = F.one_hot((h @ self.book.T).argmax(-1), 4).to(h)
+        with torch.no_grad():
+            self.sums.mul_(0.9).add_(taken.T @ h, alpha=0.1)
+            self.book.copy_(self.sums / self.sums.norm(dim=1, keepdim=True))
+        return F.mse_loss(self.b(h + (taken @ self.book - h).detach()), batch[0].flip(1).flatten(0, 1))
+
+
+class TooManyKinds(CountsKinds):
+    kinds = 2
+
+
 class Written(Base):
     """Its layers are wide enough to be split."""
 

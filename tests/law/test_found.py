@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
@@ -20,11 +21,15 @@ from tests.law.found import (
     FOUND,
     MEMORY,
     REFUSED,
+    AverageOfParts,
     C,
+    CountsKinds,
     CyclesLayers,
     HookThatLeavesLate,
     RegistersInLayer,
+    RenewsCodebook,
     TeacherAndDecision,
+    TooManyKinds,
     WritesWhatIsGiven,
 )
 from tests.law.strange import STRANGE
@@ -59,7 +64,17 @@ MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
 
 BY_THEMSELVES = {
     kind.__name__: kind
-    for kind in (CyclesLayers, HookThatLeavesLate, RegistersInLayer, TeacherAndDecision, WritesWhatIsGiven)
+    for kind in (
+        AverageOfParts,
+        CountsKinds,
+        CyclesLayers,
+        HookThatLeavesLate,
+        RegistersInLayer,
+        RenewsCodebook,
+        TeacherAndDecision,
+        TooManyKinds,
+        WritesWhatIsGiven,
+    )
 }
 
 
@@ -109,7 +124,7 @@ def _fit(name: str, layout: dict[str, Any] | None) -> tuple[list[float], dict[st
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, Batches())  # type: ignore[arg-type]
+        trainer.fit(module, Batches(), Batches() if is_overridden("validation_step", module) else None)
     metrics = {key: value.detach().double() for key, value in trainer.callback_metrics.items()}
     metrics |= {"python": torch.tensor(random.random()), "numpy": torch.tensor(np.random.random())}
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -180,6 +195,16 @@ def test_what_shares_memory_on_one_device_is_one_devices(pool: Pool, layout: str
 def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: Pool, name: str) -> None:
     wrong, _ = _wrong(pool, [name], LAYOUTS["tensor"])
     assert "were made one memory" in wrong[name] and "shapes (4, 8) and (8, 4)" in wrong[name]
+
+
+def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
+    names = ["AverageOfParts", "CountsKinds", "RenewsCodebook"]
+    assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
+
+
+def test_more_kinds_than_a_count_says_are_refused_where_other_stages_go_by_it(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError, match="minlength=2 says that there are 2 kinds"):
+        pool.run(2, _fit, "TooManyKinds", LAYOUTS["pipeline"])
 
 
 class BadBatches(Batches):

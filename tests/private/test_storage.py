@@ -21,6 +21,11 @@ def test_views_share_a_number_for_their_memory_also_on_meta() -> None:
         assert memory_of(x[1:].t()) == memory_of(x) != memory_of(other)
 
 
+def test_a_transforms_tensor_lies_where_what_it_stands_for_does() -> None:
+    x = torch.empty(4, 4)
+    torch.vmap(lambda row: torch.testing.assert_close(memory_of(row), memory_of(x)) or row)(x)
+
+
 def test_tensors_that_lie_in_one_place_are_known_without_values_too() -> None:
     with FakeTensorMode():
         for x in (torch.empty(2, 2), torch.empty(2, 2, device="meta")):

@@ -20,7 +20,7 @@ from lightning_par.pipeline.placement.table import held_bytes, show_placement
 from lightning_par.pipeline.placement.user_placement import wishes_of
 from lightning_par.pipeline.plan.stage_plan import Stage, StagePlan
 from lightning_par.pipeline.plan.stage_ranges import Stages
-from lightning_par.pipeline.plan.uncalled import uncalled
+from lightning_par.pipeline.plan.uncalled import callable_within, uncalled
 from lightning_par.pipeline.plan.units import ModuleCall, list_names, walk
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.stages import Spread
@@ -51,7 +51,8 @@ class PlacementSpread(Spread):
         homes = dict(plan.homes)
         for path in _apart(module, uncalled(module, homes, opened), wishes):
             place = place_of(path, wishes)
-            homes[path] = (last if place is None else place,)
+            home = (last if place is None else place,)
+            homes |= dict.fromkeys((path, *callable_within(module, path)), home)
         return plan, Stages(homes, tuple(range(places)), WherePlaceChanges, last)
 
     def _wishes(self, module: nn.Module, root: ModuleCall, opened: Collection[str]) -> Mapping[str, int]:

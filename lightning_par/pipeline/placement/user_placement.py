@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_par.pipeline.effects.metrics import is_metric
 from lightning_par.pipeline.placement.settings import Chooser, check_place
 
 
@@ -84,11 +85,6 @@ def _chosen(module: nn.Module, choose: Chooser, places: int) -> Iterator[Wish]:
             last = f"0 to {places - 1}" if places > 1 else "0 alone"
             raise ValueError(f"placement({name!r}, ...) = {place}, but a copy of the model has the devices {last}.")
         yield Wish(name, place, None)
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Whether it is a torchmetrics Metric or a collection of some."""
-    return callable(getattr(module, "compute", None)) and callable(getattr(module, "update", None))
 
 
 def _twice(one: Wish, other: Wish) -> str:

@@ -15,7 +15,7 @@ from lightning_par.pipeline.plan.stage_order import PipelineOrder
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
 from lightning_par.pipeline.plan.stage_ranges import Homes, Stages
 from lightning_par.pipeline.plan.table import show_stages
-from lightning_par.pipeline.plan.uncalled import uncalled
+from lightning_par.pipeline.plan.uncalled import callable_within, uncalled
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
@@ -74,9 +74,9 @@ def _homes_in_order(module: nn.Module, homes: Homes, paths: Collection[str]) -> 
 
     Modules are mostly called in the order in which they were made. Where another is, each unit's home fits.
     """
-    stage, found = 0, {}
+    stage, found = 0, dict[str, tuple[int, ...]]()
     for path, _ in module.named_modules():
         stage = max(homes.get(path, (stage,)))
         if path in paths:
-            found[path] = (stage,)
+            found |= dict.fromkeys((path, *callable_within(module, path)), (stage,))
     return found

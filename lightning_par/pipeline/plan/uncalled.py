@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 from torch import nn
 
+from lightning_par.pipeline.effects.metrics import is_metric
+
 
 def within(path: str, homes: Collection[str]) -> bool:
     """Whether ``path`` is one of the units, or lies in one."""
@@ -22,4 +24,15 @@ def uncalled(module: nn.Module, homes: Collection[str], opened: Collection[str] 
             continue
         if any(True for _ in child.parameters()):
             found.append(path)
+    return found
+
+
+def callable_within(module: nn.Module, path: str) -> list[str]:
+    """The modules in the uncalled one at ``path`` that another step may call by themselves, as it may those of an
+    average of the weights. What a metric holds it calls itself.
+    """
+    outer, found = module.get_submodule(path), list[str]()
+    for name, child in () if is_metric(outer) else outer.named_children():
+        if any(True for _ in (*child.parameters(), *child.buffers())):
+            found += [f"{path}.{name}", *callable_within(module, f"{path}.{name}")]
     return found

@@ -228,7 +228,7 @@ def _refuse_reads(run: Analysis, last: int) -> None:
                 "(torch.where), or use TensorParallelStrategy."
             )
     for event in run.events[:last]:
-        if event.unsized:
+        if event.unsized and not event.claimed:
             raise ValueError(
                 f"{event.place}: how many values `{getattr(event.func, '__name__', event.func)}` returns depends on "
                 "values of the model, and modules of a later stage follow. Move this into the forward of a module that "

@@ -45,6 +45,8 @@ class StepEvent:
         shares: for sums of shares with something that is not a share: its arguments that are scaled to one.
         cuts: whether it is given the microbatch's samples of tensors that depend on the batch alone, not the whole.
         unsized: whether the shape of its result depends on values of the model.
+        claimed: whether the user's code says that shape, as a count of kinds with a ``minlength`` does; a stage before
+            the last holds it to that.
         sizing: the content of the batch's tensors that tell that shape, where some do.
         sets: whether it writes into a located tensor without returning it, as `x[0] = y` does; that is its result.
         writes: whether it writes into a tensor that depended on the batch alone, and is its first argument.
@@ -72,6 +74,7 @@ class StepEvent:
     shares: tuple[int, ...] = ()
     cuts: bool = False
     unsized: bool = False
+    claimed: bool = False
     sizing: tuple[Any, ...] | None = None
     sets: bool = False
     writes: bool = False

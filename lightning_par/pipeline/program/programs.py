@@ -180,8 +180,9 @@ class Programs:
                 if program.at[stage] not in holders:
                     raise ValueError(
                         f"{step.name} uses {name!r} on rank {program.at[stage]} of those that share the model, but it "
-                        f"is held by rank {', '.join(map(str, holders))} alone, where training uses it. Use it in the "
-                        "forward of the module that it belongs to, or place modules so that both meet."
+                        f"is held by rank {', '.join(map(str, holders))} alone, by the steps that came "
+                        "first. Use it in the forward of the module that it belongs to, or place modules so that both "
+                        "meet."
                     )
 
     def _refuse(self, step: Step, program: Program, reason: str) -> None:

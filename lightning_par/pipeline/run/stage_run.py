@@ -145,8 +145,19 @@ class StageRun(StageValues):
             if record.writes:
                 given = (given[0].clone(), *given[1:])  # the batch's own tensor serves the other microbatches, too
             result = func(*given, **kwargs)
+            self._check_claim(index, record, result)
         result = given[0] if record.writes or record.sets else result
         return self._returned(func, args, self.made(index, result, record), record)
+
+    def _check_claim(self, index: int, record: StepEvent, result: Any) -> None:
+        """Raises ValueError where a result is larger than the user's code says, and later stages go by that."""
+        if record.claimed and index < self.program.starts[-1] and result.shape != record.result.shape:
+            kinds = len(record.result)
+            raise ValueError(
+                f"{record.place}: `bincount` met the value {len(result) - 1}, though minlength={kinds} says "
+                f"that there are {kinds} kinds, and modules of a later stage of the pipeline go by that. "
+                "Give it a larger minlength, move it into the forward of a module, or use TensorParallelStrategy."
+            )
 
     def _returned(self, func: Any, args: Any, value: Any, record: StepEvent) -> Any:
         if record.writes:

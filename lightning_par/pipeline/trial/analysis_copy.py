@@ -12,7 +12,7 @@ from lightning_par.absent.deferred.deferred_tensor import Deferred
 from lightning_par.absent.elsewhere import is_elsewhere
 from lightning_par.pipeline.effects.console import LoggerView, Said, SayingCall, printed
 from lightning_par.pipeline.effects.held_loggers import refuse_held
-from lightning_par.pipeline.effects.metrics import METHODS, MetricCall
+from lightning_par.pipeline.effects.metrics import METHODS, MetricCall, is_metric
 from lightning_par.pipeline.program.program import is_located
 from lightning_par.pipeline.run.unit_calls import LocatedCall
 from lightning_par.pipeline.trial.analysis import Analysis
@@ -92,7 +92,7 @@ class _Traced:
 def trace_calls(copy: nn.Module, run: CallTree) -> None:
     """Let ``run`` know of all calls of modules that are no metrics."""
     for path, module in copy.named_modules():
-        if path and not _is_metric(module):
+        if path and not is_metric(module):
             set_call(module, _Traced(path, module, run))
 
 
@@ -100,7 +100,7 @@ def intercept_calls(copy: nn.Module, run: Analysis, homes: Mapping[str, tuple[in
     for metric in [metric for module in copy.modules() for metric in _held_metrics(module)]:
         _listen_to_metric(metric)
     for path, module in copy.named_modules():
-        if _is_metric(module):
+        if is_metric(module):
             _listen_to_metric(module)
         elif path in homes:
             set_call(module, LocatedCall(path, module))
@@ -117,12 +117,8 @@ def _held_metrics(module: nn.Module) -> Iterator[nn.Module]:
     for name, value in vars(module).items():
         if name not in (MODULES, PARAMETERS, BUFFERS) and isinstance(value, (list, tuple, dict)):
             for x in value.values() if isinstance(value, dict) else value:
-                if isinstance(x, nn.Module) and _is_metric(x):
+                if isinstance(x, nn.Module) and is_metric(x):
                     yield x
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return callable(getattr(module, "compute", None)) and callable(getattr(module, "update", None))
 
 
 def listen(copy: nn.Module, run: Analysis) -> None:
@@ -183,4 +179,5 @@ def held(copy: nn.Module, homes: Collection[str], batch: Any, run: Analysis) -> 
     reach = Reach(packages_of(copy), {id(named[path]): path for path in units})
     reach.add_modules((path, module) for path, module in named.items() if path not in units)
     reach.add("batch", batch)
+    run.values.check_current(reach.met)
     return [x for x in run.followed(reach.met) if id(x) in run.values.keys]

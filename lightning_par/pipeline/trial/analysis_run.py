@@ -180,6 +180,7 @@ def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, gue
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in buffers}
     run.handed.buffers = {id(b): path for path in homes for b in copy.get_submodule(path).buffers()}
+    run.handed.weights = {path: {*map(id, copy.get_submodule(path).parameters())} for path in homes}
     intercept_calls(copy, run, homes, asked.traced)
     run.hooks_on_gradients = {m: n for m in copy.modules() if (n := number_of_backward_hooks(m))}
     listen(copy, run)

@@ -40,7 +40,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
     run.events.append(StepEvent(func, "batch", (), None, user_line()))
     run.note_constants(index, (args, kwargs, result))
     run.shapes[index] = [tuple(x.shape) for x in tensors]
-    run.values.made_of_batch(index, result)
+    run.values.made_of_batch(index, (args, kwargs), result)
     return result
 
 

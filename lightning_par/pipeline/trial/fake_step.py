@@ -219,6 +219,14 @@ def sizing(func: Any, args: Any) -> tuple[Any, ...] | None:
     return constants_of(args[1], lambda _: False)
 
 
+def claims_size(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` is told how many values it returns, unless what it is given holds a larger one."""
+    if func is not torch.bincount and func is not Tensor.bincount:
+        return False
+    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    return isinstance(least, int) and least > 1  # a trial counts ones
+
+
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` on fakes. Recurrent ones run as on the CPU, since cuDNN lays out weights in memory, of which fakes have
     none; and in no inference mode, in which torch 2.11 gives states another shape."""

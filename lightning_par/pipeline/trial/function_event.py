@@ -11,7 +11,7 @@ from lightning_par.pipeline.program.microbatch_values import written_into
 from lightning_par.pipeline.program.program import StepEvent, is_located
 from lightning_par.pipeline.run.microbatch import SamplesMixError
 from lightning_par.pipeline.trial.call_context import told_to
-from lightning_par.pipeline.trial.fake_step import sizing
+from lightning_par.pipeline.trial.fake_step import claims_size, sizing
 from lightning_par.pipeline.trial.samples.sample_sums import tag_result
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
@@ -49,6 +49,7 @@ def record_function(run: Analysis, func: Any, name: str, args: Any, kwargs: Any,
     event = run.keep(func, "located", inputs, result)
     run.note_constants(len(run.events) - 1, (args, kwargs))
     event.told, event.cuts, event.sets, event.unsized = told, cuts, sets, run.unsized > unsized
+    event.claimed = event.unsized and claims_size(func, args, kwargs)
     _note_itself(run, event, name, inputs, result)
     if run.sized > sized or name == "_pad_packed_sequence":
         with unset_fake_temporarily():

@@ -41,6 +41,7 @@ class Handed:
 
     Attributes:
         buffers: by id, those of units, with the unit.
+        weights: the ids of the parameters of units, as the step begins.
         found: by id, values and parameters that the unit which is running took and neither has nor was given.
     """
 
@@ -49,6 +50,7 @@ class Handed:
     ) -> None:
         self.homes, self.values, self.parameters = homes, values, parameters
         self.buffers: dict[int, str] = {}
+        self.weights: dict[str, set[int]] = {}
         self.found: dict[int, Tensor] = {}
         self._path: str | None = None
         self._own: set[int] = set()
@@ -58,7 +60,7 @@ class Handed:
     @contextmanager
     def unit(self, path: str, module: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
         """Inside, the unit ``path`` runs, and was given ``inputs``."""
-        own = (x for x in module.parameters() if id(x) not in self.values)  # for a call it may have others
+        own = (x for x in module.parameters() if id(x) not in self.values and self._is_of(path, x))
         self._call += 1
         self._path, self._own, self.found = path, {*map(id, inputs), *map(id, own)}, {}
         self._buffers = set(map(id, module.buffers()))
@@ -66,6 +68,11 @@ class Handed:
             yield
         finally:
             self._path = None
+
+    def _is_of(self, path: str, x: Tensor) -> bool:
+        """Whether the unit ``path`` has the parameter ``x`` by itself: for a call it may be given another one's."""
+        weights = self.weights.get(path)
+        return weights is None or id(x) in weights or id(x) not in self.parameters
 
     def note(self, given: Any, result: Any) -> None:
         """A function was called with ``given``.

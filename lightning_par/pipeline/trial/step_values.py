@@ -17,6 +17,11 @@ from lightning_par.python_state.nested_tensors import returned_tensors, tensors_
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.trial.large_values import is_large
 
+_WRITES_INTO_VIEWS = (
+    "writes a value that depends on the model into a tensor that did not, and of which there are other views that are "
+    "used. A pipeline can't follow that: build the tensor from its parts, e.g. with torch.stack or torch.cat."
+)
+
 
 class StepValues:
     """What is known of each tensor that the step's own code meets, by its id.
@@ -33,6 +38,9 @@ class StepValues:
         views: ids of tensors of the module, or of views of them.
         memory: which values share some, and who writes into it.
         kept: ids stay valid as long as the objects live.
+        fresh: ids of tensors that functions of the batch alone made.
+        stale: ids of tensors that share memory with one that a value of the model was written into since, and where:
+            what they hold is there where that value is.
         started: whether hooks of the start ran on the copy.
     """
 
@@ -44,6 +52,8 @@ class StepValues:
         self.views: set[int] = set()
         self.memory = SharedStorage()
         self.kept: list[Any] = [batch]
+        self.fresh: set[int] = set()
+        self.stale: dict[int, str] = {}
         self.started = False
         self._homes = homes
 
@@ -68,8 +78,9 @@ class StepValues:
                 self.memory.made((event, n), x)
         self.kept.append((inputs, result))
 
-    def made_of_batch(self, event: int, result: Any) -> None:
-        """``event`` saw the batch alone, and returned ``result``."""
+    def made_of_batch(self, event: int, given: Any, result: Any) -> None:
+        """``event`` saw the batch alone, was ``given`` that, and returned ``result``."""
+        self.fresh.update({id(x) for x in tensors_in(result)} - {id(x) for x in tensors_in(given)})
         self.batch_keys.update((id(x), (event, n)) for n, x in enumerate(tensors_in(result)))
         self.kept.append(result)
 
@@ -117,21 +128,24 @@ class StepValues:
         """The tensor of the batch alone that the function ``name`` writes a located value into, where it does so.
 
         Raises:
-            NotImplementedError: there are other views of it.
+            NotImplementedError: a tensor that the step was given, or that the module holds, shares memory with it.
         """
         target = args[0] if args else None
         if not writes_into(name) or not isinstance(target, Tensor) or is_located(target):
             return None
-        shared = any(
-            x is not target and not is_located(x) and _share(x, target) for kept in self.kept for x in tensors_in(kept)
-        )
-        if shared:
-            raise NotImplementedError(
-                f"{user_line()}: `{name}` writes a value that depends on the model into a tensor that did not, and of "
-                "which there are other views. A pipeline can't follow that: build the tensor from its parts, e.g. with "
-                "torch.stack or torch.cat."
-            )
+        place = f"{user_line()}: `{name}`"
+        for x in [x for kept in self.kept for x in tensors_in(kept)]:
+            if x is not target and not is_located(x) and _share(x, target):
+                if id(x) not in self.fresh:
+                    raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
+                self.stale[id(x)] = place
         return target
+
+    def check_current(self, tensors: Iterable[Tensor]) -> None:
+        """Raises NotImplementedError where one of the ``tensors`` is a view of what was written into since."""
+        place = next((self.stale[id(x)] for x in tensors if id(x) in self.stale), None)
+        if place is not None:
+            raise NotImplementedError(f"{place} {_WRITES_INTO_VIEWS}")
 
 
 def _share(x: Tensor, other: Tensor) -> bool:

@@ -76,6 +76,39 @@ def test_a_value_of_the_model_that_a_transformed_function_is_not_given_is_refuse
         _studied(Transforms(other=True))
 
 
+class LooksAgain(Base):
+    """A tensor of its own that a layer's output is written into, and a view of it from before, which it may use."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, whole = self.a(x), torch.zeros(C, C)
+        view = whole.T
+        h = h @ view
+        whole.copy_(h.mean((0, 1)).expand(C, C))
+        return self.b(h + (view if self.again else whole)[0])
+
+
+def test_a_view_of_what_a_value_of_the_model_is_written_into_matters_where_it_is_used_later() -> None:
+    assert any(event.writes for event in _studied(LooksAgain(again=False)).events)
+    with pytest.raises(NotImplementedError, match="other views that are used"):
+        _studied(LooksAgain(again=True))
+
+
+class Lends(Base):
+    """A layer runs with another one's weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.functional_call(self.a, dict(self.b.named_parameters()), (self.b(self.a(x)),))
+
+
+def test_weights_of_another_layer_that_one_is_lent_are_used_where_it_runs() -> None:
+    uses = _studied(Lends()).uses
+    assert uses["b.weight"] == uses["b.bias"] == uses["a"] - {0}
+
+
 class Reshapes(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.a.weight.data = self.a.weight.data.flatten()
