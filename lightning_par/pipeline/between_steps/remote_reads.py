@@ -81,7 +81,8 @@ class JointGradients:
         told = axis.all_gather_object(mine, "names of weights in parts")
         self.in_parts = {name: over for theirs in told for name, over in theirs}
         self._optimizers = AdoptedOptimizers(self)
-        RunState.current.any_gradient = self._holds_any
+        self._state = RunState.current
+        self._state.any_gradient = self._holds_any
         self._show()
 
     def _holds_any(self) -> bool:
@@ -89,6 +90,7 @@ class JointGradients:
 
     def close(self) -> None:
         """Let every parameter and optimizer be what it was. No communication."""
+        self._state.any_gradient = bool  # which would hold all weights
         self._hide()
         self._unseen += 1
         for view in [view for ref in [*self._views.values()] if (view := ref()) is not None]:

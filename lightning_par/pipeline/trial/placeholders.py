@@ -123,5 +123,11 @@ def read_placeholder(name: str, x: Tensor, args: Any) -> Any:
         return _array(x, guesses.choose(_FILLS))
     if name == "tolist":
         return _array(x, guesses.choose(_FILLS)).tolist()
-    number = _number(guesses.choose(_TEXTS))
-    return format(number, args[1]) if len(args) > 1 and args[1] else f"{number}"
+    return format(_to_write(x, guesses), args[1] if len(args) > 1 else "")
+
+
+def _to_write(x: Tensor, guesses: Guesses) -> Any:
+    """A number for a text: a whole one may be a key, as in ``self.experts[f"expert_{index}"]``."""
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return _number(guesses.choose(_TEXTS))
+    return _array(x, guesses.choose(_FILLS)).item()

@@ -17,7 +17,9 @@ from lightning_par.pipeline.effects.random_draws import GlobalDrawError
 from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.stages import _as_the_loop_will_run
+from lightning_par.pipeline.trial.placeholders import DRAWS, read_placeholder, standing_in
 from lightning_par.pipeline.trial.study import study
+from lightning_par.trial.guesses import Guesses
 from lightning_par.trial.step import Step
 from tests.helpers.slow import slow
 from tests.law.found import Base, C
@@ -220,3 +222,10 @@ class ReadsAll(Base):
 
 def test_many_reads_at_one_place_are_no_endless_loop() -> None:
     assert len(_studied(ReadsAll()).events) > 500
+
+
+def test_a_whole_number_in_a_text_may_be_a_key() -> None:
+    """As in ``self.experts[f"expert_{index}"]`` of a router."""
+    for draw in range(DRAWS):
+        with standing_in(False, draw, Guesses()):
+            assert {read_placeholder("__format__", torch.tensor(7), (None, "")) for _ in range(9)} <= {"0", "1"}
