@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.private.transforms import in_functorch, outside_transforms, transforms
+from lightning_par.private.transforms import in_functorch, outside_transforms, transforms, unwrapped
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
@@ -83,3 +83,14 @@ assert all(met) and met and not is_wrapped(x)
 def test_tensors_of_a_transform_are_known_and_it_runs_where_what_is_saved_passes_hooks() -> None:
     # In a process of its own: where a run has begun before, ours stand in the transforms' place.
     subprocess.run([sys.executable, "-c", _TRANSFORM], check=True, timeout=200)
+
+
+def test_a_transforms_own_tensor_stands_for_one_that_has_memory() -> None:
+    x, found = torch.ones(2, 3), []
+
+    def function(one: torch.Tensor) -> torch.Tensor:
+        found.append(unwrapped(one))
+        return one.sum()
+
+    torch.vmap(torch.func.grad(function))(x)
+    assert found[0].data_ptr() == x.data_ptr() and found[0].shape == x.shape and unwrapped(x) is x
