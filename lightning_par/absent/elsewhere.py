@@ -145,7 +145,8 @@ class Elsewhere(AbsentTensor):
             if in_backward():
                 refuse_in_hooks(self, sys._getframe(1))
             elif Run.current is not None and RunState.current.any_gradient():
-                _refuse_in_step(self, sys._getframe(1))
+                # where earlier batches may have left one
+                _refuse_gradient(self, sys._getframe(1), "a step", "on_train_batch_start")
         return grad
 
     @grad.setter
@@ -201,26 +202,16 @@ class Elsewhere(AbsentTensor):
 
 def refuse_in_hooks(x: Elsewhere, frame: types.FrameType) -> None:
     """Raises NotImplementedError where a hook of the user's, in ``frame``, looks at the gradient of ``x``."""
-    if _is_users(frame):
-        raise NotImplementedError(
-            f"{user_line()}: a hook that runs within backward looks at the gradient of {x.origin.name!r}, which is on "
-            "another stage of the pipeline. Do it in on_after_backward or on_before_optimizer_step, or use "
-            "TensorParallelStrategy."
-        )
+    _refuse_gradient(x, frame, "a hook that runs within backward", "on_after_backward or on_before_optimizer_step")
 
 
-def _refuse_in_step(x: Elsewhere, frame: types.FrameType) -> None:
-    if _is_users(frame):
-        raise NotImplementedError(
-            f"{user_line()}: a step looks at the gradient of {x.origin.name!r}, which is on another stage of the "
-            "pipeline, where earlier batches may have left one. Do it between steps, as in on_train_batch_start, or "
-            "use TensorParallelStrategy."
-        )
-
-
-def _is_users(frame: types.FrameType) -> bool:
+def _refuse_gradient(x: Elsewhere, frame: types.FrameType, who: str, where: str) -> None:
     module = frame.f_globals.get("__name__", "")
-    return module.startswith("torch.nn.utils") or not module.startswith(("lightning_par.", "torch."))
+    if module.startswith("torch.nn.utils") or not module.startswith(("lightning_par.", "torch.")):
+        raise NotImplementedError(
+            f"{user_line()}: {who} looks at the gradient of {x.origin.name!r}, which is on another stage of the "
+            f"pipeline. Do it in {where}, or use TensorParallelStrategy."
+        )
 
 
 def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:
