@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import NoReturn
 
 from torch import nn
 
-from lightning_par.pipeline.effects.console import Said
-from lightning_par.pipeline.effects.logged_outputs import Recorder, call_of, layers_heard
+from lightning_par.pipeline.effects.logged_outputs import Recorder, layers_heard
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.run_state import RunState
 
@@ -27,22 +26,11 @@ def hooks_heard(module: nn.Module, recorder: Recorder) -> Iterator[None]:
         state.hooks_alone = before
 
 
-class Unforeseen:
-    """Nobody waits for what code in a backward says."""
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._refuse(f"self.log({name!r}, ...)")
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse("self.print(...)")
-
-    def hear(self, said: Said) -> None:
-        self._refuse(call_of(said))
-
-    def _refuse(self, what: str) -> None:
-        raise NotImplementedError(
-            f"{user_line()}: code that runs in backward calls {what}. The ranks of a pipeline, each of which runs the "
-            "backward of its own layers, hear of that where a hook on a module, an activation or a parameter does it "
-            "and the batch is left whole (microbatches=1, without allow_batch_coupling). Do it there, in "
-            "on_after_backward, or in the step."
-        )
+def refuse_unforeseen(what: str) -> NoReturn:
+    """Nobody waits for ``what`` code in a backward calls."""
+    raise NotImplementedError(
+        f"{user_line()}: code that runs in backward calls {what}. The ranks of a pipeline, each of which runs the "
+        "backward of its own layers, hear of that where a hook on a module, an activation or a parameter does it "
+        "and the batch is left whole (microbatches=1, without allow_batch_coupling). Do it there, in "
+        "on_after_backward, or in the step."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -49,6 +49,22 @@ def call_of(record: LogRecord | Said) -> str:
     if isinstance(record, LogRecord):
         return f"self.log({record.name!r}, ...)"
     return f"logger.{'.'.join(record.path)}(...)" if isinstance(record, SayingCall) else "self.print(...)"
+
+
+class Unheard:
+    """A `Recorder` where nobody waits for what is said: ``refuse`` raises, and is told what was called."""
+
+    def __init__(self, refuse: Callable[[str], NoReturn]) -> None:
+        self._refuse = refuse
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self._refuse(f"self.log({name!r}, ...)")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("self.print(...)")
+
+    def hear(self, said: Said) -> None:
+        self._refuse(call_of(said))
 
 
 class Recorder(Protocol):

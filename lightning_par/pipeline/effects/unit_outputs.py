@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.batch_broadcast import refusal
 from lightning_par.pipeline.effects.console import Said, SayingCall
 from lightning_par.pipeline.effects.effects import Effects
-from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, Recorder, call_of
+from lightning_par.pipeline.effects.logged_outputs import LogRecord, OutputRecorder, Recorder, Unheard, call_of
 from lightning_par.pipeline.program.prepared_step import Prepared
 from lightning_par.pipeline.run.microbatch_outputs import averaged, joined
 from lightning_par.pipeline.run.stage_run import StageRun
@@ -85,7 +85,7 @@ class UnitOutputs:
             self._parts.setdefault(run.stage, []).append(said)
             within = self._recorder(said, run)
         elif self.foreseen is not None:
-            within = _Unforeseen()
+            within = Unheard(_refuse_unforeseen)
         return _ByDepth(run, own, within)
 
     def _recorder(self, effects: Effects, run: StageRun) -> OutputRecorder:
@@ -230,22 +230,10 @@ class _ByDepth:
             to.hear(said)
 
 
-class _Unforeseen:
-    """Nobody waits for what a unit says."""
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._refuse(f"self.log({name!r}, ...)")
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse("self.print(...)")
-
-    def hear(self, said: Said) -> None:
-        assert isinstance(said, SayingCall)
-        self._refuse(call_of(said))
-
-    def _refuse(self, what: str) -> None:
-        raise RuntimeError(
-            f"{user_line()}: a layer calls {what} here, as nothing told that it would when the step was first run. The "
-            "other ranks of the pipeline don't wait for it. Let it go by the batch, by attributes of the module or by "
-            "trainer.global_step, or return the value from the layer and log it in the step."
-        )
+def _refuse_unforeseen(what: str) -> NoReturn:
+    """Nobody waits for ``what`` a unit calls."""
+    raise RuntimeError(
+        f"{user_line()}: a layer calls {what} here, as nothing told that it would when the step was first run. The "
+        "other ranks of the pipeline don't wait for it. Let it go by the batch, by attributes of the module or by "
+        "trainer.global_step, or return the value from the layer and log it in the step."
+    )

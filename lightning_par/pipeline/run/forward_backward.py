@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_par.pipeline.effects.backward_outputs import Unforeseen, hooks_heard
+from lightning_par.pipeline.effects.backward_outputs import hooks_heard, refuse_unforeseen
 from lightning_par.pipeline.effects.effects import Effects, merged
-from lightning_par.pipeline.effects.logged_outputs import silent
+from lightning_par.pipeline.effects.logged_outputs import Unheard, silent
 from lightning_par.pipeline.effects.unit_outputs import UnitOutputs
 from lightning_par.pipeline.plan.schedule import Schedule
 from lightning_par.pipeline.plan.schedules import Action
@@ -68,7 +68,7 @@ class ForwardBackward:
         self.messenger, self.replays, self.tokens = engine.messenger, engine.replays, engine.tokens
         self.inner_state, self.in_backward = engine.inner_state, engine.in_backward
         self._advise = partial(_alone, engine.axis.rank)
-        self._unforeseen = Unforeseen()
+        self._unforeseen = Unheard(refuse_unforeseen)
         self._effects: Effects | None = None  # what the step did, once all forwards have run
 
     def run(self) -> Effects:
