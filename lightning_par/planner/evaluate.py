@@ -7,13 +7,13 @@ from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.units import walk
+from lightning_par.planner.batch_sizes import count_tokens, first_samples
 from lightning_par.planner.build import build_module, build_with_values
-from lightning_par.planner.clipped import Clip, clips_itself, refuse_clip
+from lightning_par.planner.clipped import Clip, refuse_clip
 from lightning_par.planner.given_batch import Given
 from lightning_par.planner.held_values import record_with_held
 from lightning_par.planner.layouts import Candidate, read_candidate
@@ -25,13 +25,16 @@ from lightning_par.planner.precisions import read_precision
 from lightning_par.planner.predict import predict
 from lightning_par.planner.prediction import ModuleUses, PlannedRun, Prediction
 from lightning_par.planner.profile import Profile
-from lightning_par.planner.recorded import RecordedStep, casting, record
-from lightning_par.planner.replay import Place, StageReplay, replay
+from lightning_par.planner.record import record
+from lightning_par.planner.recorded import RecordedStep, casting
+from lightning_par.planner.replay import replay
+from lightning_par.planner.replay_run import Place, StageReplay
 from lightning_par.planner.stage_trial import ASKER, Staged, StageTrial
 from lightning_par.planner.stages import StageCut, cut_stages
 from lightning_par.planner.storage import Storage
+from lightning_par.planner.unknowns import unknowns
 from lightning_par.planner.weight_copies import sharing_stages
-from lightning_par.private.pytree import tree_leaves, tree_map
+from lightning_par.private.pytree import tree_map
 from lightning_par.strategies.startup_table import bytes_text
 from lightning_par.tensor.plan import Dealt, deal
 
@@ -95,7 +98,7 @@ class Planner:
             raise ValueError(f"{error} {self._weights(built)}") from error
         seen = None if self.step.reads else self.step.survey  # by guesses a trial may go another way
         self.trial = StageTrial(with_values, batch, partial(casting, self.precision.autocast), seen)
-        tokens = _tokens(batch) / self.step.samples
+        tokens = count_tokens(batch) / self.step.samples
         self.recompute, self.fused, self.tokens = recompute, fused, tokens
         calls = tuple(call.path for call in self.step.calls)
         self.tree = ModuleUses(built, calls, self.step.uses, self.step.backwards, self.step.trained)
@@ -108,32 +111,8 @@ class Planner:
 
     @property
     def notes(self) -> list[str]:
-        """What is assumed."""
-        found = [f"optimizer: {self.optimizer.note}"] if self.optimizer.note else []
-        if any(len(backwards) > 1 for backwards in self.step.backwards_to):
-            found.append(
-                "not known: what a backward of training_step sends along tensor and sequence where it runs through a "
-                "graph again (retain_graph): counted as if it did not"
-            )
-        if self.step.leaves_out:
-            found.append(
-                "not known: what is gathered ahead for layers that no backward of training_step comes to: counted as "
-                "if nothing"
-            )
-        if self.untransferred:
-            found.append(f"not known: what comes of {self.untransferred}: planned for the batch as it is loaded")
-        if clips_itself(self.tree.module) and not self.by_hand:
-            found.append("not known: what configure_gradient_clipping of the module does; counted as Lightning's own")
-        if self.step.reads:
-            places = ", ".join(self.step.reads)
-            found.append(
-                f"not known: the values that the step reads at {places}; one way of what it does by them is counted"
-            )
-        found += [f"microbatches=1: {x}" for x in dict.fromkeys(one.whole for one in self.staged) if x]
-        for unknown in dict.fromkeys(one.unknown for one in self.staged):
-            if unknown:
-                found.append(f"not known: whether a run would refuse a pipeline, or to cut its batch: {unknown}")
-        return found
+        """What is assumed, and what is not known."""
+        return unknowns(self)
 
     @property
     def by_hand(self) -> bool:
@@ -173,7 +152,7 @@ class Planner:
         if count >= self.step.samples or count < 1:
             return self.step
         if count not in self._steps:
-            batch = _first_samples(self.batch, count, self.step.samples)
+            batch = first_samples(self.batch, count, self.step.samples)
             autocast, gpu = self.precision.autocast, self.machine.gpu
             self._steps[count] = record(self.tree.module, batch, autocast, self.fused, gpu)
         return self._steps[count]
@@ -312,24 +291,3 @@ class Planner:
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.precision.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _first_samples(batch: Any, count: int, samples: int) -> Any:
-    """The first ``count`` of its samples: of tensors, and of lists of what is no tensor, such as texts."""
-
-    def no_tensors(x: Any) -> bool:
-        return isinstance(x, list) and len(x) == samples and not any(isinstance(y, Tensor) for y in tree_leaves(x))
-
-    def first(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x[:count] if x.ndim and x.shape[0] == samples else x
-        return x[:count] if no_tensors(x) else x
-
-    return tree_map(first, batch, is_leaf=no_tensors)
-
-
-def _tokens(batch: Any) -> float:
-    """Entries of the batch's largest tensor of whole numbers that are no bytes of images, else its samples."""
-    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    counts = [x.numel() for x in tensors if x.dtype in (torch.int16, torch.int32, torch.int64) and x.ndim > 1]
-    return float(max(counts, default=0) or max((x.shape[0] for x in tensors if x.ndim), default=1))

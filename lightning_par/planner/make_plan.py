@@ -10,7 +10,7 @@ from lightning_par.planner.clipped import Clip
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.given_batch import read_batch
 from lightning_par.planner.machines import read_machine
-from lightning_par.planner.replay import UntoldError
+from lightning_par.planner.replay_run import UntoldError
 from lightning_par.planner.report import Plan, named
 from lightning_par.planner.search import RuledOut, told
 

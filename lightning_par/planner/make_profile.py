@@ -20,8 +20,9 @@ from lightning_par.planner.operations import (
     split_of,
 )
 from lightning_par.planner.profile import Parameter, Profile, Stages, Unit
-from lightning_par.planner.recorded import RecordedStep, UnitRun
+from lightning_par.planner.recorded import RecordedStep
 from lightning_par.planner.stages import StageCut
+from lightning_par.planner.unit_runs import UnitRun
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.tensor.plan import Dealt

@@ -11,7 +11,7 @@ from lightning_par.planner.clipped import norm_sums
 from lightning_par.planner.layout_work import LayoutWork
 from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.profile import Parameter
-from lightning_par.planner.replay import RETURNED, TAKEN, StageReplay
+from lightning_par.planner.replay_run import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
 from lightning_par.planner.uses import Use
 

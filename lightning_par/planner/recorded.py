@@ -10,37 +10,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_par.fsdp.blocks import Block, plan_blocks
+from lightning_par.fsdp.blocks import Block
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.event_functions import most_casts
 from lightning_par.pipeline.trial.survey import Survey
-from lightning_par.planner.gpu_kernels import GpuKernels
-from lightning_par.planner.notes import Call, Heard, Kept, Note, StepNotes
+from lightning_par.planner.notes import Call, Heard, Kept, Note
+from lightning_par.planner.unit_runs import UnitRun, fold, outline, told_apart
 from lightning_par.planner.uses import Use, backwards_to, uses_of
-from lightning_par.private.pytree import tree_leaves, tree_map
 from lightning_par.private.storage import memory_of
 from lightning_par.sequence.plan import SequencePlan
 from lightning_par.trial.recording import Event, Recording
-from lightning_par.trial.trial_run import record_step
-
-
-@dataclass(frozen=True)
-class UnitRun:
-    """Functions that run one after the other in one unit.
-
-    Attributes:
-        path: of the module that a container repeats; "" for what lies between these.
-        first: the number of the first event.
-        end: the number of the one behind the last.
-        kind: which number of run is the first that is like it.
-    """
-
-    path: str
-    first: int
-    end: int
-    kind: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +191,7 @@ class RecordedStep:
         if note is not None:
             home = self.homes[number]
             told = self.calls[note.call].path.removeprefix(home), tuple((k.shape, k.itemsize) for k in note.kept)
-        return event.name, _outline(event), told
+        return event.name, outline(event), told
 
     @cached_property
     def homes(self) -> tuple[str, ...]:
@@ -235,7 +216,7 @@ class RecordedStep:
         """The step with its runs cut further, so that one begins with each of the events ``starts``."""
         places = {run.first for run in self.runs} | {start for start in starts if start < len(self.events)}
         ends = [*sorted(places)[1:], len(self.events)]
-        return replace(self, runs=_told_apart(self, list(zip(sorted(places), ends))))
+        return replace(self, runs=told_apart(self, list(zip(sorted(places), ends))))
 
     @cached_property
     def folded(self) -> Recording:
@@ -249,103 +230,9 @@ class RecordedStep:
 
     @cached_property
     def _folding(self) -> tuple[Recording, dict[int, Tensor]]:
-        return _fold(self)
+        return fold(self)
 
 
 def casting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast around a forward on fakes, as Lightning enters it; it casts as on a CPU, but within `GpuKernels`."""
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-
-
-def record(
-    module: nn.Module, batch: Any, autocast: torch.dtype | None = None, fused: bool = True, gpu: bool = True
-) -> RecordedStep:
-    """Run the training step of ``module`` once, without memory for its weights or activations.
-
-    Args:
-        module: as `build_module` makes it.
-        batch: one batch.
-        autocast: the dtype in which torch's autocast runs products; None: it runs none.
-        fused: whether for a machine that fuses functions. For one that does not it is found out how long variables hold
-            what the step makes, for counts of live tensors.
-        gpu: whether kernels are a GPU's.
-
-    Raises:
-        ValueError: fakes can't run the step; the message says which line.
-    """
-    made: list[StepNotes] = []
-    samples = next((x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim), 1)
-
-    def listener() -> StepNotes:
-        made.append(StepNotes(samples, not fused))
-        return made[-1]
-
-    def around() -> Any:
-        stack = contextlib.ExitStack()
-        stack.enter_context(casting(autocast))
-        if made:
-            stack.enter_context(made[-1].keeps())
-        return stack
-
-    with GpuKernels() if gpu else contextlib.nullcontext():
-        recording = record_step(
-            module, "training_step", batch, context=around, listeners=listener, grad=True, device=torch.device("cpu"),
-            hears_started=True, planned=True,
-        )  # fmt: skip
-    if recording.stopped is not None:
-        raise ValueError(f"The step can't be run on this batch without values: {recording.stopped}.")
-    heard: Heard = recording.heard
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
-    blocks = plan_blocks(module, sizes)
-    step = RecordedStep(recording, _notes(recording, heard), heard.calls, heard.survey, (), blocks, samples, autocast)
-    begins = [i for i, home in enumerate(step.homes) if not i or home != step.homes[i - 1]]
-    return replace(step, runs=_told_apart(step, list(zip(begins, [*begins[1:], len(step.events)]))))
-
-
-def _notes(recording: Recording, heard: Heard) -> tuple[Note | None, ...]:
-    left = {key: list(notes) for key, notes in heard.notes.items()}
-    found: list[Note | None] = []
-    for event in recording.events:
-        mine = [left[id(x)].pop(0) for x in event.outputs if left.get(id(x))]
-        kept = tuple(k for note in mine for k in note.kept)
-        off = frozenset(key for note in mine for key in note.off)
-        found.append(Note(mine[0].call, kept, off) if mine else None)
-    return tuple(found)
-
-
-def _told_apart(step: RecordedStep, runs: list[tuple[int, int]]) -> tuple[UnitRun, ...]:
-    kinds: dict[Any, int] = {}
-    found = []
-    for number, (first, end) in enumerate(runs):
-        path = step.homes[first]
-        key = (bool(path), step.outlines[first:end]) if path else number
-        found.append(UnitRun(path, first, end, kinds.setdefault(key, number)))
-    return tuple(found)
-
-
-def _outline(event: Event) -> Any:
-    def told(x: Any) -> Any:
-        return (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(x)
-
-    return str(tree_map(told, (event.args, event.kwargs, event.result)))
-
-
-def _fold(step: RecordedStep) -> tuple[Recording, dict[int, Tensor]]:
-    stands: dict[int, Tensor] = {}
-    kept: list[Event] = []
-
-    def stand(x: Any) -> Any:
-        return stands.get(id(x), x) if isinstance(x, Tensor) else x
-
-    for number, run in enumerate(step.runs):
-        if run.kind == number:
-            for event in step.events[run.first : run.end]:
-                args, kwargs, result = tree_map(stand, (event.args, event.kwargs, event.result))
-                kept.append(replace(event, args=args, kwargs=kwargs, result=result))
-            continue
-        like = step.runs[run.kind]
-        for a, b in zip(step.events[like.first : like.end], step.events[run.first : run.end], strict=True):
-            weights = [(x, y) for x, y in zip(a.inputs, b.inputs) if id(y) in step.names]
-            stands.update({id(y): stand(x) for x, y in (*zip(a.outputs, b.outputs), *weights) if x is not y})
-    left = {names: x for names, x in step.recording.parameters.items() if id(x) not in stands}
-    return replace(step.recording, events=tuple(kept), parameters=left, heard=None), stands

@@ -11,7 +11,7 @@ from lightning_par.pipeline.plan.schedule import stages_per_rank
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.layouts import Candidate
 from lightning_par.planner.prediction import Prediction
-from lightning_par.planner.replay import UntoldError
+from lightning_par.planner.replay_run import UntoldError
 
 MOST_TENSOR, MOST_PIPELINE, MOST_SEQUENCE = 16, 128, 64
 EXACT = 24

@@ -1,0 +1,39 @@
+"""What a plan assumes of a module and can't know, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_par.planner.clipped import clips_itself
+
+if TYPE_CHECKING:
+    from lightning_par.planner.evaluate import Planner
+
+
+def unknowns(planner: Planner) -> list[str]:
+    """One line each."""
+    found = [f"optimizer: {planner.optimizer.note}"] if planner.optimizer.note else []
+    if any(len(backwards) > 1 for backwards in planner.step.backwards_to):
+        found.append(
+            "not known: what a backward of training_step sends along tensor and sequence where it runs through a "
+            "graph again (retain_graph): counted as if it did not"
+        )
+    if planner.step.leaves_out:
+        found.append(
+            "not known: what is gathered ahead for layers that no backward of training_step comes to: counted as "
+            "if nothing"
+        )
+    if planner.untransferred:
+        found.append(f"not known: what comes of {planner.untransferred}: planned for the batch as it is loaded")
+    if clips_itself(planner.tree.module) and not planner.by_hand:
+        found.append("not known: what configure_gradient_clipping of the module does; counted as Lightning's own")
+    if planner.step.reads:
+        places = ", ".join(planner.step.reads)
+        found.append(
+            f"not known: the values that the step reads at {places}; one way of what it does by them is counted"
+        )
+    found += [f"microbatches=1: {x}" for x in dict.fromkeys(one.whole for one in planner.staged) if x]
+    for unknown in dict.fromkeys(one.unknown for one in planner.staged):
+        if unknown:
+            found.append(f"not known: whether a run would refuse a pipeline, or to cut its batch: {unknown}")
+    return found
