@@ -123,9 +123,10 @@ class Prefetch(Gathering):
         return leaves
 
     def in_use(self, x: Stored) -> Tensor:
-        """The leaf whose gradient the step that runs leaves there: see `use_throughout`."""
-        known = self._kept.get(id(x), {}).get((True, leaf(x).dtype))
-        return leaf(x) if known is None else leaf(known.used)
+        """The leaf whose gradient the step that runs leaves there: the part, or see `use_throughout`."""
+        if id(x) not in self._throughout:
+            return leaf(x)  # what may be gathered of it sums its gradient into that
+        return leaf(self._kept[id(x)][True, leaf(x).dtype].used)
 
     def about_to_write(self, targets: Sequence[ShardedTensor]) -> None:
         """Forget what was gathered of weights that share memory with ``targets``."""

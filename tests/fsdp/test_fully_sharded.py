@@ -58,6 +58,7 @@ ROWS: list[Any] = [
     ("gpt_tied", DP | PP | dict(reshard_after_forward=True), dict(accumulate=2)),
     ("gpt_checkpointed", DP | PP | dict(schedule="zbv", reshard_after_forward=True), {}),
     ("gpt_tied", DP | PP_TP | dict(reshard_after_forward=True), {}),
+    ("mlp_l2", DP | PP | dict(reshard_after_forward=True), {}),  # whose last stage takes other stages' weights
     # each of the tensor ranks has a share of the gradients of weights that are not split
     ("gpt_tied", DP | dict(tensor_parallel_size=2, shard_residual=True), dict(accumulate=2)),
     ("gpt", DP | PP_TP | dict(shard_residual=True), {}),
