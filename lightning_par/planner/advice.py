@@ -48,7 +48,8 @@ def advise_one(planner: Planner, one: Prediction, devices: int, samples: int | N
     """What would make one layout fit: smaller microbatches, then what else makes a layout fit."""
     candidate = one.candidate
     changes: list[str] = []
-    for micro in (size for size in (32, 16, 8, 4, 2, 1) if size < candidate.micro and candidate.micro % size == 0):
+    sizes = () if planner.by_hand else (32, 16, 8, 4, 2, 1)  # a Trainer accumulates no steps of theirs
+    for micro in (size for size in sizes if size < candidate.micro and candidate.micro % size == 0):
         smaller = _cut_further(candidate, micro)
         if planner.price(smaller, devices).fits:
             changes.append(f"smaller microbatches: {_said(smaller)}")

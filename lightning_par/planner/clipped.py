@@ -40,18 +40,6 @@ def read_clip(value: Any, algorithm: Any = None) -> Clip:
     return "" if value is None or value <= 0 else named  # type: ignore[return-value]
 
 
-def refuse_clip(module: nn.Module, clip: Clip) -> None:
-    """
-    Raises:
-        ValueError: ``module`` runs backward by itself, and Lightning then clips nothing.
-    """
-    if clip and not getattr(module, "automatic_optimization", True):
-        raise ValueError(
-            f"{type(module).__name__} optimizes by hand (automatic_optimization=False), for which a Trainer takes no "
-            "gradient_clip_val. Leave it out, and call self.clip_gradients in training_step."
-        )
-
-
 def clips_itself(module: nn.Module) -> bool:
     """Whether ``module`` has a `configure_gradient_clipping` of its own."""
     return sum("configure_gradient_clipping" in vars(kind) for kind in type(module).__mro__) > 1  # one is Lightning's

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_par.planner.advice import advise, advise_one
+from lightning_par.planner.by_hand import refuse_of_trainer
 from lightning_par.planner.clipped import Clip
 from lightning_par.planner.evaluate import Planner
 from lightning_par.planner.given_batch import read_batch
@@ -38,6 +39,7 @@ def make_plan(
             raise ValueError(f"{name} must be a positive int, got {value!r}.")
     hosts, count = read_machine(machine, devices)
     planner = Planner(module, read_batch(batch), hosts, precision, recompute, hosts.gpu and not eager, clip)  # type: ignore[arg-type]
+    refuse_of_trainer(planner.tree.module, accumulated=accumulated)
     title = f"{planner.name} on {count} x {hosts.name}, {planner.precision.name}, recompute {recompute}"
     if layout is not None:
         if global_batch is None and accumulated > 1:

@@ -199,7 +199,7 @@ def _roughly(
 ) -> Iterator[Prediction]:
     """All that can be, by formulas; ``out`` gets why the others can't."""
     for layout in _layouts(planner, devices):
-        reason = _reason(planner, layout, samples) or _launched_reason(layout, samples, launched)
+        reason = _reason(planner, layout, samples) or _launched_reason(planner, layout, samples, launched)
         if reason is not None:
             key = reason.layout + reason.reason
             out.setdefault(key, reason)
@@ -249,7 +249,7 @@ def _reason(planner: Planner, layout: Layout, samples: int) -> RuledOut | None:
     return None
 
 
-def _launched_reason(layout: Layout, samples: int, launched: Launched | None) -> RuledOut | None:
+def _launched_reason(planner: Planner, layout: Layout, samples: int, launched: Launched | None) -> RuledOut | None:
     if launched is None:
         return None
     if launched.replicas not in (None, layout.data):
@@ -258,6 +258,8 @@ def _launched_reason(layout: Layout, samples: int, launched: Launched | None) ->
         return RuledOut(f"pipeline {layout.pipeline}", "the run can't have stages")
     if samples // layout.data % launched.batch:
         return RuledOut(f"data {layout.data}", f"replicas can't share {samples} samples in batches of {launched.batch}")
+    if planner.by_hand and samples // layout.data > launched.batch:
+        return RuledOut(f"data {layout.data}", "no Trainer accumulates gradients of a module that optimizes by hand")
     return None
 
 
@@ -271,7 +273,8 @@ def _candidates(
         batch = planner.step.samples if each % planner.step.samples == 0 else batch
         micros = [batch]
     else:
-        micros = _micros(batch, planner.step.samples) if launched is None or layout.pipeline > 1 else [batch]
+        cuts = layout.pipeline > 1 or launched is None and not planner.by_hand
+        micros = _micros(batch, planner.step.samples) if cuts else [batch]
     for micro in micros:
         count = batch // micro
         accumulated = count if launched is None and layout.pipeline == 1 else each // batch

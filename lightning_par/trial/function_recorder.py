@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,11 @@ class Recorder(TorchFunctionMode):
         events: the functions so far.
         ends: values that the step runs backward from itself, of a plan.
         hollow: whether large values of the batch are fake.
+        by_hand: the weights of a plan's step that runs backward itself.
     """
 
     hollow = False
+    by_hand: Sequence[Tensor] = ()
 
     def __init__(self, mode: FakeTensorMode, guesses: Guesses, listener: Listener | None = None) -> None:
         super().__init__()
@@ -83,6 +85,8 @@ class Recorder(TorchFunctionMode):
         if self._written:
             args, kwargs = tree_map(self.followed, (args, kwargs))
         fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_fake(x)]
+        if fakes and name == "backward" and self.by_hand:
+            return self.begin_backward(*args, **kwargs)
         self.guesses.ran(fakes)
         if fakes and name in READS:
             self.keep_read(func, args, kwargs)
@@ -112,9 +116,10 @@ class Recorder(TorchFunctionMode):
         self.tell(func, args, kwargs, None)
         self.keep(func, args, kwargs, None)
 
-    def begin_backward(self, weights: Iterable[Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The step runs backward itself for ``weights``, of which a plan goes on without gradients."""
-        self.ends.append(End(loss, len(self.events), frozenset(id(x) for x in weights if x.requires_grad)))
+    def begin_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The step runs backward itself; a plan goes on without gradients."""
+        trained = frozenset(id(x) for x in self.by_hand if x.requires_grad)
+        self.ends.append(End(loss, len(self.events), trained))
 
     def took(self, method: str, *args: Any, **kwargs: Any) -> None:
         """A call of a metric's ``method``: it is handed whole tensors."""

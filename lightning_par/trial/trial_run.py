@@ -155,7 +155,8 @@ class _Run:
         if isinstance(recorder, TwinRecorder):
             recorder.roots = {id(fake) for fake in fakes.values() if is_fake(fake)}
         if self.planned and hasattr(copy, "manual_backward"):
-            copy.manual_backward = partial(recorder.begin_backward, [*parameters.values()])
+            recorder.by_hand = () if copy.automatic_optimization else (*parameters.values(),)
+            copy.manual_backward = recorder.begin_backward
             for name in ("toggle_optimizer", "untoggle_optimizer"):  # which gradients the copy's weights require
                 setattr(copy, name, no_modes()(MethodType(getattr(type(self.module), name), copy)))
         batch = copied(self.batch)

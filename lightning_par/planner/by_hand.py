@@ -1,0 +1,32 @@
+"""What a Trainer refuses of a module that runs backward and its optimizers itself."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def optimizes_by_hand(module: nn.Module) -> bool:
+    """Whether ``training_step`` runs backward and the optimizers itself."""
+    return not getattr(module, "automatic_optimization", True)
+
+
+def refuse_of_trainer(module: nn.Module, clip: str = "", accumulated: int = 1) -> None:
+    """
+    Args:
+        module: the user's.
+        clip: of gradients by the Trainer; empty: none.
+        accumulated: training steps for each step of the optimizer.
+
+    Raises:
+        ValueError: ``module`` optimizes by hand, and a Trainer then neither clips nor accumulates.
+    """
+    if not optimizes_by_hand(module):
+        return
+    begin = f"{type(module).__name__} optimizes by hand (automatic_optimization=False), for which a Trainer takes no "
+    if clip:
+        raise ValueError(f"{begin}gradient_clip_val. Leave it out, and call self.clip_gradients in training_step.")
+    if accumulated > 1:
+        raise ValueError(
+            f"{begin}accumulate_grad_batches: each training_step is a step of its own, and {accumulated} of them are "
+            "asked for. Ask for as many samples a step as one batch of each replica has."
+        )
