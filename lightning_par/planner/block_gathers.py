@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_par.planner.prediction import ModuleUses
 from lightning_par.planner.stored_parts import BlockMessage
-from lightning_par.planner.uses import LAST, Use
+from lightning_par.planner.uses import LAST, StageUses, Use
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,26 @@ class Gathering:
     off: frozenset[str]
 
 
-def gatherings(block: BlockMessage, tree: ModuleUses, reshard: bool, is_last: bool) -> list[Gathering]:
+def gatherings(
+    block: BlockMessage, tree: ModuleUses, stage: StageUses, reshard: bool, is_last: bool
+) -> list[Gathering]:
     """Those of ``block`` in a step.
 
     Args:
         block: any.
         tree: what the step does with the module.
+        stage: what the stage does of that.
         reshard: whether a block is let go after a call.
         is_last: whether it is the one that forward calls last, with which backward begins.
     """
-    begins = [n for n, path in enumerate(tree.calls) if path == block.paths[0]]
+    begins = [n for n, path in enumerate(tree.calls) if path == block.paths[0] and n in stage.calls]
     stays = block.stays or not reshard
     found: dict[int, list[tuple[str, Use]]] = {tree.after(n) if stays else n: [] for n in begins}
-    outside = False
     for name in block.names:
-        for use in tree.uses.get(name, ()):
-            outside |= not block.has(use.path)
+        for use in stage.uses.get(name, ()):
             key = use.after if stays else max((n for n in begins if n <= use.call), default=-1)
             if block.has(use.path) and key in found:
                 found[key].append((name, use))
-    if not found and not outside:
-        found[0] = []
     return [_gathering(key if stays else tree.after(key), uses, tree, stays or is_last, reshard)
             for key, uses in found.items()]  # fmt: skip
 

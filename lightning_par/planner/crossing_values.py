@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.mesh.axis import Axis
 from lightning_par.private.tensors import with_node
 from lightning_par.sharded.aliases.frames import innermost
-from lightning_par.sharded.tensor import ShardedTensor
+from lightning_par.sharded.tensor import ShardedTensor, full
+
+
+def leaving(x: Any, tensor: Axis) -> Any:
+    """As it leaves its stage: what islands have split along ``tensor`` is gathered, tokens stay where they are."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    return full(x) if x.axis is tensor else x.with_local(leaving(x.local, tensor))
 
 
 def handed_on(x: Any) -> Any:

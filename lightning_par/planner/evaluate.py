@@ -13,7 +13,8 @@ from lightning_par.pipeline.part import refuse_by_hand, refuse_fetching
 from lightning_par.pipeline.plan.units import walk
 from lightning_par.planner.batch_sizes import count_tokens, first_samples
 from lightning_par.planner.build import build_module, build_with_values
-from lightning_par.planner.clipped import Clip, refuse_clip
+from lightning_par.planner.by_hand import optimizes_by_hand, refuse_of_trainer
+from lightning_par.planner.clipped import Clip
 from lightning_par.planner.given_batch import Given
 from lightning_par.planner.held_values import record_with_held
 from lightning_par.planner.layouts import Candidate, read_candidate
@@ -69,7 +70,7 @@ class Planner:
         given = batch if isinstance(batch, Given) else None
         loaded = batch if given is None else given.batch
         built: nn.Module = build_module(module, loaded)
-        refuse_clip(built, clip)
+        refuse_of_trainer(built, clip)
         self.name = type(built).__name__
         self.optimizer = optimizer_state(built)
         built = built.to(self.precision.dtype)
@@ -117,7 +118,7 @@ class Planner:
     @property
     def by_hand(self) -> bool:
         """Whether the step runs backward and the optimizers itself."""
-        return not getattr(self.tree.module, "automatic_optimization", True)
+        return optimizes_by_hand(self.tree.module)
 
     @property
     def replays(self) -> bool:
@@ -181,7 +182,7 @@ class Planner:
         key = place, step.samples, count, str(asked), storage and (storage.ranks, storage.keep)
         if key not in self._sent:
             dealt = self._dealt[layout.tensor] if step is self.step else deal(step.folded, layout.tensor)
-            self._sent[key] = replay(step, dealt, cut_stages(step, count, asked), place, storage)
+            self._sent[key] = replay(step, dealt, cut_stages(self.tree.module, step, count, asked), place, storage)
         return self._sent[key]
 
     def _divides(self, ranks: int) -> bool:
@@ -196,7 +197,7 @@ class Planner:
         """
         key = count, str(asked)
         if key not in self._cuts:
-            self._cuts[key] = cut_stages(self.step, count, asked)
+            self._cuts[key] = cut_stages(self.tree.module, self.step, count, asked)
         if ranks not in self._dealt:
             self._dealt[ranks] = deal(self.step.folded, ranks)
         if (ranks, key) not in self._profiles:
@@ -214,6 +215,7 @@ class Planner:
         one = read_candidate(asked, devices, self.step.samples, samples)
         if one.layout.pipeline > 1 and self.no_pipeline:
             raise ValueError(self.no_pipeline)
+        refuse_of_trainer(self.tree.module, accumulated=one.accumulated)
         return self.price(one, devices, layout.get("stages"))
 
     def as_run(self, layout: Mapping[str, Any], devices: int, samples: int | None = None) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from lightning_par.planner.profile import Parameter, Profile, Stages, Unit
 from lightning_par.planner.recorded import RecordedStep
 from lightning_par.planner.stages import StageCut
 from lightning_par.planner.unit_runs import UnitRun
+from lightning_par.planner.uses import stage_uses
 from lightning_par.private.storage import memory_of
 from lightning_par.sharded.functions import DRAWS
 from lightning_par.tensor.plan import Dealt
@@ -51,6 +52,8 @@ def make_profile(step: RecordedStep, dealt: Dealt, ranks: int, cut: StageCut) ->
         tuple(tuple(reader.named(name) for name in names) for names in cut.held),
         tuple(tuple(map(reader.use, values)) for values in cut.crossing),
         (_bytes(cut.batch_values, True), _bytes(cut.batch_values, False)),
+        cut.called,
+        tuple(stage_uses(step, first, end) for first, end in cut.spans(len(step.events))),
     )
     return Profile(ranks, kinds, order, parameters, groups, step.samples, stages)
 

@@ -9,6 +9,7 @@ from math import prod
 
 from lightning_par.pipeline.plan.schedule import SCHEDULES, place_stages
 from lightning_par.planner.operations import Operation, Use
+from lightning_par.planner.uses import StageUses
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,16 @@ class Stages:
         parameters: that each holds, in the order of the module.
         crossing: the values that each takes from the one before it.
         of_batch: bytes of what is made once a step of the recorded batch alone; and of what not even that determines.
+        called: the modules that a pipeline calls as a whole; of one stage, none.
+        uses: what each uses of the module.
     """
 
     units: tuple[tuple[int, ...], ...]
     parameters: tuple[tuple[Parameter, ...], ...]
     crossing: tuple[tuple[Use, ...], ...]
     of_batch: tuple[int, int]
+    called: tuple[str, ...]
+    uses: tuple[StageUses, ...]
 
     def by_rank(self, schedule: str, ranks: int) -> list[list[int]]:
         """The stages of each rank along the pipeline."""

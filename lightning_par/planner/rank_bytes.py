@@ -13,7 +13,7 @@ from lightning_par.planner.prediction import HeldBytes
 from lightning_par.planner.profile import Parameter
 from lightning_par.planner.replay_run import RETURNED, TAKEN, StageReplay
 from lightning_par.planner.stored_parts import StoredPart, block_messages, stored_part, stored_sum
-from lightning_par.planner.uses import Use
+from lightning_par.planner.uses import StageUses, Use
 
 LOSS_BYTES = 4
 
@@ -63,7 +63,7 @@ class ByRank:
             own = self._own(pipeline)
             crosses = self.work.one.layout.pipeline > 1
             found = {
-                "data": self._gathered(self._parts(*key)),
+                "data": self._gathered(own, self._parts(*key)),
                 "pipeline": self._pipeline(own, tensor, replica) if crosses else 0.0,
                 **self._activations(own, tensor, replica),
             }
@@ -117,12 +117,15 @@ class ByRank:
         crossing = self.sender(tensor, replica % one.layout.sequence)
         there = sum(crossing[s + 1].sent[TAKEN] for s in own if s + 1 < len(stages.units) and s + 1 not in own)
         back = sum(crossing[s].sent[RETURNED] for s in own if s and s - 1 not in own)
-        return (there + back) * times + self._tied(own) * one.accumulated
+        return (there + back) * times + self._tied(own, tensor, replica) * one.accumulated
 
-    def _tied(self, own: Sequence[int]) -> float:
+    def _tied(self, own: Sequence[int], tensor: int, replica: int) -> float:
         """The sum of gradients over the ranks that hold the same parameters, and a flag for each."""
-        each = self.work.run.precision.gradients
-        return sum(2 * (x.local + 1) * each * (holders - 1) / holders for x, holders in self.tied(own))
+        each, one, size = self.work.run.precision.gradients, self.work.one, self.work.replicas.size
+        # those of weights that are gathered for a call at a time are parts by then
+        in_parts = one.stored and one.reshard
+        parts = ((stored_part(x, tensor, size, replica, in_parts).numel, holders) for x, holders in self.tied(own))
+        return sum(2 * (numel + 1) * each * (holders - 1) / holders for numel, holders in parts)
 
     def tied(self, own: Sequence[int]) -> list[tuple[Parameter, int]]:
         """The trained parameters of the stages ``own`` that other ranks hold, too, and how many ranks do."""
@@ -131,44 +134,50 @@ class ByRank:
         counted = ((x, sum(x.name in names for names in held)) for x in stages.held(own) if x.trained)
         return [(x, holders) for x, holders in counted if holders > 1]
 
-    def _gathered(self, parts: Sequence[StoredPart]) -> float:
+    def _gathered(self, own: Sequence[int], parts: Sequence[StoredPart]) -> float:
         """Of weights that are stored in parts, and of their gradients."""
         one, p, others = self.work.one, self.work.run.precision, self.work.replicas.size - 1
         stored = [part for part in parts if part.message]
         if not stored:
             return 0.0
         if one.layout.pipeline > 1 and not one.reshard:
-            moved = sum(
-                x.message * (p.moved(x.parameter.low) + p.gradients * x.parameter.trained) for x in stored
-            )  # fmt: skip
+            uses = self.work.run.tree.uses
+            summed = sum(x.message for x in stored if x.parameter.trained and x.parameter.name in uses)
+            moved = sum(x.message * p.moved(x.parameter.low) for x in stored) + summed * p.gradients
             return moved * others * one.accumulated
-        return self._by_blocks(parts) * others * one.microbatches * one.accumulated
+        by_stage = sum(self._by_blocks(self.work.profile.stages.uses[stage], parts) for stage in own)
+        return by_stage * others * one.accumulated
 
-    def _by_blocks(self, parts: Sequence[StoredPart]) -> float:
-        """Bytes to each of the other ranks in one forward and backward."""
+    def _by_blocks(self, stage: StageUses, parts: Sequence[StoredPart]) -> float:
+        """Bytes to each of the other ranks in a stage's forwards and backwards of a training step."""
         p, reshard, tree = self.work.run.precision, self.work.one.reshard, self.work.run.tree
-        blocks, alone = block_messages(tree.module, parts)
-        passing = [block for block in blocks if not block.stays]
-        last = max(passing, key=lambda block: tree.last_call(block.paths[0]), default=None)
+        times = self.work.one.microbatches
+        called = self.work.profile.stages.called
+        blocks, alone = block_messages(tree.module, parts, called)
+        last = None
+        if not called:  # else another microbatch comes between a forward and its backward
+            passing = [block for block in blocks if not block.stays]
+            last = max(passing, key=lambda block: tree.last_call(block.paths[0]), default=None)
         known, sent = {part.parameter.name: part for part in parts}, 0.0
         for block in blocks:
             for name in block.names:
-                outside = [use for use in tree.uses.get(name, ()) if not block.has(use.path)]
+                outside = [use for use in stage.uses.get(name, ()) if not block.has(use.path)]
                 sent += self._by_use(known[name], outside)
-            for one in gatherings(block, tree, reshard, block is last):
+            for one in gatherings(block, tree, stage, reshard, block is last):
                 on = [known[x].message for x in block.names if known[x].parameter.trained and x not in one.off]
-                sent += one.gathers * block.gathered(p.moved(), p.moved(False))
-                sent += one.sums * (sum(on) + len(on) * (len(on) > 1)) * p.gradients
+                sent += one.gathers * block.gathered(p.moved(), p.moved(False)) * times
+                sent += one.sums * (sum(on) + len(on) * (len(on) > 1)) * p.gradients * times
         for part in alone:
-            sent += self._by_use(part, tree.uses.get(part.parameter.name, (Use(""),)))
+            sent += self._by_use(part, stage.uses.get(part.parameter.name, ()))
         return sent + sum(block.gathered(p.moved(), p.moved(False)) for block in in_vain(blocks, tree, reshard))
 
     def _by_use(self, part: StoredPart, uses: Sequence[Use]) -> float:
         """Bytes to each of the other ranks of what is gathered for each of ``uses``, or all up to a backward."""
-        p, trained = self.work.run.precision, part.parameter.trained
+        p, trained, times = self.work.run.precision, part.parameter.trained, self.work.one.microbatches
         if self.work.one.reshard:
-            gathers = sum(1 + len(use.needed) for use in uses)
-            sums = sum(len(use.summed) for use in uses)
+            # what the step itself uses stays, as no call of a module ends with it: for all of its microbatches
+            gathers = sum((1 + len(use.needed)) * (times if use.call else 1) for use in uses)
+            sums = sum(len(use.summed) for use in uses) * times
         else:
             gathers = len({use.after for use in uses})
             sums = len({(use.after, number) for use in uses for number in use.summed})

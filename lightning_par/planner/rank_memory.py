@@ -12,7 +12,7 @@ from lightning_par.planner.pipeline_time import in_flight, rough_flight, schedul
 from lightning_par.planner.prediction import RankMemory
 from lightning_par.planner.rank_bytes import ByRank
 from lightning_par.planner.step_memory import Averaged, StepEnd, StepOrder, order_of, peak_of
-from lightning_par.planner.stored_parts import stored_part
+from lightning_par.planner.stored_parts import block_messages, stored_part
 from lightning_par.planner.weight_copies import copies, kept_copies, lone_copies
 
 
@@ -35,6 +35,9 @@ def rank_memory(
         buffers = _gathered(work, units) if stored else _copied(work, own, tensor) * p.copy
         if counted is None:
             activations = held[rank]
+        elif stored and one.layout.pipeline > 1 and one.reshard:
+            activations = peak_of(counted, rank, False) + _at_a_time(work, own, tensor)
+            buffers = 0.0
         elif stored and one.layout.pipeline > 1:
             end = StepEnd(_tied(work, each, own), _summed(work, own, tensor))
             activations = peak_of(counted, rank, True, [], end) + _whole(work, own, tensor)
@@ -128,6 +131,16 @@ def _whole(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
     size, p = work.replicas.size, work.run.precision
     parts = [stored_part(x, tensor, size, 0, True) for x in work.profile.stages.held(own)]
     return float(sum(part.message * size * p.moved(part.parameter.low) for part in parts))
+
+
+def _at_a_time(work: LayoutWork, own: Sequence[int], tensor: int) -> float:
+    """Bytes of weights in a pipeline that lets go of them after each call, by the largest of what is gathered together:
+    one whole, and two more on their way for the next forward and the next backward, each beside its own message."""
+    size, p, stages = work.replicas.size, work.run.precision, work.profile.stages
+    parts = [stored_part(x, tensor, size, 0, True) for x in stages.held(own)]
+    blocks, _ = block_messages(work.run.tree.module, parts, stages.called)
+    most = max((block.gathered(p.moved(), p.moved(False)) for block in blocks), default=0)
+    return float(most * (size + 2 * (size + 1)))
 
 
 def _summed(work: LayoutWork, own: Sequence[int], tensor: int) -> float:

@@ -45,8 +45,8 @@ def replay(
     while True:
         run = ReplayRun(step, dealt, place, storage, given, len(cut.starts) == 1, lengths)
         with _running(run):
-            bounds = [*cut.starts, len(step.events)]
-            found = tuple(run.stage(n, first, end) for n, (first, end) in enumerate(zip(bounds, bounds[1:])))
+            spans = cut.spans(len(step.events))
+            found = tuple(run.stage(number, first, end) for number, (first, end) in enumerate(spans))
         # Steps share out tokens of the lengths that they have met: the first one of some later than those that follow.
         residual = run.tensor.residual
         if residual is None or residual.settled or residual.lengths <= lengths:

@@ -17,7 +17,7 @@ from lightning_par.mesh.ledger import ledger
 from lightning_par.mesh.positions import Positions
 from lightning_par.pipeline.run.backward import SplitBackward, backward
 from lightning_par.planner.counting_axis import CountingAxis, CountingResidual, CountingSequence
-from lightning_par.planner.crossing_values import handed_on, nbytes, received
+from lightning_par.planner.crossing_values import handed_on, leaving, nbytes, received
 from lightning_par.planner.gathered_blocks import GatheredBlocks
 from lightning_par.planner.recorded import RecordedStep, casting
 from lightning_par.planner.stage_trace import StageTrace, Taken, TraceRecorder
@@ -181,6 +181,8 @@ class ReplayRun:
                 _copy_weights([*leaves.values()], self.step.autocast)
             with counted("F"), casting(self.step.autocast):
                 self._forward(made, first, end)
+                for x in self._crossing(made, end):
+                    self.values[id(x)] = leaving(self.values[id(x)], self.tensor)
             roots, grads, after = self._ends(made, end)
             if self.blocks is not None:
                 after = {}  # nothing follows: there is one stage
@@ -256,10 +258,14 @@ class ReplayRun:
             return dispatch(event.func, args, kwargs)
         return run_on_fakes(self.fake, event.func, args, kwargs)[0]
 
+    def _crossing(self, made: set[int], end: int) -> list[Tensor]:
+        """What of ``made`` stages behind the event ``end`` take."""
+        return [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
+
     def _ends(self, made: set[int], end: int) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
         """What backward begins with, its gradients, and what is handed on, which the next stage begins with anew: what
         this one began with holds the whole graph."""
-        outs = [x for x, begin, last in self.step.lives if id(x) in made and begin < end <= last]
+        outs = self._crossing(made, end)
         recording = self.step.recording
         last = (*tree_leaves(recording.result), *(one.value for one in recording.ends))
         loss = [x for x in last if isinstance(x, Tensor) and id(x) in made]

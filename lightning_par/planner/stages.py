@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
+from lightning_par.pipeline.plan.stage_ranges import Homes
+from lightning_par.pipeline.plan.uncalled import homes_of_uncalled
 from lightning_par.planner.notes import BatchValue, Heard
 from lightning_par.planner.recorded import RecordedStep
 
@@ -25,16 +27,22 @@ class StageCut:
         held: the names of the parameters of each stage, in the order of the module.
         crossing: the values that each stage takes from the one before it.
         batch_values: what the step itself makes of the batch alone, which all ranks do once for all microbatches.
+        called: the modules that the pipeline calls as a whole, or would call.
     """
 
     starts: tuple[int, ...]
     held: tuple[tuple[str, ...], ...]
     crossing: tuple[tuple[Tensor, ...], ...]
     batch_values: tuple[BatchValue, ...] = ()
+    called: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
         return len(self.starts)
+
+    def spans(self, events: int) -> tuple[tuple[int, int], ...]:
+        """The first event of each stage, and the one behind its last, of so many."""
+        return tuple(zip(self.starts, (*self.starts[1:], events)))
 
     def units(self, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The runs of each stage by their numbers, of which ``firsts`` has the first event of each."""
@@ -45,8 +53,16 @@ class StageCut:
         )
 
 
-def cut_stages(step: RecordedStep, count: int, asked: Sequence[str] | Mapping[str, int] | None = None) -> StageCut:
+def cut_stages(
+    module: nn.Module, step: RecordedStep, count: int, asked: Sequence[str] | Mapping[str, int] | None = None
+) -> StageCut:
     """Cut ``step`` into ``count`` stages as the strategy does: the slowest as fast as can be, or as ``asked``.
+
+    Args:
+        module: whose step it is.
+        step: as recorded.
+        count: of stages.
+        asked: where they begin, or the stage of each unit; None: that is planned.
 
     Raises:
         ValueError: there are fewer modules than stages, ``asked`` names what is none, or the step can't be cut.
@@ -61,7 +77,10 @@ def cut_stages(step: RecordedStep, count: int, asked: Sequence[str] | Mapping[st
     starts = _starts(step, plan, count, units)
     heard: Heard = step.recording.heard
     values = tuple(x for x in heard.batch_values if units[x.call] is None)
-    return StageCut(starts, _held(step, plan, starts), tuple(_across(step, start) for start in starts), values)
+    homes = {**plan.homes, **homes_of_uncalled(module, plan.homes)}
+    return StageCut(
+        starts, _held(step, homes, starts), tuple(_across(step, start) for start in starts), values, (*homes,)
+    )
 
 
 def _unit_calls(step: RecordedStep, plan: StagePlan) -> dict[int, int | None]:
@@ -88,8 +107,8 @@ def _starts(
     return tuple(starts)
 
 
-def _held(step: RecordedStep, plan: StagePlan, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each stage: of its units, and those that its functions take; what none takes is by its home."""
+def _held(step: RecordedStep, units: Homes, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each stage: of its units, and those that its functions take; the last one has what none has."""
     homes: dict[str, set[int]] = defaultdict(set)
     stage = 0
     for number, event in enumerate(step.events):
@@ -98,16 +117,12 @@ def _held(step: RecordedStep, plan: StagePlan, starts: Sequence[int]) -> tuple[t
         for x in event.inputs:
             if id(x) in step.names:
                 homes[step.names[id(x)][0]].add(stage)
-    last = 0
+    order = [names[0] for names in step.recording.parameters]
     for names in step.recording.parameters:
         for name in names:
-            unit = next((unit for unit in plan.homes if name.startswith(f"{unit}.")), None)
-            if unit is not None:
-                homes[names[0]] |= set(plan.homes[unit])
-                last = max(plan.homes[unit])
-        if not homes[names[0]]:
-            homes[names[0]] = {last}
-    order = [names[0] for names in step.recording.parameters]
+            unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+            homes[names[0]] |= set() if unit is None else set(units[unit])
+        homes[names[0]] = homes[names[0]] or {len(starts) - 1}
     return tuple(tuple(name for name in order if stage in homes[name]) for stage in range(len(starts)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,37 @@ class Use:
     off: bool = False
 
 
-def uses_of(step: RecordedStep) -> dict[str, tuple[Use, ...]]:
-    """Of each parameter, by its first name, the calls of modules that use it."""
+@dataclass(frozen=True)
+class StageUses:
+    """What one stage uses of the module.
+
+    Attributes:
+        calls: the numbers of the calls of modules of which it runs something.
+        uses: of each parameter that its functions take, by its first name, the calls that use it there.
+    """
+
+    calls: frozenset[int]
+    uses: Mapping[str, tuple[Use, ...]]
+
+
+def stage_uses(step: RecordedStep, first: int, end: int) -> StageUses:
+    """Of the stage that runs the events from ``first`` to ``end``; what runs all has all calls."""
+    if (first, end) == (0, len(step.events)):
+        return StageUses(frozenset(range(len(step.calls))), step.uses)
+    calls = set[int]()
+    for note in step.notes[first:end]:
+        call = -1 if note is None else note.call
+        while call > 0 and call not in calls:
+            calls.add(call)
+            call = step.calls[call].outer
+    return StageUses(frozenset(calls | {0}), uses_of(step, first, end))
+
+
+def uses_of(step: RecordedStep, first: int = 0, end: int | None = None) -> dict[str, tuple[Use, ...]]:
+    """Of each parameter, by its first name, the calls of modules that use it, from one event to another."""
     found: dict[str, dict[int, Use]] = defaultdict(dict)
     held, none, taken = step.held, frozenset[int](), set[str]()
-    for number, (event, note) in enumerate(zip(step.events, step.notes)):
+    for number, (event, note) in enumerate(zip(step.events[first:end], step.notes[first:end]), first):
         if _sets_gradient(event.args):
             continue
         taken |= {held[memory_of(x)] for x in event.inputs if memory_of(x) in held}  # views of it, too

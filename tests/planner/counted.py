@@ -64,6 +64,11 @@ FOUR: dict[str, dict[str, Any]] = {
     "tensor_ring": _TP | _SP | dict(attention="ring"),
 }
 LAYOUTS = TWO | FOUR
+MORE: dict[str, dict[str, Any]] = {
+    "fsdp_pipeline_let_go": _FSDP | _PP | dict(reshard_after_forward=True),
+    "zbv_tensor": _PP | _TP | dict(schedule="zbv"),
+}
+"""Whose bytes alone are compared: what they make live is reckoned by a formula."""
 
 AXES = {
     "gradients": "data", "data": "data", "stage": "data",
@@ -79,6 +84,7 @@ APART = frozenset(
         "headers",
         "flags",
         "metrics",
+        "microbatches",
         "has_batch",
         "views",
         "order",
@@ -212,13 +218,13 @@ def differences(counted: list[Counted], said: list[Counted]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", choices=CASES)
-    parser.add_argument("--layout", action="append", choices=LAYOUTS)
+    parser.add_argument("--layout", action="append", choices=LAYOUTS | MORE)
     parser.add_argument("--purposes", action="store_true")
     asked = parser.parse_args()
     pool, good, total = Pool(), 0, 0
     for case in asked.model or CASES:
-        for name in asked.layout or LAYOUTS:
-            layout = LAYOUTS[name]
+        for name in asked.layout or LAYOUTS | MORE:
+            layout = (LAYOUTS | MORE)[name]
             ranks = ranks_of(layout)
             try:
                 counted = pool.run(ranks, run, case, layout)

@@ -112,6 +112,17 @@ class Odd(Toggled):
         second.step()
 
 
+class Direct(Untoggled):
+    """Calls the loss' own `backward`."""
+
+    def training_step(self, batch: Tensor) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.judges(self.makes(batch[:, :6])).square().mean().backward()
+        first.step()
+        self.judges(batch).mean().backward()
+        second.step()
+
+
 ROWS = [(Toggled, "fsdp"), (Toggled, "kept"), (Frozen, "fsdp"), (Frozen, "kept"), (Shared, "fsdp"), (Shared, "kept")]
 
 
@@ -123,7 +134,7 @@ def test_each_backward_is_counted_by_itself(kind: type[Toggled], name: str) -> N
     assert [note.split(": ")[0] for note in found.notes] == ["not known"] * (kind is Shared)
 
 
-@pytest.mark.parametrize("kind", [Toggled, Untoggled, Frozen, Shared, Odd])
+@pytest.mark.parametrize("kind", [Toggled, Untoggled, Frozen, Shared, Odd, Direct])
 def test_replicas_average_in_each_backward_what_requires_a_gradient_then(kind: type[Toggled], pool: Pool) -> None:
     real = pool.run(2, counted, kind, DATA)
     found = plan(kind, BATCH, "4xH100", devices=2, layout=DATA)
@@ -159,3 +170,12 @@ def counted(kind: type[Toggled], layout: dict[str, Any]) -> int:
 def test_what_is_not_counted_of_backwards_is_told() -> None:
     (note,) = plan(Untoggled, BATCH, "4xH100", devices=2, layout=FSDP).notes
     assert "layers that no backward of training_step comes to" in note
+
+
+def test_a_step_by_hand_is_one_of_the_optimizer() -> None:
+    """As a Trainer has it, which accumulates no gradients of such a module."""
+    for asked in ({"accumulate_grad_batches": 2}, {"layout": DATA, "global_batch": 64}):
+        with pytest.raises(ValueError, match="Toggled optimizes by hand .* takes no accumulate_grad_batches"):
+            plan(Toggled, BATCH, machine="8xH100", devices=2, **asked)  # type: ignore[arg-type]
+    found = plan(Toggled, BATCH, machine="8xH100", devices=2, global_batch=64).layouts
+    assert found and all((one.candidate.accumulated, one.candidate.samples) == (1, 64) for one in found)

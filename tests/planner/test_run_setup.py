@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par import dry_run, plan
-from lightning_par.planner import replay
+from lightning_par.planner import replay_run
 from lightning_par.planner.build import build_module
 from lightning_par.planner.report import Plan
 from lightning_par.private.fake_tensors import WITHOUT_VALUE
@@ -277,7 +277,7 @@ def test_a_layout_of_which_values_decide_what_it_sends_is_ruled_out_by_the_line(
             raise WITHOUT_VALUE[0](torch.ops.aten._pack_padded_sequence.default)
         return run_on_fakes(mode, func, args, kwargs)
 
-    monkeypatch.setattr(replay, "run_on_fakes", run)
+    monkeypatch.setattr(replay_run, "run_on_fakes", run)
     batch = PACKED
     found = plan(Packed, batch, "4xH100", devices=2)
     assert str(found)

@@ -13,10 +13,14 @@ from tests.helpers.slow import slow
 from tests.planner.counted import APART, AXES
 
 FSDP = {"data_parallel_size": 2, "data_parallel": "fsdp"}
+PIPELINE = {"pipeline_parallel_size": 2, "microbatches": 2}
 LAYOUTS = {
     "fsdp": (FSDP, 2),
     "kept": (FSDP | {"reshard_after_forward": False}, 2),
     "fsdp_tensor": (FSDP | {"tensor_parallel_size": 2}, 4),
+    "data_pipeline": ({"data_parallel_size": 2} | PIPELINE, 4),
+    "fsdp_pipeline": (FSDP | PIPELINE, 4),
+    "fsdp_pipeline_let_go": (FSDP | PIPELINE | {"reshard_after_forward": True}, 4),
 }
 
 

@@ -13,9 +13,9 @@ from lightning_par.pipeline.plan.schedule import make_forward_schedule, make_sch
 from lightning_par.pipeline.plan.settings import Settings
 from lightning_par.pipeline.plan.stage_order import PipelineOrder
 from lightning_par.pipeline.plan.stage_plan import StagePlan, make_stage_plan
-from lightning_par.pipeline.plan.stage_ranges import Homes, Stages
+from lightning_par.pipeline.plan.stage_ranges import Stages
 from lightning_par.pipeline.plan.table import show_stages
-from lightning_par.pipeline.plan.uncalled import callable_within, uncalled
+from lightning_par.pipeline.plan.uncalled import homes_of_uncalled
 from lightning_par.pipeline.plan.units import ModuleCall
 from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.simulate import microbatches_for, predicted_bubble
@@ -45,8 +45,7 @@ class RowSpread(Spread):
         asker = f"{self.settings.asker} over {self.axis.size} ranks with schedule {self.settings.schedule!r}"
         name, wishes = type(module).__name__, self.settings.stages
         plan = make_stage_plan(root, self.stages, wishes, opened=opened, asker=asker, module=name)
-        uncalled_homes = _homes_in_order(module, plan.homes, uncalled(module, plan.homes, opened))
-        return plan, Stages({**plan.homes, **uncalled_homes}, self.at)
+        return plan, Stages({**plan.homes, **homes_of_uncalled(module, plan.homes, opened)}, self.at)
 
     def order(self) -> PipelineOrder:
         return PipelineOrder(self.settings.schedule, self.axis.size, self.stages)
@@ -67,16 +66,3 @@ class RowSpread(Spread):
         if trains:
             schedule = make_schedule(self.settings.schedule, self.axis.size, self.microbatches, self.stages)
         show_stages(plan, schedule, self.reason, self.placement.holders, module, self.groups.layout, seconds)
-
-
-def _homes_in_order(module: nn.Module, homes: Homes, paths: Collection[str]) -> Homes:
-    """A home for each of ``paths``, which no recorded step called: after the unit that was made before it.
-
-    Modules are mostly called in the order in which they were made. Where another is, each unit's home fits.
-    """
-    stage, found = 0, dict[str, tuple[int, ...]]()
-    for path, _ in module.named_modules():
-        stage = max(homes.get(path, (stage,)))
-        if path in paths:
-            found |= dict.fromkeys((path, *callable_within(module, path)), (stage,))
-    return found
