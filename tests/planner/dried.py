@@ -53,11 +53,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def dried(case: str, name: str, rank: int) -> dict[tuple[str, str], float]:
-    """Bytes that a rank sends in a dry run, by axis and purpose."""
+    """Bytes that a rank sends in a dry run, by axis as the ledger names it, and purpose."""
     layout = LAYOUTS[name]
     with contextlib.redirect_stdout(io.StringIO()):  # the start-up tables
         found = dry_run(MODELS[case].module, batch_of(case), layout, devices=ranks_of(layout), rank=rank).sent
-    return {(AXES[axis], why): size for (axis, why), size in found.items() if axis in AXES and why not in APART}
+    return {(axis, why): size for (axis, why), size in found.items() if axis in AXES and why not in APART}
 
 
 def differences(case: str, name: str) -> list[str]:
@@ -73,11 +73,11 @@ def differences(case: str, name: str) -> list[str]:
         purposes = dried(case, name, rank)
         sent: dict[str, float] = defaultdict(float)
         for (axis, _), size in purposes.items():
-            sent[axis] += size
+            sent[AXES[axis]] += size
         for axis, size in sent.items():
             predicted = said[rank]["sent"][axis]
             if predicted != round(size):
-                mine = {why: size for (along, why), size in purposes.items() if along == axis}
+                mine = {why: size for (along, why), size in purposes.items() if AXES[along] == axis}
                 found.append(f"rank {rank}: sent along {axis}: {predicted:,} predicted, {size:,.0f} dry run, {mine}")
     return found
 
