@@ -59,16 +59,17 @@ def _given(step: RecordedStep, dealt: Dealt, place: Place) -> SequencePlan | Non
     ranks = place.sequence[0] if place.sequence[0] > 1 else place.tensor[0] if place.residual else 1
     if ranks == 1:
         return None
-    key = ranks, repr(place.attention)
+    attention = place.attention if place.sequence[0] > 1 else "all_gather"  # as `TokensPart` of a tensor axis asks
+    key = ranks, repr(attention)
     if key not in step.given:
-        alone = Place((1, 0), (ranks, 0), False, place.attention, gpu=place.gpu)  # weights are whole while it is chosen
+        alone = Place((1, 0), (ranks, 0), False, attention, gpu=place.gpu)  # weights are whole while it is chosen
 
         def attends(plan: SequencePlan) -> tuple[int, int]:
             run = ReplayRun(step, dealt, alone, None, plan)
             with _running(run):
                 return run.attends()
 
-        step.given[key] = batch_plan(step.recording, ranks, place.attention, attends)
+        step.given[key] = batch_plan(step.recording, ranks, attention, attends)
     return step.given[key]
 
 

@@ -146,7 +146,7 @@ class ReplayRun:
             return sharded
 
     def _mark_batch(self, plan: SequencePlan) -> None:
-        self.tokens.zigzag = plan.zigzag and self.place.sequence[0] > 1
+        self.tokens.zigzag = plan.zigzag
         for number, x in enumerate(self.step.recording.batch):
             dim = plan.dim_of(number, x)
             positions: Positions | None = None if dim is None else self.tokens.spread(x.shape[dim])
