@@ -114,6 +114,13 @@ class Stored(ShardedTensor):
         self._peers.order.note(self._name)
         return collectives.sum_scatter(own, self._dim, self._inner, self._peers, PURPOSE) / self._peers.copies
 
+    @property
+    def used_sharding(self) -> tuple[int, Positions, Axis] | None:
+        return None if self.split_over is None else (self._dim, *self.split_over)
+
+    def as_used_gradient(self, part: Tensor) -> Tensor:
+        return collectives.gather(part, self._dim, self._inner, self._peers, "gradients")
+
     def as_gathered(self) -> Tensor:
         return self.held(self._local.dtype)
 
