@@ -59,6 +59,11 @@ def hang(parameter: Tensor) -> None:
         part.requires_grad_(trained)
 
 
+def has_come(parameter: ShardedTensor) -> bool:
+    """Whether a hook of ``parameter`` runs that meets the gradient which has come to it."""
+    return any(type(x) is _After and x.runs for x in hooks_of(parameter.local)[1].values())
+
+
 def _hooks_of(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     with DisableTorchFunction():
         return hooks_of(parameter)
@@ -71,6 +76,7 @@ class _OfUser:
 
     def __init__(self, parameter: ShardedTensor) -> None:
         self.parameter = parameter
+        self.runs = False
 
     @property
     def of_user(self) -> list[Any]:
@@ -95,6 +101,10 @@ class _After(_OfUser):
     AFTER = True
 
     def __call__(self, x: Tensor) -> Any:
-        for hook in self.of_user:
-            if hook(self.parameter) is not None:
-                raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch says
+        self.runs = True
+        try:
+            for hook in self.of_user:
+                if hook(self.parameter) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch says
+        finally:
+            self.runs = False

@@ -13,6 +13,7 @@ plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark
 from lightning_par.sharded import aliases, parameter_hooks
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.who_reads import is_inner
 
 _dispatch: Callable[..., Any] | None = None
 
@@ -191,15 +193,25 @@ class ShardedTensor(torch.Tensor):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         lender = vars(self).get("_lender")  # shows user code the gradients of a pipeline's other stages
-        return self.own_grad() if lender is None else lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
+        if lender is not None:
+            return lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
+        self.look_at_gradient(sys._getframe(1))
+        return self.own_grad()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         lender = vars(self).get("_lender")
-        if lender is None:
-            self.set_own_grad(value)
-        else:
+        if lender is not None:
             lender.write(self, value, sys._getframe(1))
+            return
+        self.look_at_gradient(sys._getframe(1))
+        self.set_own_grad(value)
+
+    def look_at_gradient(self, frame: types.FrameType) -> None:
+        """The code of ``frame`` is about to read or set the gradient."""
+        state = RunState.current
+        if state.looked_at is not None and not is_inner(frame):
+            state.looked_at(self._local)
 
     def own_grad(self) -> Tensor | None:
         """The gradient, of which this rank holds a part."""
