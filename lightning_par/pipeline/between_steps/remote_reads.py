@@ -28,9 +28,10 @@ from lightning_par.pipeline.between_steps.caller import sees_gradients
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, plain
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
+from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
@@ -187,8 +188,11 @@ class JointGradients:
         name = self._names[id(parameter)]
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
+        if isinstance(value, Weight) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
+            value = sent(self, "grad", value)
         if here:
-            hold(parameter, value.here if isinstance(value, Gradient) else value)
+            held = plain(value) if isinstance(value, Weight) else value  # as torch.ones_like(weight)
+            hold(parameter, held.here if isinstance(held, Gradient) else held)
         else:
             refuse_misfit(parameter, value)
         self.replicas.set_gradient(name, value)
