@@ -215,10 +215,10 @@ def _refuse_gradient(x: Elsewhere, frame: types.FrameType, who: str, where: str)
 
 
 def sharding_of(x: Tensor) -> tuple[int, Positions, Axis] | None:
-    """Dim, positions and axis of the shards that ``x``, wherever it is, is kept in; None where it is whole."""
+    """Dim, positions and axis of the shards that ``x``, wherever it is, is used in; None where that is whole."""
     if isinstance(x, Elsewhere):
         return x.origin.sharding
-    return (x.sharded_dim, x.positions, x.axis) if isinstance(x, ShardedTensor) else None
+    return x.used_sharding if isinstance(x, ShardedTensor) else None
 
 
 def is_elsewhere(x: Any) -> bool:

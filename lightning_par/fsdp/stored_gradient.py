@@ -18,7 +18,11 @@ class StoredGradient:
         self.stored = stored
 
     def read(self, _: Tensor, frame: types.FrameType) -> Tensor | None:
-        return None if makes_fakes(frame) else self.stored.grad
+        if makes_fakes(frame):
+            return None
+        self.stored.look_at_gradient(frame)
+        return self.stored.grad
 
     def write(self, _: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
+        self.stored.look_at_gradient(frame)
         self.stored.grad = value

@@ -14,6 +14,7 @@ axis, too, must be a sharded one.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,10 +26,14 @@ from lightning_par.fsdp.gather_order import GatherOrder
 from lightning_par.mesh import collectives
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
+from lightning_par.private.graph import in_backward
 from lightning_par.private.tensors import mark_parameter
+from lightning_par.sharded import parameter_hooks
+from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
+from lightning_par.sharded.who_reads import is_inner
 
 PURPOSE = "parameters"
 
@@ -114,6 +119,13 @@ class Stored(ShardedTensor):
         self._peers.order.note(self._name)
         return collectives.sum_scatter(own, self._dim, self._inner, self._peers, PURPOSE) / self._peers.copies
 
+    @property
+    def used_sharding(self) -> tuple[int, Positions, Axis] | None:
+        return None if self.split_over is None else (self._dim, *self.split_over)
+
+    def as_used_gradient(self, part: Tensor) -> Tensor:
+        return collectives.gather(part, self._dim, self._inner, self._peers, "gradients")
+
     def as_gathered(self) -> Tensor:
         return self.held(self._local.dtype)
 
@@ -126,6 +138,15 @@ class Stored(ShardedTensor):
         ShardedTensor.data.__set__(self, value)  # type: ignore[attr-defined]
         if self._peers.gathering is not None:
             self._peers.gathering.has_moved(self)
+
+    def look_at_gradient(self, frame: types.FrameType) -> None:
+        super().look_at_gradient(frame)
+        if in_backward() and not is_inner(frame) and not parameter_hooks.has_come(self):
+            raise NotImplementedError(
+                f"{user_line()}: a hook that runs within backward looks at the gradient of {self._name!r}, which is "
+                "stored in parts: the ranks sum it up by blocks, so that it comes later than on one device. Do it in "
+                "on_after_backward or on_before_optimizer_step."
+            )
 
     def own_part(self, whole: Tensor) -> Tensor:
         return collectives.own_part(whole, self._dim, self._inner, self._peers)

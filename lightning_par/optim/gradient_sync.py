@@ -15,6 +15,7 @@ from lightning_par.fsdp.stored_parameter import Stored
 from lightning_par.mesh.axis import Axis
 from lightning_par.optim.gradient_buckets import Bucket, Buckets
 from lightning_par.optim.gradients_ahead import Ahead
+from lightning_par.optim.looked_at_shares import LookedAtShares
 from lightning_par.optim.trained_weights import TrainedWeights
 from lightning_par.private.leaf_hooks import hooks_of
 from lightning_par.private.modules import ModuleTree
@@ -68,6 +69,9 @@ class GradientSync:
         self._begun = False  # whether a window has begun whose gradients are not averaged yet
         self._delivers = False  # whether the backward that comes gives what is averaged already
         self._armed = False
+        self._shared_out = True  # whether what earlier backwards left is shares as what comes
+        self._ended = True  # whether the last backward has ended, and in no error
+        self._shares = LookedAtShares(axis, self._name_of_share, self._settle)
         self._reached = False  # whether the backward that runs has given a gradient
         self._synced = False  # whether the backward that was announced is through, and averaged
         self._state = RunState.current
@@ -87,27 +91,53 @@ class GradientSync:
 
     def begin(self) -> None:
         """Called where a backward begins, announced or not."""
-        self._synced = self._reached = False
-        if self._axis.size > 1 and not self._armed and not self._delivers:
-            self._arm()
+        self._synced = self._reached = self._ended = False
+        if self._axis.size > 1 and not self._delivers:
+            if not self._armed:
+                self._arm()
+            self._share_out()
+            self.watch_looks()
 
     def end(self) -> None:
         """Called where a backward has ended, before any hook of Lightning."""
+        self._ended = True
         if (self._reached or self._delivers) and not self.blocked:
             self.after_backward()
             self._synced = True
 
     def after_backward(self) -> None:
         """Average what the backward left, unless blocked or done. All ranks along the axis must call it."""
-        self._begun |= self.blocked
+        self._begun |= self.blocked and bool(self._touched)
         if self._axis.size == 1 or self.blocked or self._synced or self._delivers:
             self._armed = self._synced = self._delivers = False
             return
         if not self._armed:
             self._arm()
+        self._share_out()
+        self._average()
+        self._armed = False
+
+    def _average(self) -> None:
         _write(self._buckets.send_rest(_grad, lambda x: id(x) in self._touched)())
         self._touched.clear()
-        self._armed = self._begun = False
+        self._begun = False
+        self._shares.end()
+
+    def watch_looks(self) -> None:
+        """User code may look at gradients of which this rank has a share alone."""
+        if any(map(_shares_of, self._buckets)):
+            self._shares.begin()
+
+    def _settle(self) -> None:
+        """User code looks at gradients, outside of backward: those of a window become whole; what comes is added."""
+        if self._touched and self._ended:
+            self._shares.meet()
+            self._buckets.reset()
+            self._average()
+
+    def _name_of_share(self, x: Tensor) -> str | None:
+        buckets = [bucket for bucket in self._buckets if any(x is leaf for leaf in bucket.leaves)]
+        return self._name(x) if any(map(_shares_of, buckets)) else None
 
     def ahead(self) -> Ahead | None:
         """The average of gradients that are made before a backward is called which only delivers them.
@@ -131,6 +161,7 @@ class GradientSync:
     def close(self) -> None:
         """Take the hooks off the parameters."""
         patches.SHARES.release(self)
+        self._shares.end()
         self._state.syncs = [one for one in self._state.syncs if one() not in (None, self)]
         for handle in self._handles.values():
             handle.remove()
@@ -139,16 +170,22 @@ class GradientSync:
     def _arm(self) -> None:
         self._find_leaves()
         self._buckets.reset()
-        self._armed = True
-        self._share_out()
+        self._armed, self._shared_out = True, False
+        for bucket in self._buckets:
+            self._refuse_early_steps(bucket)
 
     @torch.no_grad()
     def _share_out(self) -> None:
-        """What an earlier backward left is whole; where shares are about to be added to it, it becomes one, too."""
+        """What an earlier backward left is whole; where shares are about to be added to it, it becomes one, too.
+
+        Not before backward begins: user code looks at it until then.
+        """
+        if self._shared_out:
+            return
+        self._shared_out = True
         for bucket in self._buckets:
-            self._refuse_early_steps(bucket)
-            count = bucket.axis.size // bucket.copies  # so many ranks have shares of one gradient
-            for x in bucket.leaves if count > 1 else ():
+            count = _shares_of(bucket)
+            for x in bucket.leaves if count else ():
                 if x.grad is not None and id(x) not in self._touched:
                     x.grad.div_(count)
                     self._touched.add(id(x))
@@ -227,6 +264,12 @@ class GradientSync:
 
 
 _trains = attrgetter("requires_grad")
+
+
+def _shares_of(bucket: Bucket) -> int:
+    """How many ranks have shares of one gradient; 0 where each rank has all of one."""
+    count = bucket.axis.size // bucket.copies
+    return count if count > 1 else 0
 
 
 def _grad(x: Tensor) -> Tensor | None:

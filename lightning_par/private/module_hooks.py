@@ -56,12 +56,12 @@ def number_of_hooks(module: nn.Module) -> int:
 
 
 def users_of(hooks: dict[int, Any] | None) -> list[Any]:
-    """Those that are not ours, which sync or gather; what we wrap around a user's has it as ``of_user``."""
+    """Those that are not ours, which sync or gather; what stands for the user's has these as ``of_user``."""
     if not hooks:
         return []
     found = [*hooks.values()]
     names = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in found]
-    return [x for x, name in zip(found, names) if not name.startswith("lightning_par.") or hasattr(x, "of_user")]
+    return [x for x, name in zip(found, names) if not name.startswith("lightning_par.") or getattr(x, "of_user", None)]
 
 
 def hooks_on(module: nn.Module) -> list[Callable[..., Any]]:

@@ -82,3 +82,10 @@ def watched(synced: bool) -> Iterator[None]:
         state.backwards -= 1
     for one in told:  # not after an error: it talks to ranks that may not have come this far
         one.end()
+
+
+def watch_looks() -> None:
+    """A backward runs of which who syncs gradients is told later: its hooks may look at shares."""
+    for one in (ref() for ref in RunState.current.syncs):
+        if one is not None:
+            one.watch_looks()

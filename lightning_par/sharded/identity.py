@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_par.private.compiler import forget_traced
 from lightning_par.private.modules import forget_weak_references, renew_weak_references, weight_norms
 from lightning_par.private.tensors import PARAMETER_MARK
+from lightning_par.sharded.parameter_hooks import hang
 from lightning_par.sharded.user_classes import REMEMBERED, put_on, users_class
 
 _OWN = {
@@ -35,7 +36,7 @@ _OWN = {
 
 def become(old: Tensor, new: Tensor, name: str) -> None:
     """Turn the object ``old`` into ``new``, and the other way round; what the user hung on ``old`` stays there,
-    as does the class that they gave it.
+    hooks among it, as does the class that they gave it.
 
     Args:
         old: a parameter or buffer; loses its gradient.
@@ -67,6 +68,7 @@ def become(old: Tensor, new: Tensor, name: str) -> None:
     put_on(old, kind)
     for key, value in attributes.items():
         setattr(old, key, value)
+    hang(old)
 
 
 @contextmanager

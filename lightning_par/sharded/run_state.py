@@ -42,6 +42,8 @@ class RunState:
         shared_between_steps: those over which a backward outside of any step begins with shares.
         shared_backward: those of the backward that runs.
         backwards: how many backwards run within each other.
+        looked_at: who is told that user code reads or sets a gradient, while some are not what one device has.
+        settled: how often such gradients became whole, since user code looked.
         syncs: who is told where the outermost backward begins and ends that reaches one of their leaves.
         retained: tensors that asked to keep their gradients, with the step in which they did.
         copies: that stand for views of a memory; see `lightning_par.optim.lost_writes`.
@@ -73,6 +75,8 @@ class RunState:
         self.shared_backward: tuple[Axis, ...] = ()
         self.backwards = 0
         self.syncs: list[weakref.ref[Any]] = []
+        self.looked_at: Callable[[Tensor | None], None] | None = None
+        self.settled = 0
         self.retained: list[tuple[int, Tensor]] = []
         self.copies: dict[int, tuple[Any, list[Any]]] = {}
         self.gathers: Counter[tuple[str, str]] = Counter()
@@ -114,6 +118,11 @@ class RunState:
     def _kept(self, whole: Tensor, axis: Axis, to_cpu: bool) -> Tensor:
         whole = whole.cpu() if to_cpu else whole
         return whole if self.files is None else self.files.kept(whole, axis)
+
+    def look_at_gradients(self, leaf: Tensor | None = None) -> None:
+        """User code reads or sets the gradient of ``leaf``, or, without one, of a weight of any stage."""
+        if self.looked_at is not None:
+            self.looked_at(leaf)
 
     def wrote(self) -> None:
         """A tensor in parts, or a weight of any stage, is written to."""

@@ -13,6 +13,7 @@ plain tensors breaks clipping, the gradient scaler and foreach optimizers.)
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,9 +27,10 @@ from lightning_par.mesh.positions import Positions
 from lightning_par.private.modes import DisableTorchFunction
 from lightning_par.private.storage import storage_of
 from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark_parameter, set_data
-from lightning_par.sharded import aliases
+from lightning_par.sharded import aliases, parameter_hooks
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.who_reads import is_inner
 
 _dispatch: Callable[..., Any] | None = None
 
@@ -109,6 +111,16 @@ class ShardedTensor(torch.Tensor):
     def axis(self) -> Axis:
         return self._axis
 
+    @property
+    def used_sharding(self) -> tuple[int, Positions, Axis] | None:
+        """Dim, positions and axis of the shards that a step computes with; None where that is the whole."""
+        return self._dim, self._positions, self._axis
+
+    def as_used_gradient(self, part: Tensor) -> Tensor:
+        """Of ``part``, this rank's of a parameter's gradient, the plain shard of `used_sharding`; all ranks that use
+        the same must call it."""
+        return part
+
     def with_local(self, local: Tensor) -> ShardedTensor:
         """The same sharding of another local tensor of the same shape."""
         x = ShardedTensor(local, self._dim, self._positions, self._axis)
@@ -181,15 +193,25 @@ class ShardedTensor(torch.Tensor):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         lender = vars(self).get("_lender")  # shows user code the gradients of a pipeline's other stages
-        return self.own_grad() if lender is None else lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
+        if lender is not None:
+            return lender.read(self, sys._getframe(1))  # type: ignore[no-any-return]
+        self.look_at_gradient(sys._getframe(1))
+        return self.own_grad()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         lender = vars(self).get("_lender")
-        if lender is None:
-            self.set_own_grad(value)
-        else:
+        if lender is not None:
             lender.write(self, value, sys._getframe(1))
+            return
+        self.look_at_gradient(sys._getframe(1))
+        self.set_own_grad(value)
+
+    def look_at_gradient(self, frame: types.FrameType) -> None:
+        """The code of ``frame`` is about to read or set the gradient."""
+        state = RunState.current
+        if state.looked_at is not None and not is_inner(frame):
+            state.looked_at(self._local)
 
     def own_grad(self) -> Tensor | None:
         """The gradient, of which this rank holds a part."""
@@ -259,21 +281,23 @@ class ShardedTensor(torch.Tensor):
         stored = vars(self).get("_stored_weight")
         if stored is not None:  # see `lightning_par.sharded.patches.gradient_hooks`
             return stored.register_hook(hook)
+        if self._local.is_leaf and self._local.requires_grad:
+            return parameter_hooks.register(self, hook)
 
         def local_hook(grad: Tensor) -> Tensor | None:
             result = hook(self.with_local(grad))
             return None if result is None else self.part_of(result)
 
-        local_hook.of_user = hook  # type: ignore[attr-defined]
         note_part(self._local, self._axis)
         return self._local.register_hook(local_hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        def local_hook(_: Tensor) -> None:
-            hook(self)
-
-        local_hook.of_user = hook  # type: ignore[attr-defined]
-        return self._local.register_post_accumulate_grad_hook(local_hook)
+        stored = vars(self).get("_stored_weight")
+        if stored is not None:
+            return stored.register_post_accumulate_grad_hook(hook)
+        if self._local.is_leaf and self._local.requires_grad:
+            return parameter_hooks.register(self, hook, after=True)
+        return self._local.register_post_accumulate_grad_hook(hook)  # which says why it can't
 
     def part_of(self, value: Tensor) -> Tensor:
         """This rank's part of ``value``, sharded as this tensor is; ``value`` is replicated or sharded alike."""

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.mesh.positions import Positions
-from lightning_par.sharded.tensor import full
+from lightning_par.private.leaf_hooks import hooks_of, number_of_leaf_hooks
+from lightning_par.sharded.tensor import full, leaf
 from lightning_par.tensor.apply import shard_module, unshard_module
 from lightning_par.tensor.plan import Split, TensorPlan
 
@@ -67,6 +68,20 @@ def test_a_hook_comes_and_goes_while_the_parameter_is_sharded() -> None:
     assert hooked.train()[0] == ["after"]
     unshard_module(hooked.linear)
     assert hooked.train()[0] == ["after"]
+
+
+def test_who_has_hooks_is_known_of_the_parameter_in_whatever_form() -> None:
+    hooked = Hooked()
+    known = number_of_leaf_hooks(hooked.weight)
+    shard_module(hooked.linear, PLAN, AXIS)
+    late = hooked.weight.register_hook(lambda grad: hooked.tell("late"))
+    assert number_of_leaf_hooks(hooked.weight) == known + 1
+    part = leaf(hooked.weight)
+    assert number_of_leaf_hooks(part) > 0
+    for hooks in (*hooks_of(hooked.weight),):
+        hooks.clear()
+    assert number_of_leaf_hooks(hooked.weight) == number_of_leaf_hooks(part) == 0
+    late.remove()
 
 
 def test_a_frozen_parameters_hooks_run_once_it_is_thawed() -> None:

@@ -7,7 +7,7 @@ import types
 from lightning_par.absent.elsewhere import Elsewhere
 from lightning_par.private.graph import in_backward
 from lightning_par.private.module_calls import METHODS
-from lightning_par.trial.memo import Memo
+from lightning_par.sharded.who_reads import is_inner
 
 _OURS = (
     "lightning_par.",
@@ -22,7 +22,6 @@ _BETWEEN = (
     "lightning_par.pipeline.run.unit_calls",
     "lightning_par.sharded.patches.tensor_data",  # of ``x.data``, for whoever wrote that
 )
-INNER = ("lightning_par.", "torch.")
 _TRANSPARENT = ("torch", "copy", "collections")
 # What reads for those who call it between steps.
 _USERS = ("torch.optim.swa_utils", "lightning_par.sharded.patches.dummy_experiments")
@@ -51,17 +50,3 @@ def sees_gradients(frame: types.FrameType) -> bool:
     if in_backward():  # hooks of a parameter run where it is
         return False
     return not is_inner(frame)
-
-
-def is_inner(frame: types.FrameType) -> bool:
-    """Whether the code that runs in ``frame`` is torch's or our own, and not of the user's kind."""
-    return _inner[frame.f_globals.get("__name__", ""), frame.f_code.co_name]
-
-
-def _is_inner(place: tuple[str, str]) -> bool:
-    module, function = place
-    zeroes = module == "torch.nn.modules.module" and function == "zero_grad"
-    return module.startswith(INNER) and not zeroes and module != "torch.nn.utils.clip_grad"
-
-
-_inner = Memo(_is_inner)  # by the names of a Python module and of a function

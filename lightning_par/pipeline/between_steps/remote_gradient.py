@@ -45,11 +45,12 @@ class Gradient(torch.Tensor):
     of: str
     here: Tensor | None
     sharding: tuple[int, Positions, Axis] | None
+    parameter: Tensor
 
     @staticmethod
     def __new__(cls, owner: JointGradients, of: str, parameter: Tensor, here: Tensor | None) -> Gradient:
         self = make_wrapper_subclass(cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device)
-        vars(self).update(owner=owner, of=of, here=here, sharding=sharding_of(parameter))
+        vars(self).update(owner=owner, of=of, here=here, sharding=sharding_of(parameter), parameter=parameter)
         return self
 
     @property
@@ -64,7 +65,9 @@ class Gradient(torch.Tensor):
             x = self.empty()
             self.owner.axis.broadcast_(leaf(x), "gradients", self.source)
             return x
-        self.owner.axis.broadcast_(leaf(self.here).detach().contiguous(), "gradients", self.source)
+        part = leaf(self.here).detach()
+        used = self.parameter.as_used_gradient(part) if isinstance(self.parameter, ShardedTensor) else part
+        self.owner.axis.broadcast_(used.contiguous(), "gradients", self.source)
         return self.here
 
     def beside(self, ranks: set[int]) -> Tensor:
@@ -141,7 +144,7 @@ class Gradient(torch.Tensor):
 
 def _views(func: Any, name: str, x: Gradient, rest: Any, kwargs: Any) -> bool:
     """Whether ``func`` gives views of ``x``, each of which is written into and read as the gradient is."""
-    if x.sharding is not None or function_of(func).kind is not Effect.VIEWS:
+    if x.of in x.owner.in_parts or function_of(func).kind is not Effect.VIEWS:
         return False
     return name.endswith("_as") or not tensors_in((rest, kwargs))
 

@@ -24,19 +24,21 @@ from lightning_par.mesh.handshake import Meeting, refuse_alone
 from lightning_par.pipeline.between_steps import weight_functions
 from lightning_par.pipeline.between_steps.adopted_optimizers import AdoptedOptimizers
 from lightning_par.pipeline.between_steps.assigned_storage import Replicas
-from lightning_par.pipeline.between_steps.caller import is_inner, sees_gradients
+from lightning_par.pipeline.between_steps.caller import sees_gradients
 from lightning_par.pipeline.between_steps.holders import Holders
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold, refuse_misfit
 from lightning_par.pipeline.between_steps.remote_gradient import Gradient
-from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView
+from lightning_par.pipeline.between_steps.remote_weight import Weight, WeightView, plain
 from lightning_par.pipeline.between_steps.send_away import Placement
 from lightning_par.pipeline.between_steps.weight_classes import WeightClasses
+from lightning_par.pipeline.between_steps.weight_reads import sent
 from lightning_par.pipeline.between_steps.weight_writes import present
 from lightning_par.private.graph import in_backward
 from lightning_par.private.modules import buffers_of
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor
 from lightning_par.sharded.user_classes import set_class
+from lightning_par.sharded.who_reads import is_inner
 
 _ADVICE = "Do it in code that all ranks run, and let one rank alone log the result."
 
@@ -186,8 +188,11 @@ class JointGradients:
         name = self._names[id(parameter)]
         if self._known is not None:
             self._known = self._known - {name} if value is None else self._known | {name}
+        if isinstance(value, Weight) and not {*self._holders[name]} <= {*self._holders[self.name_of(value)]}:
+            value = sent(self, "grad", value)
         if here:
-            hold(parameter, value.here if isinstance(value, Gradient) else value)
+            held = plain(value) if isinstance(value, Weight) else value  # as torch.ones_like(weight)
+            hold(parameter, held.here if isinstance(held, Gradient) else held)
         else:
             refuse_misfit(parameter, value)
         self.replicas.set_gradient(name, value)
@@ -202,7 +207,8 @@ class JointGradients:
         if is_inner(frame):
             return held
         if sees_gradients(frame):
-            return self.of(parameter, held)
+            self._state.look_at_gradients()
+            return self.of(parameter, held_here(parameter))
         if isinstance(parameter, Elsewhere) and parameter.requires_grad and in_backward():
             refuse_in_hooks(parameter, frame)
         return held
@@ -210,6 +216,8 @@ class JointGradients:
     def write(self, parameter: Tensor, value: Tensor | None, frame: types.FrameType) -> None:
         """``parameter.grad = value`` in the code of ``frame``."""
         if sees_gradients(frame):
+            if value is not None:
+                self._state.look_at_gradients()
             self.put(parameter, value, not is_elsewhere(parameter))
         else:
             hold(parameter, value)

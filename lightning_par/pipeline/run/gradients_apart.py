@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_par.private.leaf_hooks import hooked, put_hooks, take_hooks
 from lightning_par.private.tensors import write_count
 from lightning_par.python_state.set_each import set_each
+from lightning_par.sharded.run_state import RunState
 
 _grad = attrgetter("grad")
 
@@ -51,14 +52,18 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
         self._earlier: list[Tensor | None] = []
         self._own: list[Tensor | None] | None = None  # while a forward runs after a backward
         self._apart = self._begun = False
+        self._state = RunState.current
 
     def __enter__(self) -> GradientsApart:
         # they run at delivery, once a step, not for each microbatch
         self._hooks = [held for _, p in hooked(enumerate(self._parameters)) for held in take_hooks(p)]
         note = self._note
         self._noted = [] if note is None else [p.register_post_accumulate_grad_hook(note) for p in self._parameters]
-        self._first = self._seen() if self._cut else None
+        self._note_first()
         return self
+
+    def _note_first(self) -> None:
+        self._first, self._settled = self._seen() if self._cut else None, self._state.settled
 
     def __exit__(self, *exception: object) -> None:
         for handle in self._noted:
@@ -77,6 +82,8 @@ class GradientsApart(contextlib.AbstractContextManager["GradientsApart"]):
         """A backward may run from now on."""
         if self._apart:
             return
+        if self._first is not None and self._settled != self._state.settled:  # by a look, which changes none
+            self._note_first()
         if self._first is not None and self._seen() != self._first:
             raise NotImplementedError(
                 "A layer's forward or a hook on it changes the gradient that earlier batches left in a weight, and "

@@ -98,6 +98,7 @@ class StepGradients:
         """The first backward is about to run, in which hooks see what the ``earlier`` ones left."""
         assert self._earlier is not None and self._unfinished is not None
         self._earlier.show(earlier)
+        gradient_shares.watch_looks()
         self._watched.enter_context(self._unfinished.watched())
 
     def finish(self, expected: frozenset[str] | None) -> None:

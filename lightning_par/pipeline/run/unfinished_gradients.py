@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_par.pipeline.between_steps.caller import is_inner
 from lightning_par.pipeline.between_steps.own_gradient import held_here, hold
 from lightning_par.private.graph import in_backward
 from lightning_par.private.tensors import write_count
 from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.tensor import ShardedTensor, leaf
 from lightning_par.sharded.user_classes import REMEMBERED, joined, set_class
+from lightning_par.sharded.who_reads import is_inner
 from lightning_par.trial.memo import Memo
 
 

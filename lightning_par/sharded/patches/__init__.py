@@ -9,6 +9,7 @@ them: `lightning_par.sharded.patches.installed`.
     generator_states: `torch.get_rng_state` and `torch.cuda.get_rng_state`
     tensor_data: ``x.data = value``
     tensor_grad: ``x.grad``
+    looked_at_gradients: ``x.grad``, while gradients are not what one device has
     module_hooks: full backward hooks of modules
     compiled_graphs: what ``torch.compile`` does with sharded tensors
     backward: `torch.autograd.backward` and `torch.autograd.grad`
@@ -72,6 +73,12 @@ def _for_gradient_shares() -> Iterable[Patch]:
     return *backward.patches(), *gradient_hooks.patches()
 
 
+def _for_unfinished_gradients() -> Iterable[Patch]:
+    from lightning_par.sharded.patches import looked_at_gradients
+
+    return (looked_at_gradients.patch(),)
+
+
 def _for_streams() -> Iterable[Patch]:
     from lightning_par.sharded.patches import generator_states
 
@@ -105,6 +112,9 @@ STORED = Patches(_for_stored_weights)
 SHARES = Patches(_for_gradient_shares)
 """For backwards after which ranks sum up, or average, gradients."""
 
+UNFINISHED = Patches(_for_unfinished_gradients)
+"""While ranks have shares of gradients that user code may look at."""
+
 STREAMS = Patches(_for_streams)
 """For layers that are run without streams of random numbers, as long as they draw none."""
 
@@ -128,4 +138,14 @@ def experiments(namespace: Namespace) -> Patches:
 
 def all_kinds(namespace: Namespace) -> tuple[Patches, ...]:
     """All that a strategy may hold."""
-    return SHARDED, STORED, SHARES, STREAMS, SYNC_ADVICE, RESUME_ADVICE, WORKER_SIGNALS, experiments(namespace)
+    return (
+        SHARDED,
+        STORED,
+        SHARES,
+        UNFINISHED,
+        STREAMS,
+        SYNC_ADVICE,
+        RESUME_ADVICE,
+        WORKER_SIGNALS,
+        experiments(namespace),
+    )

@@ -43,7 +43,9 @@ def on_parts(apply: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...
 def _like(given: Any, made: Any) -> Any:
     if isinstance(given, BatchTensor):
         return BatchTensor(made, given.sharded_dim, given.positions, given.axis)
-    return given.with_local(made) if isinstance(given, ShardedTensor) else made
+    if not isinstance(given, ShardedTensor):
+        return made
+    return given.with_local(_like(given._local, made))  # it may be sharded over two axes
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,23 @@ class _Seen:
 
     @classmethod
     def of(cls, args: Any) -> _Seen:
-        return cls(tuple(_like(x, x._local.detach()) if _is_part(x) else None for x in _listed(args)))
+        return cls(tuple(_like(x, gradient_shares.end(x).detach()) if _is_part(x) else None for x in _listed(args)))
 
     def shown(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         axes = gradient_shares.active()
         return tuple(
-            g if g is None else backward_reach.leave(g, axes) if like is None else like.with_local(g)
+            g if g is None else backward_reach.leave(g, axes) if like is None else _like(like, g)
             for g, like in zip(gradients, self.tensors, strict=True)
         )
 
     def hidden(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         ranks = backward_reach.ranks(gradient_shares.active())
         return tuple(
-            g if g is None else g / ranks if like is None else like.part_of(g)  # each rank goes on with its share
+            g
+            if g is None
+            else g / ranks
+            if like is None
+            else gradient_shares.end(like.part_of(g))  # each rank goes on with its share
             for g, like in zip(gradients, self.tensors, strict=True)
         )
 

@@ -16,7 +16,7 @@ def patch() -> Replacement:
     return Replacement(Tensor, "grad", _of_stored)
 
 
-class _Grad(property):
+class Grad(property):
     """``torch.Tensor.grad``, whose name is asked for by what watches torch functions."""
 
     __name__ = "grad"
@@ -27,6 +27,7 @@ def _of_stored(plain: Any, use: Use) -> Any:
         stored = getattr(x, "_stored_weight", None) if use.on else None
         if stored is None or makes_fakes(sys._getframe(1)):
             return plain.__get__(x)
+        stored.look_at_gradient(sys._getframe(1))
         return stored.grad
 
     def set_grad(x: Tensor, value: Any) -> None:
@@ -34,6 +35,7 @@ def _of_stored(plain: Any, use: Use) -> Any:
         if stored is None:
             plain.__set__(x, value)
         else:
+            stored.look_at_gradient(sys._getframe(1))
             stored.grad = value
 
-    return _Grad(get_grad, set_grad, plain.__delete__)
+    return Grad(get_grad, set_grad, plain.__delete__)

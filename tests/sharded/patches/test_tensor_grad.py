@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning_par.sharded.patches.replacement import installed
 
 
 def test_a_weight_that_stands_for_another_has_its_gradient() -> None:
+    asked: list[Any] = []
     x, stored = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     plain: Any = torch.Tensor.grad
     with installed(tensor_grad.patch()):
@@ -20,6 +22,8 @@ def test_a_weight_that_stands_for_another_has_its_gradient() -> None:
         assert x.grad is None
         whole: Any = stored * 1
         whole._stored_weight = stored
+        whole._stored_weight.look_at_gradient = asked.append
         whole.grad = torch.ones(2)
         assert whole.grad is stored.grad is not None
+        assert [frame.f_code.co_name for frame in asked] == 2 * [sys._getframe().f_code.co_name]
     assert torch.Tensor.grad is plain
