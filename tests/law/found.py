@@ -137,6 +137,58 @@ class NumpyMatching(Base):
         return F.mse_loss(h, batch[0].gather(1, best[..., None].expand(-1, -1, C)))
 
 
+class MatchesTargets(Base):
+    """A detector's loss: what a matching finds is written into targets, of which there is a view from before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        best = torch.from_numpy(torch.cdist(h, batch[0]).detach().cpu().numpy().argmax(-1))
+        kinds = torch.full(h.shape[:2], C - 1)
+        flat = kinds.view(-1)
+        kinds[torch.arange(len(h))[:, None], best] = batch[1][:, None].expand_as(best)
+        kinds[0, int(best[0, 0])] = 5
+        return F.cross_entropy(h.flatten(0, 1), flat) + F.cross_entropy(h.transpose(1, 2), kinds)
+
+
+_taken: ContextVar[list[Tensor] | None] = ContextVar("taken", default=None)
+
+
+class TakesFromHooks(Base):
+    """Hooks that the model registers as it first runs hand its layers' outputs to a list that no object holds, whose
+    last entry is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)) for _ in range(2)]
+        self.model = _Captured(nn.ModuleList(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.model(self.a(x))
+        return self.b(first.tanh() + last)
+
+
+class _Captured(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers, self.hooked = layers, False
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        for layer in () if self.hooked else self.layers:
+            layer.register_forward_hook(_take)
+        self.hooked, taken = True, []
+        token = _taken.set(taken)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        _taken.reset(token)
+        return [*taken[:-1], x]
+
+
+def _take(layer: nn.Module, inputs: Any, out: Tensor) -> None:
+    taken = _taken.get()
+    if taken is not None:
+        taken.append(out)
+
+
 class TypeAs(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch[0])
@@ -1125,6 +1177,21 @@ class _Registers(nn.Module):
         return self.inner(x)
 
 
+class RegistersOnItself(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _OnItself(C, C)
+
+
+class _OnItself(nn.Linear):
+    hook: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hook is None:
+            self.hook = self.register_forward_hook(lambda layer, inputs, out: out * 0.5)
+        return super().forward(x)
+
+
 class CountsItsCalls(nn.Linear):
     def __init__(self) -> None:
         super().__init__(C, C)
@@ -1857,7 +1924,7 @@ FOUND: dict[str, type[Base]] = {
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
                  TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
                  RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory,
-                 FlipsFlags, TurnsSums)
+                 FlipsFlags, TurnsSums, MatchesTargets)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, LossOfRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing,
          Recurrent, WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip
