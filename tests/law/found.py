@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import random
@@ -187,6 +188,31 @@ def _take(layer: nn.Module, inputs: Any, out: Tensor) -> None:
     taken = _taken.get()
     if taken is not None:
         taken.append(out)
+
+
+class _Positions(nn.Module):
+    """As in a library: a table is remembered for the last mask, an object that each run of the step makes anew."""
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def table(mask: Tensor) -> Tensor:
+        return mask.double().cumsum(-1).sin()
+
+    def forward(self, mask: Tensor) -> Tensor:
+        return self.table(mask)
+
+
+_Positions.__module__ = "transformers.models"
+
+
+class RemembersATable(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = _Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape).bool()
+        return self.b(self.a(x) + self.positions(mask))
 
 
 class TypeAs(Base):
@@ -1924,7 +1950,7 @@ FOUND: dict[str, type[Base]] = {
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
                  TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
                  RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory,
-                 FlipsFlags, TurnsSums, MatchesTargets)
+                 FlipsFlags, TurnsSums, MatchesTargets, RemembersATable)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, LossOfRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing,
          Recurrent, WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

@@ -202,7 +202,7 @@ def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: 
 
 
 def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
-    names = ["AverageOfParts", "CountsKinds", "MatchesTargets", "RenewsCodebook"]
+    names = ["AverageOfParts", "CountsKinds", "MatchesTargets", "RemembersATable", "RenewsCodebook"]
     assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
 
 
