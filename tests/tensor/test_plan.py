@@ -420,3 +420,21 @@ def test_a_layer_that_must_stay_whole_does_not_keep_the_next_one_whole(key_heads
     found = styles(plan_of(BesideMLP(key_heads), torch.randn(2, T, C)))
     attention = {"qkv": "colwise 0", "out": "rowwise 1"} if key_heads > 1 else {}
     assert found == {**attention, "up": "colwise 0", "down": "rowwise 1"}
+
+
+class ByChannel(nn.Module):
+    """A convolution of each channel by itself between two layers, as in Mamba and in feed-forwards of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.conv, self.down = nn.Linear(C, 32), nn.Conv1d(32, 32, 3, padding=2, groups=32), nn.Linear(32, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(self.up(x).transpose(1, 2))[..., :T]
+        return self.down(F.silu(h).transpose(1, 2))
+
+
+def test_channels_that_are_convolved_by_themselves_are_split() -> None:
+    found = styles(plan_of(ByChannel(), torch.randn(2, T, C)))
+    own = {"conv.weight": "colwise 0", "conv.bias": "colwise 0"}
+    assert found == {"up.weight": "colwise 0", "up.bias": "colwise 0", **own, "down.weight": "rowwise 1"}
