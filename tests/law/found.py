@@ -190,6 +190,32 @@ def _take(layer: nn.Module, inputs: Any, out: Tensor) -> None:
         taken.append(out)
 
 
+class _Again(torch.autograd.Function):
+    """Runs a layer again in backward, which adds to its weights' gradients by itself, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:  # type: ignore[override]
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class RunsALayerAgain(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(_Again.apply(self.a(x), self.c))  # type: ignore[no-untyped-call, no-any-return]
+
+
 class _Positions(nn.Module):
     """As in a library: a table is remembered for the last mask, an object that each run of the step makes anew."""
 

@@ -29,6 +29,7 @@ from tests.law.found import (
     RegistersInLayer,
     RegistersOnItself,
     RenewsCodebook,
+    RunsALayerAgain,
     TakesFromHooks,
     TeacherAndDecision,
     TooManyKinds,
@@ -74,6 +75,7 @@ BY_THEMSELVES = {
         RegistersInLayer,
         RegistersOnItself,
         RenewsCodebook,
+        RunsALayerAgain,
         TakesFromHooks,
         TeacherAndDecision,
         TooManyKinds,
@@ -204,6 +206,12 @@ def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: 
 def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
     names = ["AverageOfParts", "CountsKinds", "MatchesTargets", "RemembersATable", "RenewsCodebook"]
     assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
+
+
+def test_layers_that_a_backward_adds_gradients_to_are_refused_where_those_are_shares(pool: Pool) -> None:
+    wrong, _ = _wrong(pool, ["RunsALayerAgain"], MEMORY_LAYOUTS["sequence"])
+    assert "_Again is given a Linear, to whose weights its backward may add" in wrong["RunsALayerAgain"]
+    assert _wrong(pool, ["RunsALayerAgain"], LAYOUTS["tensor"])[0] == {}
 
 
 def test_more_kinds_than_a_count_says_are_refused_where_other_stages_go_by_it(pool: Pool) -> None:
