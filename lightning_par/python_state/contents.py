@@ -59,21 +59,23 @@ class ValueCell(Cell):
 
 
 class CacheCell(Cell):
-    """What `functools.lru_cache` made: what it remembers of a trial is no state, unless that computed on fakes."""
+    """What `functools.lru_cache` made: what it remembers of a run that is undone goes, if that computed on fakes, or if
+    the next run would else be spared what this one had to compute."""
 
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner)
-        self.before = owner.cache_info().misses
+        self.before = owner.cache_info()
 
     def change(self) -> None:
         return None
 
     def restore(self) -> None:
-        misses = self.owner.cache_info().misses
-        if misses != self.before and holds(self.owner, lambda x: isinstance(x, FakeTensor)):
-            self.owner.cache_clear()
-            misses = 0
-        self.before = misses
+        now, before = self.owner.cache_info(), self.before
+        if now.misses != before.misses:
+            alone = not before.currsize or now.hits == before.hits  # nothing that was there before was of use
+            if alone or holds(self.owner, lambda x: isinstance(x, FakeTensor)):
+                self.owner.cache_clear()
+        self.before = self.owner.cache_info()
 
 
 class LockedCell(Cell):

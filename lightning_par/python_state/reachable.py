@@ -25,6 +25,7 @@ from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.code_names import names_of
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found, HeldTensor
 from lightning_par.python_state.iterators import IteratorCell
+from lightning_par.python_state.method_caches import caches_of
 from lightning_par.python_state.object_kinds import look_into
 from lightning_par.python_state.user_code import is_library, is_users_code
 
@@ -224,6 +225,8 @@ class Reach:
         for base in kind.__mro__:
             known = id(base) in self.names or id(base) in self.apart
             if known or not is_users_code(base.__module__, self.packages):
+                for key, cache in () if known else caches_of(base):
+                    self.wait(f"{base.__qualname__}.{key}", cache)
                 continue
             if not self.code:
                 self.classes.append(base)

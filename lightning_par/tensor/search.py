@@ -71,6 +71,7 @@ class Search(Propagation):
         self.reasons: dict[int, str] = {}  # why the island opened at an event could not be kept
         self.known: dict[tuple[str, str], int] = {}  # the reading that did, by call site
         self.hopeless: dict[tuple[str, str, tuple[int, ...]], str] = {}  # openings that cost many tries in vain
+        self.settled = set(self.whole)  # parameters that are not thought of again
 
     @property
     def elements(self) -> int:
@@ -239,6 +240,8 @@ class Search(Propagation):
             if last.left and self.tries[start] <= TRIES and (last.event > start or last.left > 1):
                 option = (last.option + 1) % last.options
                 self._rewind(last.event)
+                if self._parameter_operand(self.recording.events[last.event]) is not None:
+                    self._reconsider(last.event, position)
                 self.choices.append(Choice(last.event, option, last.options, last.left - 1))
                 where = self.recording.events[last.event]
                 self.known[where.name, where.place] = option  # the next layer that comes by this line begins with it
@@ -247,11 +250,21 @@ class Search(Propagation):
         self._rewind(start)
         if self._gather_at_first_stop(start):
             return start, None
+        self._reconsider(start, position)
         for key in first:
             self.whole[key] = reason
             if self.tries[start] > 4:
                 self.hopeless[self._site(start, key)] = reason  # other layers at this line need not try
         return start, None
+
+    def _reconsider(self, start: int, end: int) -> None:
+        """What was left whole while an island was open that is given up now may be split without it. Only once each,
+        so that islands within islands that never close don't multiply."""
+        for key in [key for key in self.whole if start < self.first_use.get(key, -1) <= end]:
+            if key not in self.settled:
+                del self.whole[key]
+                self.settled.add(key)
+                self.hopeless.pop(self._site(self.first_use[key], key), None)
 
     def _turned_at(self, position: int, event: Event) -> int | None:
         """Where a weight was met with a whole tensor that is now applied to a split one: that tells its dim."""

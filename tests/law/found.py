@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import random
@@ -135,6 +136,109 @@ class NumpyMatching(Base):
         h = self(batch[0])
         best = torch.from_numpy(torch.cdist(h, batch[0]).detach().cpu().numpy().argmax(-1))
         return F.mse_loss(h, batch[0].gather(1, best[..., None].expand(-1, -1, C)))
+
+
+class MatchesTargets(Base):
+    """A detector's loss: what a matching finds is written into targets, of which there is a view from before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        best = torch.from_numpy(torch.cdist(h, batch[0]).detach().cpu().numpy().argmax(-1))
+        kinds = torch.full(h.shape[:2], C - 1)
+        flat = kinds.view(-1)
+        kinds[torch.arange(len(h))[:, None], best] = batch[1][:, None].expand_as(best)
+        kinds[0, int(best[0, 0])] = 5
+        return F.cross_entropy(h.flatten(0, 1), flat) + F.cross_entropy(h.transpose(1, 2), kinds)
+
+
+_taken: ContextVar[list[Tensor] | None] = ContextVar("taken", default=None)
+
+
+class TakesFromHooks(Base):
+    """Hooks that the model registers as it first runs hand its layers' outputs to a list that no object holds, whose
+    last entry is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)) for _ in range(2)]
+        self.model = _Captured(nn.ModuleList(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.model(self.a(x))
+        return self.b(first.tanh() + last)
+
+
+class _Captured(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers, self.hooked = layers, False
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        for layer in () if self.hooked else self.layers:
+            layer.register_forward_hook(_take)
+        self.hooked, taken = True, []
+        token = _taken.set(taken)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        _taken.reset(token)
+        return [*taken[:-1], x]
+
+
+def _take(layer: nn.Module, inputs: Any, out: Tensor) -> None:
+    taken = _taken.get()
+    if taken is not None:
+        taken.append(out)
+
+
+class _Again(torch.autograd.Function):
+    """Runs a layer again in backward, which adds to its weights' gradients by itself, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:  # type: ignore[override]
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class RunsALayerAgain(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(_Again.apply(self.a(x), self.c))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Positions(nn.Module):
+    """As in a library: a table is remembered for the last mask, an object that each run of the step makes anew."""
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def table(mask: Tensor) -> Tensor:
+        return mask.double().cumsum(-1).sin()
+
+    def forward(self, mask: Tensor) -> Tensor:
+        return self.table(mask)
+
+
+_Positions.__module__ = "transformers.models"
+
+
+class RemembersATable(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = _Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape).bool()
+        return self.b(self.a(x) + self.positions(mask))
 
 
 class TypeAs(Base):
@@ -1125,6 +1229,21 @@ class _Registers(nn.Module):
         return self.inner(x)
 
 
+class RegistersOnItself(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = _OnItself(C, C)
+
+
+class _OnItself(nn.Linear):
+    hook: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hook is None:
+            self.hook = self.register_forward_hook(lambda layer, inputs, out: out * 0.5)
+        return super().forward(x)
+
+
 class CountsItsCalls(nn.Linear):
     def __init__(self) -> None:
         super().__init__(C, C)
@@ -1857,7 +1976,7 @@ FOUND: dict[str, type[Base]] = {
                  StateByHand, OptimizerState, LoopsOverSamples, LayerIterators, CyclesLists, WritesABufferTwice,
                  TiedCountingHooks, HooksThatLeave, HooksAssignBuffers, Branches, EvaluatesInStep,
                  RenewsGenerator, AveragedModule, InnerBuffers, LaterAlongSamples, GrowingMemory,
-                 FlipsFlags, TurnsSums)
+                 FlipsFlags, TurnsSums, MatchesTargets, RemembersATable)
 }  # fmt: skip
 UNITS = (Scaled, SpectralNorm, CountsRows, LossOfRows, Numbered, CountsCalls, CarriesState, HooksGradient, LaterMixing,
          Recurrent, WholeTable, FirstSamples, LaterByGlobal, LaterByNested, LaterByClosure, SetByStep)  # fmt: skip

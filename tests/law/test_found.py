@@ -27,7 +27,10 @@ from tests.law.found import (
     CyclesLayers,
     HookThatLeavesLate,
     RegistersInLayer,
+    RegistersOnItself,
     RenewsCodebook,
+    RunsALayerAgain,
+    TakesFromHooks,
     TeacherAndDecision,
     TooManyKinds,
     WritesWhatIsGiven,
@@ -70,7 +73,10 @@ BY_THEMSELVES = {
         CyclesLayers,
         HookThatLeavesLate,
         RegistersInLayer,
+        RegistersOnItself,
         RenewsCodebook,
+        RunsALayerAgain,
+        TakesFromHooks,
         TeacherAndDecision,
         TooManyKinds,
         WritesWhatIsGiven,
@@ -198,8 +204,14 @@ def test_one_memory_split_along_two_dims_is_refused_once_both_are_written(pool: 
 
 
 def test_what_was_refused_without_need_is_one_devices(pool: Pool) -> None:
-    names = ["AverageOfParts", "CountsKinds", "RenewsCodebook"]
+    names = ["AverageOfParts", "CountsKinds", "MatchesTargets", "RemembersATable", "RenewsCodebook"]
     assert _wrong(pool, names, LAYOUTS["pipeline"])[0] == {}
+
+
+def test_layers_that_a_backward_adds_gradients_to_are_refused_where_those_are_shares(pool: Pool) -> None:
+    wrong, _ = _wrong(pool, ["RunsALayerAgain"], MEMORY_LAYOUTS["sequence"])
+    assert "_Again is given a Linear, to whose weights its backward may add" in wrong["RunsALayerAgain"]
+    assert _wrong(pool, ["RunsALayerAgain"], LAYOUTS["tensor"])[0] == {}
 
 
 def test_more_kinds_than_a_count_says_are_refused_where_other_stages_go_by_it(pool: Pool) -> None:
@@ -240,9 +252,13 @@ def test_layers_that_an_iterator_gives_are_refused(pool: Pool, layout: str) -> N
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "placement"])
-def test_a_hook_that_a_layer_registers_as_it_runs_is_refused_by_name(pool: Pool, layout: str) -> None:
-    with pytest.raises(RanksFailedError, match="A hook on self.b.inner is registered as 'b' runs"):
-        pool.run(2, _fit_all, ["RegistersInLayer"], LAYOUTS[layout])
+def test_hooks_that_a_model_registers_as_it_runs_are_on_all_ranks(pool: Pool, layout: str) -> None:
+    assert _wrong(pool, ["RegistersInLayer", "TakesFromHooks"], LAYOUTS[layout])[0] == {}
+
+
+def test_a_hook_that_a_layer_registers_on_itself_as_it_runs_is_refused_by_name(pool: Pool) -> None:
+    wrong, _ = _wrong(pool, ["RegistersOnItself"], LAYOUTS["pipeline"])
+    assert "A hook on self.b is registered as 'b' runs" in wrong["RegistersOnItself"]
 
 
 @pytest.mark.parametrize("layout", ["placement", "tensor"])

@@ -50,6 +50,23 @@ CASES = [
         )
         for n in (1, 2, 3)
     ],
+    # Each channel by itself: split as the layers around it are.
+    *[
+        Case(
+            f"conv{n}d by channel",
+            lambda x, w, b, n=n: getattr(F, f"conv{n}d")(x, w, b, padding=1, groups=C),
+            [x, normal(C, 1, *[3] * n), normal(C)],
+            [(1, 0, 0), (1, None, None), (1, 0, None)],
+        )
+        for n, x in [(1, image[..., 0]), (2, image)]
+    ],
+    Case(
+        "conv2d by group",
+        lambda x, w: F.conv2d(x, w, groups=2),
+        [image, normal(C, C // 2, 3, 3)],
+        [(1, 0)],
+        local=False,
+    ),
     Case("conv2d unbatched", lambda x, w: F.conv2d(x, w), [image[0], normal(2, C, 3, 3)], [(0, None)], local=False),
     Case("conv2d by keyword", lambda x, w: F.conv2d(input=x, weight=w), [image, normal(2, C, 3, 3)], [(0, None)]),
     Case("conv2d split weight", F.conv2d, [image, normal(N, C, 3, 3)], [(None, 0), (0, 0), (1, None)], local=False),

@@ -134,7 +134,9 @@ CASES = [
     Case("getitem ints", lambda x: (x[:, 0], x[..., 1:2, :][:, -1], x[:, 1, None, :]), [x], [(0,), (2,)]),
     Case("getitem first", lambda x: (x[0], x[-1, 1:], x[1, ..., ::3]), [x], [(1,), (2,)]),
     Case("getitem int of the sharded", lambda x: x[:, 1], [x], [(1,)], local=False),
-    Case("getitem list", lambda x: x[:, [0, 2]], [x], every, local=False),
+    Case("getitem list", lambda x: x[:, [0, 2]], [x], [(0,), (2,)]),
+    Case("getitem list of flags and last", lambda x: x[[True, False] * (B // 2), :, [-2]], [x], [(1,)]),
+    Case("getitem list of the sharded", lambda x: x[:, [0, 2]], [x], [(1,)], local=False),
     Case("getitem mask", lambda x, m: x[m], [x, flags(B, T)], [(2, None), (0, 0)], local=None),
     Case(
         "getitem of plain by sharded",

@@ -388,3 +388,53 @@ def test_shapes_that_go_by_the_batch_are_those_of_the_batch_in_the_plan_too() ->
     assert {name: found[name] for name in found if "weight" in name} == {
         "all.weight": "colwise 0", "some.weight": "colwise 0", "down.weight": "rowwise 1",
     }  # fmt: skip
+
+
+class BesideMLP(nn.Module):
+    """Layers of attention with one key head that all query heads share, whose result is added to that of an MLP in
+    place, all by one function of weights."""
+
+    def __init__(self, key_heads: int) -> None:
+        super().__init__()
+        self.key_heads, self.size = key_heads, (4 + 2 * key_heads) * 6
+        self.qkv, self.out = nn.Parameter(torch.randn(self.size, C)), nn.Parameter(torch.randn(C, C))
+        self.up, self.down = nn.Parameter(torch.randn(96, C)), nn.Parameter(torch.randn(C, 96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, shared = *x.shape[:2], 4 // self.key_heads
+        h = F.layer_norm(x, (C,))
+        y = self.apply_to(h, self.qkv).view(B, T, self.key_heads, shared + 2, 6)
+        q, k, v = y[:, :, :, :-2], y[:, :, :, [-2]], y[:, :, :, [-1]]
+        q, k, v = (z.expand_as(q).flatten(2, 3).transpose(1, 2) for z in (q, k, v))
+        a = self.apply_to(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C), self.out)
+        y = self.apply_to(F.gelu(self.apply_to(h, self.up)), self.down)
+        y += a
+        return F.layer_norm(x + y, (C,))
+
+    def apply_to(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_a_layer_that_must_stay_whole_does_not_keep_the_next_one_whole(key_heads: int) -> None:
+    found = styles(plan_of(BesideMLP(key_heads), torch.randn(2, T, C)))
+    attention = {"qkv": "colwise 0", "out": "rowwise 1"} if key_heads > 1 else {}
+    assert found == {**attention, "up": "colwise 0", "down": "rowwise 1"}
+
+
+class ByChannel(nn.Module):
+    """A convolution of each channel by itself between two layers, as in Mamba and in feed-forwards of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.conv, self.down = nn.Linear(C, 32), nn.Conv1d(32, 32, 3, padding=2, groups=32), nn.Linear(32, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(self.up(x).transpose(1, 2))[..., :T]
+        return self.down(F.silu(h).transpose(1, 2))
+
+
+def test_channels_that_are_convolved_by_themselves_are_split() -> None:
+    found = styles(plan_of(ByChannel(), torch.randn(2, T, C)))
+    own = {"conv.weight": "colwise 0", "conv.bias": "colwise 0"}
+    assert found == {"up.weight": "colwise 0", "up.bias": "colwise 0", **own, "down.weight": "rowwise 1"}

@@ -14,7 +14,7 @@ from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state import generators
-from lightning_par.python_state.nested_tensors import tensors_in
+from lightning_par.python_state.nested_tensors import map_tensors, tensors_in
 from lightning_par.python_state.tensor_writes import note_write
 
 
@@ -45,6 +45,8 @@ class Memo:
         self._views: dict[int, Any] = {}  # of the module's tensors, by id
         self._bases: dict[int, list[Tensor]] = {}  # what they are views of
         self._copies: dict[int, Tensor] = {}
+        self._pristine: dict[int, Any] = {}  # results as they were made, of which each run has a copy
+        self._lent: list[Any] = []  # these copies: ids stay valid as long as the objects live
 
     def draw(self, event: int, drawn: Sequence[Drawn]) -> None:
         """The generators move on as by an event of the model, which is not run."""
@@ -79,6 +81,19 @@ class Memo:
             return self._state(event, func, (args, kwargs), func(*args, **kwargs))
         finally:  # a generator that the step was given has drawn; a global one goes on as it would have
             generators.set_states((generator, state) for generator, state in now if not _is_given(generator, kwargs))
+
+    def anew_for(self, event: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """As `compute` and `again`, where something is written into the result that only one run knows."""
+        if event not in self._pristine:
+            made = self.again(event, func, args, kwargs)
+            self._pristine[event] = map_tensors(lambda x: x.detach().clone(), made)
+            return made
+        if event in self._drawn:
+            generators.set_states(self._drawn[event])
+        copy = map_tensors(torch.clone, self._pristine[event])
+        self._lent.append(copy)
+        self.keys.update((id(x), (event, n)) for n, x in enumerate(tensors_in(copy)))
+        return copy
 
     def _state(self, event: int, func: Any, given: Any, result: Any) -> Any:
         """A function wrote into a tensor of the module's, or made a view of one."""

@@ -102,7 +102,8 @@ class DryRun(RecordedRun):
             raise ChangedError(f"{user_line()}: {func}")
         index, record = self._next(func, args, kwargs)
         if record.kind == "batch":
-            return self.memo.compute(index, func, args, kwargs)
+            compute = self.memo.anew_for if record.remade else self.memo.compute
+            return compute(index, func, args, kwargs)
         if record.itself is not None:
             return tensors_in((args, kwargs))[record.itself]
         if record.writes:

@@ -64,6 +64,7 @@ class StepEvent:
         parts: of what functions within a unit draw for the samples of microbatches.
         said: what a unit logs and gives to loggers of a microbatch, if anything.
         live: whether it sees numbers that were read of the model's values, beside the batch alone.
+        remade: whether each run of the step has a copy of its result, since such numbers are written into it.
     """
 
     func: Any
@@ -83,6 +84,7 @@ class StepEvent:
     flops: float = 0.0
     viewed: bool = False
     live: bool = False
+    remade: bool = False
     told: tuple[Any, ...] | None = None
     by_numbers: bool = True
     by_content: bool = False

@@ -131,7 +131,8 @@ class StageRun(StageValues):
             return self.memo.keep(index, func(*args, **kwargs))
         if record.kind == "batch":
             # computed once a step, whichever stages and microbatches run here
-            return self.memo.again(index, func, args, kwargs)
+            again = self.memo.anew_for if record.remade else self.memo.again
+            return again(index, func, args, kwargs)
         if record.itself is not None and (index < self.first or not writes_into(getattr(func, "__name__", ""))):
             return tensors_in((args, kwargs))[record.itself]
         if index < self.first:

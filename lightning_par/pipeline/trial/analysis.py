@@ -7,7 +7,7 @@ several samples together shows itself, and what becomes a sum over samples is kn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from typing import Any
@@ -98,6 +98,8 @@ class Analysis(FakeRun):
         outputs: what units say.
         prints: whether the step's own code prints values of the model by the module.
         mixing: the last error of a function that needed samples together, which the user's code may have caught.
+        with_hooks: calls of units within which hooks of the user's hang on modules, by event.
+        passed: what calls of units return that are passed by, as on other ranks, by event.
         hooks_on_gradients: on modules of the copy, as the step begins.
         tried: of units whose like is tried once, by what they are: whether they do the same on plain tensors, and what
             they draw there.
@@ -141,6 +143,8 @@ class Analysis(FakeRun):
         self.outputs = UnitLogs()
         self.prints = False
         self.mixing: SamplesMixError | None = None
+        self.with_hooks: dict[int, str] = {}
+        self.passed: Mapping[int, Any] = {}
         self.hooks_on_gradients: dict[nn.Module, int] = {}
 
     def number(self) -> int:

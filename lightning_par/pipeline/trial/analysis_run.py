@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +55,7 @@ class AnalysisRun:
         keeps: whether units that change Python state are looked for.
         outer: those whose state the step's own code changes, where that is known.
         sight: what units have of what others leave behind; None where they have all.
+        passed: what calls of units return that are passed by, as on other ranks, by event.
 
     Example::
 
@@ -70,6 +72,7 @@ class AnalysisRun:
     keeps: bool = False
     outer: frozenset[str] = frozenset()
     sight: Sight | None = None
+    passed: Mapping[int, Any] = field(default_factory=dict)
 
     def explored(self, patterns: Patterns | None = None) -> tuple[Analysis, Any]:
         """The run by guesses with which it comes to its end, and what the step returned.
@@ -177,6 +180,7 @@ def _begin(run: Analysis, asked: AnalysisRun, copy: nn.Module, fakes: Fakes, gue
     run.tries_units, run.values.started = asked.draw == 0, step.starts
     run.users = packages_of(step.module)
     run.changes = UnitChanges(copy, run.users, asked.keeps, asked.sight)
+    run.passed = asked.passed
     run.training, run.samples = step.grad, max(1, step.samples)
     run.buffers = {id(b): name for name, b in buffers}
     run.handed.buffers = {id(b): path for path in homes for b in copy.get_submodule(path).buffers()}

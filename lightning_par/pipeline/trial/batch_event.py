@@ -10,6 +10,7 @@ from lightning_par.pipeline.program.batch_values import touches_state
 from lightning_par.pipeline.program.constants import constants_of
 from lightning_par.pipeline.program.event_functions import is_setting, writes_into
 from lightning_par.pipeline.program.program import StepEvent, is_located
+from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.private.fake_tensors import FakeTensor, unset_fake_temporarily
 from lightning_par.python_state.nested_tensors import tensors_in
 from lightning_par.sharded.functions import READS
@@ -34,6 +35,7 @@ def record_on_batch(run: Analysis, func: Any, name: str, args: Any, kwargs: Any)
     tensors = tensors_in(result)
     if is_setting((args, kwargs), result):
         return result
+    run.values.memory_of_batch[index] = Memory.of(name, args, kwargs, result, run.values.is_state)
     if touches_state(func, args, kwargs, result, run.values.is_state):
         run.values.views.update(id(x) for x in tensors)
         run.changes_state |= writes_into(name)

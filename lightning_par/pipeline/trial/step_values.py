@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_par.pipeline.program.event_functions import writes_into
 from lightning_par.pipeline.program.program import Key, StepEvent, is_located
 from lightning_par.pipeline.program.shared_storage import SharedStorage
+from lightning_par.pipeline.trial.numbers_written import Memory
 from lightning_par.pipeline.trial.side_inputs import UnitError, maker_of
 from lightning_par.private.graph import made_by
 from lightning_par.private.storage import memory_of
@@ -41,6 +42,7 @@ class StepValues:
         fresh: ids of tensors that functions of the batch alone made.
         stale: ids of tensors that share memory with one that a value of the model was written into since, and where:
             what they hold is there where that value is.
+        memory_of_batch: of events of the batch alone.
         started: whether hooks of the start ran on the copy.
     """
 
@@ -54,6 +56,7 @@ class StepValues:
         self.kept: list[Any] = [batch]
         self.fresh: set[int] = set()
         self.stale: dict[int, str] = {}
+        self.memory_of_batch: dict[int, Memory] = {}
         self.started = False
         self._homes = homes
 

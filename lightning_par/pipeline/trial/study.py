@@ -13,8 +13,10 @@ from lightning_par.pipeline.program.program import Program
 from lightning_par.pipeline.run.microbatch import MicrobatchAxis, SamplesMixError
 from lightning_par.pipeline.trial.analysis import Analysis, ReadFirstError
 from lightning_par.pipeline.trial.analysis_run import AnalysisRun
+from lightning_par.pipeline.trial.numbers_written import written_anew
 from lightning_par.pipeline.trial.placeholders import DRAWS
 from lightning_par.pipeline.trial.samples.one_more_sample import as_whole, cut_layouts, sample_layouts, with_one_more
+from lightning_par.pipeline.trial.side_inputs import UnitError
 from lightning_par.pipeline.trial.survey import Survey, calls_in, scaled
 from lightning_par.private.module_hooks import backward_hooks_on_all, has_hooks, hooks_on_all, number_of_backward_hooks
 from lightning_par.trial.guesses import EndlessError, Guesses, RepeatedGuesses
@@ -73,6 +75,7 @@ def study(
     axis = axis or MicrobatchAxis(microbatches, 0)
     whole, ours, theirs = as_whole(step, stages, surveyed)
     refuse_aftereffects(whole, partial(_run_apart, step, stages, whole), microbatches)
+    _refuse_values_of_hooks(step, stages, whole)
     _refuse_repeated_changes(step, whole)
     layouts = cut_layouts(sample_layouts(step, stages, whole, ours, theirs), step.samples, axis)
     asked = AnalysisRun(step, stages, axis, layouts, outer=whole.outer)
@@ -101,6 +104,7 @@ def _study_whole(step: Step, stages: Stages) -> Program:
     """The program of ``step`` on a batch that is not cut."""
     run, result = AnalysisRun(step, stages, keeps=True).explored()
     refuse_aftereffects(run, partial(_run_apart, step, stages, run), 1)
+    _refuse_values_of_hooks(step, stages, run)
     _follow_numbers(step, stages, None, run)
     hooked = run.hooked or run.recomputes and bool(run.changes.keeping or run.regions)
     backwards = any(map(number_of_backward_hooks, step.module.modules())) or backward_hooks_on_all()
@@ -138,6 +142,28 @@ def _refuse_kept_sums(run: Analysis, whole: Analysis) -> None:
             raise error
 
 
+def _refuse_values_of_hooks(step: Step, stages: Stages, run: Analysis) -> None:
+    """Raises `UnitError` where hooks within units hand something on that the step goes by, as a list of outputs that it
+    takes afterwards: ranks that pass the units by would do something else."""
+    passed = {index: run.events[index].result for index in run.with_hooks}
+    if not passed:
+        return
+    try:
+        other, _ = AnalysisRun(step, stages, passed=passed).once(Guesses(run.guesses.patterns))
+    except (Exception, EndlessError):  # of a list that is too short
+        known = False
+    else:
+        known = [(x.func, x.inputs) for x in other.events] == [(x.func, x.inputs) for x in run.events]
+    if not known:
+        units = tuple(dict.fromkeys(run.with_hooks.values()))
+        raise UnitError(
+            f"A forward hook within {units[0]!r} hands out what the step goes by, which other stages of the pipeline "
+            "can't see. Return it from the module's forward, or use TensorParallelStrategy.",
+            units[0],
+            units,
+        )
+
+
 def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis) -> None:
     """Find the events that go by numbers which are read of the model's values, by runs with other placeholders.
 
@@ -152,6 +178,7 @@ def _follow_numbers(step: Step, stages: Stages, axis: MicrobatchAxis | None, run
             if index < end:
                 raise SamplesMixError(f"{event.place}: a number that was read of values of the whole batch is used")
             event.live = True
+            written_anew(run, index)
 
 
 def _differing(step: Step, stages: Stages, axis: MicrobatchAxis | None, run: Analysis, draw: int) -> list[int]:

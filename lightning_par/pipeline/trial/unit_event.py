@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline.effects.random_draws import GlobalDrawError, is_standing, standing
@@ -15,7 +16,14 @@ from lightning_par.pipeline.trial.code_attributes import TENSORS
 from lightning_par.pipeline.trial.function_event import as_located
 from lightning_par.pipeline.trial.samples.sample_sums import tag_of
 from lightning_par.pipeline.trial.samples.unit_trial import acts_plainly
-from lightning_par.private.module_hooks import number_of_backward_hooks
+from lightning_par.pipeline.trial.side_inputs import UnitError
+from lightning_par.private.module_hooks import (
+    dicts_of_hooks,
+    handles_made,
+    has_hooks,
+    number_of_backward_hooks,
+    users_hooks,
+)
 from lightning_par.private.pytree import tree_leaves
 from lightning_par.python_state.nested_tensors import map_returned, tensors_in
 from lightning_par.sharded.tensor import ShardedTensor
@@ -74,7 +82,11 @@ def _called(
     run: Analysis, path: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, bool]:
     """What the unit returns, and whether it does the same on the plain tensors of a microbatch."""
-    plainly, stood = True, standing()
+    if len(run.events) in run.passed:
+        return map_returned(lambda x: _passed_by(run, x), run.passed[len(run.events)]), True
+    if any(map(has_hooks, module.modules())):
+        run.with_hooks[len(run.events)] = path
+    plainly, stood, handles = True, standing(), handles_made()
     try:
         refuse_backward_hooks(run, module.modules())
         lent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Module)]
@@ -90,6 +102,7 @@ def _called(
                 result, plainly = acts_plainly(run, path, module, original, args, kwargs)
         if run.axis is not None and run.handed.found.keys() & run.values.keys.keys():
             raise SamplesMixError(f"{path!r} takes a value that is none of its arguments")
+        _refuse_new_hooks(path, module, handles)
     except SamplesMixError as error:
         error.unit = path
         raise
@@ -98,6 +111,26 @@ def _called(
         if not is_standing(stood):
             raise GlobalDrawError(path)
     return result, plainly
+
+
+def _refuse_new_hooks(path: str, module: nn.Module, handles: int) -> None:
+    """Raises `UnitError` where the unit, called after so many ``handles`` were made, has left hooks on what is in it:
+    all ranks must have them, which run the code around units, and not that of units."""
+    if handles_made() == handles:
+        return
+    for name, inner in module.named_modules():
+        if any(key >= handles for held in users_hooks(dicts_of_hooks(inner)) for key in held):
+            place = f"self.{path}.{name}" if name else f"self.{path}"
+            raise UnitError(
+                f"A hook on {place} is registered as {path!r} runs, on the rank of its stage alone. Register it "
+                "before, as in on_fit_start or __init__.",
+                path,
+            )
+
+
+def _passed_by(run: Analysis, x: Tensor) -> Tensor:
+    with run.mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
 def _said(run: Analysis, path: str) -> Shares | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_par.mesh.axis import Axis
 from lightning_par.private.graph import KEEPS_ARGUMENTS, node_of
@@ -113,6 +113,8 @@ def _applied(apply: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         result = apply(cls, *args, **kwargs)
     else:
         axes = gradient_shares.active() if torch.is_grad_enabled() and not in_functorch() else ()
+        if axes:
+            _refuse_layers(cls, args)
         result = _watched(apply, cls, args, kwargs, axes) if axes or views else apply(cls, *args, **kwargs)
     return call.cut(result, wholes) if views else result
 
@@ -124,6 +126,19 @@ def _refuse_reentrant(staged: bool) -> None:
         raise ValueError(
             f"Reentrant checkpointing at {user_line()} loses gradients {where}. Write "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
+
+
+def _refuse_layers(cls: Any, args: tuple[Any, ...]) -> None:
+    """Raises NotImplementedError where a user's function is given layers, as those of reversible networks are: its
+    backward, which gets whole gradients, may add whole ones to their weights, where each rank's are a share."""
+    layers = [x for x in tree_leaves(args) if isinstance(x, nn.Module) and any(p.requires_grad for p in x.parameters())]
+    if layers:
+        raise NotImplementedError(
+            f"{user_line()}: {cls.__name__} is given a {type(layers[0]).__name__}, to whose weights its backward may "
+            "add gradients by itself. Where ranks hold shares of gradients, as along a sequence axis, each would add "
+            "the whole. Call the layers as they are, with torch.utils.checkpoint.checkpoint to spare memory, or use a "
+            "layout without a sequence axis and without shard_residual."
         )
 
 

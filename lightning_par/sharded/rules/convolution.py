@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_par.mesh.collectives import _plain
 from lightning_par.mesh.positions import Array, Positions
 from lightning_par.sequence.halo import fetch
-from lightning_par.sharded.rules.lookup import enter, rule, view
+from lightning_par.sharded.rules.lookup import aligned, enter, rule, view
 from lightning_par.sharded.rules.per_sample import by_rows
 from lightning_par.sharded.tensor import ShardedTensor
 
@@ -136,6 +136,8 @@ def convolution(
             weight = weight.squeeze(-1)  # [out, in, 1, ...] -> [out, in]
         # [B, C, ...] -> [B, ..., C], and back
         return F.linear(x.movedim(channels, -1), weight, bias).movedim(-1, channels)
+    if split and groups > 1:
+        return _by_channel(func, x, weight, bias, (stride, padding, dilation), groups)
     out = by_rows(func, {"input": spatial + 1}, (x, weight, bias, stride, padding, dilation, groups), {})
     at = _along(x, spatial)
     if out is not NotImplemented or at is None or not all(w is None or _plain(w) for w in (weight, bias)):
@@ -150,6 +152,28 @@ def convolution(
     beside = [0 if i == at else before for i, (before, _) in enumerate(around)]
     weight, bias = enter(weight, x._axis), enter(bias, x._axis)
     return _slid(x, window, 0.0, lambda part: func(part, weight, bias, strides, beside, dilations, groups))
+
+
+def _by_channel(func: Any, x: Any, weight: Any, bias: Any, window: tuple[Any, ...], groups: int) -> Any:
+    """Each channel by a kernel of its own, as in Mamba and in feed-forwards of images: a rank's channels by theirs."""
+    channels = x.ndim - weight.ndim + 1
+    if not isinstance(x, ShardedTensor) or x._dim != channels or not groups == x.shape[channels] == weight.shape[0]:
+        return NotImplemented
+    positions, axis, count = x._positions, x._axis, x._local.shape[channels]
+    parts = [w if w is None else aligned(w, -w.ndim, positions, axis) for w in (weight, bias)]
+    if parts[0] is None or (parts[1] is None and bias is not None):
+        return NotImplemented
+    local = x._local
+    if not count:  # kernels won't have an empty tensor: a channel of padding alone, which is dropped
+        local, parts = _one_more(local, channels), [w if w is None else _one_more(w, 0) for w in parts]
+    out = func(local, *parts, *window, count or 1).narrow(channels, 0, count)
+    return view(out, channels, positions, axis)
+
+
+def _one_more(x: Tensor, dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = 1
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 def _is_product(weight: Tensor, stride: Any, padding: Any) -> bool:

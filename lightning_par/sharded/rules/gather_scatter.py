@@ -81,8 +81,8 @@ def repeat(func: Any, x: Any, *sizes: Any, **kwargs: Any) -> Any:
 
 
 def picked_beside(func: Any, x: ShardedTensor, key: Any) -> Any:
-    """``x[..., index, ...]`` with tensors that index other dims than the sharded one."""
-    items = list(key) if isinstance(key, tuple) else [key]
+    """``x[..., index, ...]`` with tensors, or lists of numbers, that index other dims than the sharded one."""
+    items = [_listed(item) for item in (key if isinstance(key, tuple) else [key])]
     if not all(type(item) in _BASIC or _picks(item) for item in items):
         return NotImplemented
     used = sum(map(_dims_of, items))
@@ -98,6 +98,12 @@ def picked_beside(func: Any, x: ShardedTensor, key: Any) -> Any:
 
 
 _BASIC = (int, slice, type(None), type(Ellipsis))
+
+
+def _listed(item: Any) -> Any:
+    """``[-2]`` as torch reads it: a tensor."""
+    flat = type(item) is list and item and {type(each) for each in item} in ({int}, {bool})
+    return torch.tensor(item) if flat else item
 
 
 def _picks(item: Any) -> bool:

@@ -1,0 +1,57 @@
+"""Caches of methods are found in the body of a class, with or without a function around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lightning_par.python_state.contents import CacheCell
+from lightning_par.python_state.method_caches import caches_of
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    cached = functools.lru_cache(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return cached(*args)
+
+    return call
+
+
+class _Tables:
+    size = 3
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def plain(n: int) -> int:
+        return n
+
+    @_wrapped
+    def wrapped(self, n: int) -> int:
+        return n
+
+    def other(self) -> int:
+        return self.size
+
+
+class _More(_Tables):
+    pass
+
+
+def test_caches_are_those_of_the_class_itself() -> None:
+    assert [name for name, _ in caches_of(_Tables)] == ["plain", "wrapped"] and not caches_of(_More)
+
+
+def test_what_a_run_that_is_undone_had_to_compute_is_computed_again() -> None:
+    ((_, cache), _) = caches_of(_Tables)
+    cell = CacheCell("plain", cache)
+    _Tables.plain(1)
+    cell.restore()
+    assert cache.cache_info().currsize == 0
+    _Tables.plain(1)
+    cell = CacheCell("plain", cache)
+    _Tables.plain(1)
+    cell.restore()
+    assert cache.cache_info().currsize == 1  # and what was remembered before the run is remembered still
