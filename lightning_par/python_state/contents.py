@@ -59,8 +59,7 @@ class ValueCell(Cell):
 
 
 class CacheCell(Cell):
-    """What `functools.lru_cache` made: what it remembers of a run that is undone goes, if that computed on fakes, or if
-    the next run would else be spared what this one had to compute."""
+    """What `functools.lru_cache` made: what it remembers of a trial is no state, unless that computed on fakes."""
 
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner)
@@ -71,11 +70,22 @@ class CacheCell(Cell):
 
     def restore(self) -> None:
         now, before = self.owner.cache_info(), self.before
-        if now.misses != before.misses:
-            alone = not before.currsize or now.hits == before.hits  # nothing that was there before was of use
-            if alone or holds(self.owner, lambda x: isinstance(x, FakeTensor)):
-                self.owner.cache_clear()
+        if now.misses != before.misses and self.forgets(before, now):
+            self.owner.cache_clear()
         self.before = self.owner.cache_info()
+
+    def forgets(self, before: Any, now: Any) -> bool:
+        """Whether what was computed between two ``cache_info()`` goes."""
+        return holds(self.owner, lambda x: isinstance(x, FakeTensor))
+
+
+class MethodCacheCell(CacheCell):
+    """One of a library's method, mostly for an object that each run of the step makes anew: what it remembers of a run
+    that is undone goes, too, if the next run would else be spared what this one had to compute."""
+
+    def forgets(self, before: Any, now: Any) -> bool:
+        alone = not before.currsize or now.hits == before.hits  # nothing that was there before was of use
+        return alone or super().forgets(before, now)
 
 
 class LockedCell(Cell):

@@ -23,6 +23,7 @@ from lightning_par.python_state.cells.mappings import BodyCell, BuffersCell, Map
 from lightning_par.python_state.cells.names import AttributesCell, NamesCell
 from lightning_par.python_state.cells.sequences import SetCell, TupleCell
 from lightning_par.python_state.code_names import names_of
+from lightning_par.python_state.contents import MethodCacheCell
 from lightning_par.python_state.found import ATOMS, LOOKED_AT, Found, HeldTensor
 from lightning_par.python_state.iterators import IteratorCell
 from lightning_par.python_state.method_caches import caches_of
@@ -226,7 +227,9 @@ class Reach:
             known = id(base) in self.names or id(base) in self.apart
             if known or not is_users_code(base.__module__, self.packages):
                 for key, cache in () if known else caches_of(base):
-                    self.wait(f"{base.__qualname__}.{key}", cache)
+                    if id(cache) not in self.names:
+                        name = self.name(f"{base.__qualname__}.{key}", cache)
+                        self.keep(Found(name, cache), MethodCacheCell(name, cache), insides=False)
                 continue
             if not self.code:
                 self.classes.append(base)

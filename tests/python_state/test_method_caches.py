@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightning_par.python_state.contents import CacheCell
+from lightning_par.python_state.contents import CacheCell, MethodCacheCell
 from lightning_par.python_state.method_caches import caches_of
 
 
@@ -46,12 +46,21 @@ def test_caches_are_those_of_the_class_itself() -> None:
 
 def test_what_a_run_that_is_undone_had_to_compute_is_computed_again() -> None:
     ((_, cache), _) = caches_of(_Tables)
-    cell = CacheCell("plain", cache)
+    cell = MethodCacheCell("plain", cache)
     _Tables.plain(1)
     cell.restore()
     assert cache.cache_info().currsize == 0
     _Tables.plain(1)
-    cell = CacheCell("plain", cache)
+    cell = MethodCacheCell("plain", cache)
     _Tables.plain(1)
     cell.restore()
     assert cache.cache_info().currsize == 1  # and what was remembered before the run is remembered still
+
+
+def test_that_of_a_function_of_the_users_stays() -> None:
+    """It is for values that are alike in all runs."""
+    cache = functools.lru_cache(str)
+    cell = CacheCell("str", cache)
+    cache(1)
+    cell.restore()
+    assert cache.cache_info().currsize == 1
