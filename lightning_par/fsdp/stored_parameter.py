@@ -33,6 +33,7 @@ from lightning_par.sharded.rules.lookup import user_line
 from lightning_par.sharded.rules.stored_weights import Gathering
 from lightning_par.sharded.run_state import RunState
 from lightning_par.sharded.tensor import ShardedTensor, full, leaf
+from lightning_par.sharded.user_classes import put_on, users_class
 from lightning_par.sharded.who_reads import is_inner
 
 PURPOSE = "parameters"
@@ -195,7 +196,7 @@ class Stored(ShardedTensor):
         if id(self) not in memo:
             copied = self.twin(super().__deepcopy__(memo)._local)
             mark_parameter(copied)
-            memo[id(self)] = copied
+            memo[id(self)] = put_on(copied, users_class(self))
         return memo[id(self)]
 
 

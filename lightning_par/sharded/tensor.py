@@ -30,6 +30,7 @@ from lightning_par.private.tensors import is_marked, make_wrapper_subclass, mark
 from lightning_par.sharded import aliases, parameter_hooks
 from lightning_par.sharded.parts import note_part
 from lightning_par.sharded.run_state import RunState
+from lightning_par.sharded.user_classes import KeepsClass, of_users_class, put_on, users_class
 from lightning_par.sharded.who_reads import is_inner
 
 _dispatch: Callable[..., Any] | None = None
@@ -49,7 +50,7 @@ class OutOfSightError(TypeError):
     """A sharded tensor went where no rule, and no gather, can be put before what is done with it."""
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(KeepsClass, torch.Tensor):
     """A tensor of which every rank along ``axis`` holds the ``positions`` of dim ``dim``.
 
     Args:
@@ -88,6 +89,12 @@ class ShardedTensor(torch.Tensor):
         if is_leaf:
             note_part(local, axis)
         return self
+
+    def _recast(self, kind: type) -> None:
+        self._users_class = kind
+
+    def __getattr__(self, name: str) -> Any:
+        return of_users_class(self, name)
 
     @property
     def local(self) -> Tensor:
@@ -314,6 +321,7 @@ class ShardedTensor(torch.Tensor):
             copied = self.with_local(copy.deepcopy(self._local, memo))
             if is_marked(self):
                 mark_parameter(copied)
+                put_on(copied, users_class(self))
             memo[id(self)] = copied
         return memo[id(self)]
 

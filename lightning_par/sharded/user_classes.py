@@ -1,7 +1,8 @@
 """Classes of tensors that users wrote, as ``class MyParam(nn.Parameter)``: a parameter's in whatever form it is.
 
 A tensor without memory that stands for one of such a class is of a class that begins with its own way and goes on with
-the user's, so that ``isinstance``, methods and attributes are the user's. A sharded one only remembers it.
+the user's, so that ``isinstance``, methods and attributes are the user's. A sharded one remembers it, and says so to
+user code: to rules its very class counts.
 """
 
 from __future__ import annotations
@@ -39,6 +40,21 @@ def is_users(kind: type) -> bool:
     """Whether ``kind`` is a user's class of tensors with memory of their own."""
     own_way = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
     return kind not in _PLAIN and not own_way and not issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+
+
+def of_users_class(x: Tensor, name: str) -> Any:
+    """The attribute ``name`` of the user's class that ``x`` remembers, as a tensor of it has it.
+
+    Raises:
+        AttributeError: it has none, or there is no such class.
+    """
+    kind = vars(x).get(REMEMBERED)
+    for base in () if kind is None else kind.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            bind = getattr(type(found), "__get__", None)
+            return found if bind is None else bind(found, x, kind)
+    raise AttributeError(f"{(kind or type(x)).__name__!r} object has no attribute {name!r}", name=name, obj=x)
 
 
 def set_class(x: Tensor, kind: Any) -> None:
@@ -103,5 +119,7 @@ class KeepsClass:
     __class__ = property(_read, _write)  # type: ignore[assignment]
 
 
-def _is_inner(frame: types.FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_par."))
+def _is_inner(frame: types.FrameType | None) -> bool:
+    if frame is not None and frame.f_code.co_name == "__instancecheck__":  # of parameters' classes
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_par."))
