@@ -7,12 +7,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+_WITHOUT = ("torch.", "lightning.", "pytorch_lightning.", "builtins", "lightning_par.")
 _Cached = type(functools.lru_cache(print))
 
 
-@functools.lru_cache(maxsize=10_000)
 def caches_of(kind: type) -> tuple[tuple[str, Any], ...]:
     """The caches in the body of ``kind`` itself, and under which name; a function may be wrapped around one.
+
+    None is looked for in classes of torch and Lightning. Nothing is remembered of ``kind``, which a run may have made.
 
     Example::
 
@@ -22,6 +24,8 @@ def caches_of(kind: type) -> tuple[tuple[str, Any], ...]:
 
         assert [name for name, _ in caches_of(Positions)] == ["table"]
     """
+    if kind.__module__.startswith(_WITHOUT):
+        return ()
     return tuple((name, cache) for name, value in vars(kind).items() for cache in _caches_in(value))
 
 

@@ -92,6 +92,7 @@ class Reach:
         self._unreached: dict[str, list[Found]] = {}
         self._spaces: dict[int, NamesCell] = {}
         self._met: set[int] = set()  # ids of classes
+        self._searched: set[int] = set()  # those of libraries' classes
 
     @property
     def words(self) -> Set[str]:
@@ -226,10 +227,11 @@ class Reach:
         for base in kind.__mro__:
             known = id(base) in self.names or id(base) in self.apart
             if known or not is_users_code(base.__module__, self.packages):
-                for key, cache in () if known else caches_of(base):
+                for key, cache in () if known or id(base) in self._searched else caches_of(base):
                     if id(cache) not in self.names:
                         name = self.name(f"{base.__qualname__}.{key}", cache)
                         self.keep(Found(name, cache), MethodCacheCell(name, cache), insides=False)
+                self._searched.add(id(base))
                 continue
             if not self.code:
                 self.classes.append(base)
