@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_par.private.tensors import is_marked
+from lightning_par.sharded.who_reads import INNER
 from lightning_par.trial.memo import Memo
 
 _CLASS = vars(object)["__class__"]
@@ -122,4 +123,4 @@ class KeepsClass:
 def _is_inner(frame: types.FrameType | None) -> bool:
     if frame is not None and frame.f_code.co_name == "__instancecheck__":  # of parameters' classes
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_par."))
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(INNER)
