@@ -91,7 +91,7 @@ class ShardedTensor(KeepsClass, torch.Tensor):
         return self
 
     def _recast(self, kind: type) -> None:
-        self._users_class = kind
+        put_on(self, kind)
 
     def __getattr__(self, name: str) -> Any:
         return of_users_class(self, name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_par.private.tensors import is_marked
-from lightning_par.sharded.who_reads import INNER
+from lightning_par.sharded.who_reads import is_inner
 from lightning_par.trial.memo import Memo
 
 _CLASS = vars(object)["__class__"]
@@ -26,6 +26,20 @@ _PLAIN = (Tensor, nn.Parameter)
 
 _OF_TENSORS = ("__torch_function__", "__deepcopy__", "__reduce_ex__", "__repr__")
 """What parameters have otherwise than tensors of a class that has memory of its own way."""
+
+_WHEN_MADE = {
+    *(
+        "__new__",
+        "__init__",
+        "__init_subclass__",
+        "__class_getitem__",
+        "__subclasshook__",
+        "__setstate__",
+        "__reduce__",
+    ),
+    *("__repr__", "__str__", "__format__", "__dir__", "__hash__", "__deepcopy__", "__reduce_ex__"),
+}
+"""What a class may have for itself that no value goes by once parameters of it are there."""
 
 REMEMBERED = "_users_class"
 """The attribute of a tensor, or of its class where that is ours, that holds the user's class."""
@@ -58,6 +72,33 @@ def of_users_class(x: Tensor, name: str) -> Any:
     raise AttributeError(f"{(kind or type(x)).__name__!r} object has no attribute {name!r}", name=name, obj=x)
 
 
+def _own_ways(kind: type) -> list[str]:
+    """What of ``kind`` runs where torch's own is asked for, or where an attribute is set."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)]
+    found = {name: value for base in reversed(own) for name, value in vars(base).items() if name not in _WHEN_MADE}
+    return [name for name, value in found.items() if _is_own_way(name, value)]
+
+
+def _is_own_way(name: str, value: Any) -> bool:
+    if name.startswith("__"):  # what Python keeps in classes, as `__doc__`, is none
+        runs = callable(value) or isinstance(value, (classmethod, staticmethod, property))
+        is_torchs = name == "__torch_function__" and value is nn.Parameter.__torch_function__
+        return runs and not is_torchs and (hasattr(Tensor, name) or name == "__getattr__")
+    is_set = value.fset is not None if isinstance(value, property) else hasattr(type(value), "__set__")
+    return is_set or hasattr(Tensor, name)
+
+
+def _check_adds_alone(kind: type) -> None:
+    """Sharded tensors have what ``kind`` adds to torch's, and what both have as torch has it."""
+    ways = _own_ways(kind)
+    if ways:
+        raise NotImplementedError(
+            f"A parameter of the class {kind.__name__} is to be split over ranks, and {kind.__name__}.{ways[0]} has a "
+            "way of its own for what torch's has, too, or for an attribute that is set: a part of it would go on as "
+            "torch's. Make it a method of another name, or a function."
+        )
+
+
 def set_class(x: Tensor, kind: Any) -> None:
     """``x.__class__ = kind``, unseen by `KeepsClass`."""
     _CLASS.__set__(x, kind)
@@ -69,9 +110,14 @@ def set_classes(tensors: Iterable[Tensor], kinds: Iterable[Any]) -> None:
 
 
 def put_on(x: Tensor, kind: Any) -> Tensor:
-    """Let ``x`` be of the user's class ``kind`` beside its own, if it is not None, or remember it; ``x`` again."""
+    """Let ``x`` be of the user's class ``kind`` beside its own, if it is not None, or remember it; ``x`` again.
+
+    Raises:
+        NotImplementedError: ``x`` is sharded, and ``kind`` has own ways of what torch has.
+    """
     if kind is not None:
         if hasattr(x, "_local"):  # to sharded tensors' rules their very class counts
+            _check_adds_alone(kind)
             vars(x)[REMEMBERED] = kind
         else:
             set_class(x, kind if type(x) in _PLAIN else worn(type(x), kind))
@@ -106,13 +152,13 @@ class KeepsClass:
 
     def _read(self) -> Any:
         x: Any = self  # no `isinstance` here, which would ask again
-        if _is_inner(sys._getframe(1)):
+        if _asks_inner(sys._getframe(1)):
             return type(x)
         is_parameter = is_marked(x) or issubclass(type(x), nn.Parameter)
         return users_class(x) or (nn.Parameter if is_parameter else Tensor)
 
     def _write(self, kind: Any) -> None:
-        if _is_inner(sys._getframe(1)):
+        if _asks_inner(sys._getframe(1)):
             set_class(self, kind)  # type: ignore[arg-type]
         else:
             self._recast(kind)
@@ -120,7 +166,7 @@ class KeepsClass:
     __class__ = property(_read, _write)  # type: ignore[assignment]
 
 
-def _is_inner(frame: types.FrameType | None) -> bool:
-    if frame is not None and frame.f_code.co_name == "__instancecheck__":  # of parameters' classes
+def _asks_inner(frame: types.FrameType) -> bool:
+    if frame.f_code.co_name == "__instancecheck__" and frame.f_back is not None:  # of parameters' classes
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(INNER)
+    return is_inner(frame)

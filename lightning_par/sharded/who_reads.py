@@ -6,7 +6,7 @@ import types
 
 from lightning_par.trial.memo import Memo
 
-INNER = ("lightning_par.", "torch.")
+_INNER = ("lightning_par.", "torch.")
 
 
 def is_inner(frame: types.FrameType) -> bool:
@@ -17,7 +17,7 @@ def is_inner(frame: types.FrameType) -> bool:
 def _is_inner(place: tuple[str, str]) -> bool:
     module, function = place
     zeroes = module == "torch.nn.modules.module" and function == "zero_grad"
-    return module.startswith(INNER) and not zeroes and module != "torch.nn.utils.clip_grad"
+    return module.startswith(_INNER) and not zeroes and module != "torch.nn.utils.clip_grad"
 
 
 _inner = Memo(_is_inner)  # by the names of a Python module and of a function

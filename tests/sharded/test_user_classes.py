@@ -109,6 +109,54 @@ def test_they_are_of_it_to_user_code(layout: dict[str, Any], recasts: bool, pool
         torch.testing.assert_close(weights, expected[1], rtol=1e-11, atol=1e-13)
 
 
+class Summed(nn.Parameter):
+    def sum(self, *dims: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().sum(*dims, **kwargs)
+
+
+class Rated(nn.Parameter):
+    rate = property(lambda self: self._rate, lambda self, value: setattr(self, "_rate", 2 * value))
+
+
+class Called(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Listed(nn.Parameter):
+    """What runs when it is made, copied or shown alone."""
+
+    def __new__(cls, values: Tensor, rate: float = 0.1) -> Any:
+        made = super().__new__(cls, values)
+        made.rate = rate
+        return made
+
+    def __repr__(self) -> str:
+        return f"Listed, {self.rate}"
+
+
+def _own_way(kind: type[nn.Parameter], layout: dict[str, Any]) -> str:
+    module = Penalized(False)
+    module.net[0].weight = kind(module.net[0].weight.detach())
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=HybridParallelStrategy(**layout), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(module, DataLoader(torch.ones(4, 8), batch_size=4))  # type: ignore[arg-type]
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [TENSOR, FSDP], ids=["tensor", "fsdp"])
+def test_one_that_goes_on_otherwise_than_torchs_is_refused(layout: dict[str, Any], pool: Pool) -> None:
+    for kind, name in ((Summed, "sum"), (Rated, "rate"), (Called, "__torch_function__"), (Listed, "")):
+        for message in pool.run(2, _own_way, kind, layout):
+            assert (f"{kind.__name__}.{name} has" in message) if name else not message, message
+
+
 class Asked(Penalized):
     def on_train_start(self) -> None:
         weight = self.net[0].weight
